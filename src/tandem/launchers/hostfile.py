@@ -41,17 +41,17 @@ class HostEntry:
     """The host's Python interpreter."""
     memory_bytes: int | None = None
     facts: tuple[tuple[str, str], ...] = ()
-    """What `tandem plan` wants to know (`PLAN_FIELDS`), as it was written."""
+    """Values for `tandem plan` (`PLAN_FIELDS`) as they are written in the file."""
 
     @property
     def is_here(self) -> bool:
-        """It means the machine that reads the file."""
+        """True for the machine that reads the file."""
         return self.ssh in LOCAL_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostfile:
-    """The whole file."""
+    """A hostfile that was read."""
 
     path: str
     hosts: tuple[HostEntry, ...]
@@ -61,7 +61,7 @@ class Hostfile:
 
 
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
-    """Read and check. Raises ConfigError in one line that names entry, field, value and remedy."""
+    """Read and check a hostfile. Raises ConfigError in one line that names entry, field, value and remedy."""
     return _Reader(path, label).read()
 
 
@@ -173,7 +173,7 @@ class _Reader:
         devices: list[str | tuple[str, ...] | None] = []
         for device in rdma:
             several = device if isinstance(device, list) else [device]
-            if device is not None and (not several or not all(isinstance(one, str) and one for one in several)):
+            if device is not None and (not several or not all(isinstance(name, str) and name for name in several)):
                 self._fail(f'{where}: rdma has {device!r}; must be a device such as "rdma_en2", a list of devices, or '
                            "null")
             devices.append(tuple(device) if isinstance(device, list) else device)
@@ -181,7 +181,7 @@ class _Reader:
 
 
 def hosts_of(hostfile: Hostfile, entries: Sequence[int] | None) -> tuple[HostEntry, ...]:
-    """The hosts with these numbers, in this order, or all. Raises ConfigError."""
+    """Return the hosts with these numbers, in this order, or all. Raises ConfigError."""
     for number in entries or ():
         if number >= len(hostfile.hosts):
             raise ConfigError(f"--host-entries {number}: {hostfile.path} has {len(hostfile.hosts)} hosts, counted from "

@@ -1,4 +1,4 @@
-"""The rank hosts that have joined: a thread of the head talks with them, whatever the engine's thread is doing."""
+"""Membership of rank hosts: a thread of the head talks with those that have joined, beside the engine's thread."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ seldom = Seldom(log)
 POLL_S = 0.1
 PING_S = 1.0
 ASK_S = 10.0
-"""Seconds in which a rank host must answer a question."""
+"""Seconds for a rank host to answer a question."""
 LOST = 255
-"""Exit code of a rank whose host is lost."""
+"""Exit code of a rank on a lost host."""
 
 
 class RemoteRank:
-    """A rank process on another machine, as far as its rank host has told."""
+    """A rank process on another machine, as its rank host reports it."""
 
     def __init__(self, number: int, member: Member, kill: Callable[[], None], changed: threading.Condition) -> None:
         self.number = number
@@ -46,19 +46,19 @@ class RemoteRank:
         return self._code
 
     def describe_exit(self) -> str:
-        """How it ended, in words."""
+        """Tell in words how it ended, and where."""
         where = self._member.facts.name
         return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
 
     def ended(self, code: int, how: str) -> None:
-        """For the roster: it has ended."""
+        """Note that it has ended; the roster calls it."""
         with self._changed:
             if self._code is None:
                 self._code, self._how = code, how
             self._changed.notify_all()
 
     def kill(self) -> None:
-        """Have its host end it."""
+        """Have its host kill it."""
         if self._code is None:
             self._kill()
 
@@ -75,26 +75,26 @@ class Member:
     identity: bytes
     join: hosts.Join
     slot: int | None
-    """Rank that it is for; None while it is spare."""
+    """Rank that it is for; None while it stands by."""
     heard: float
     rank: RemoteRank | None = None
 
     @property
     def facts(self) -> hosts.HostFacts:
-        """Of its machine."""
+        """Facts of its machine."""
         return self.join.facts
 
     @property
     def mlx(self) -> hosts.MlxWorld:
-        """What mlx.launch told it."""
+        """Variables of mlx.launch on its machine."""
         return self.join.mlx
 
 
 class Roster:
-    """Who has joined. Methods are for the engine's thread; members that fall silent are struck off."""
+    """The rank hosts that have joined; silent ones are removed. Methods are for the engine's thread."""
 
     def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
-        """With `tickets` a rank host needs the one that was last issued for its slot. Raises TransportError."""
+        """Listen. With `tickets` a rank host needs the one that was last issued for its slot. Raises TransportError."""
         self._end = HeadEnd(keys, host, port)
         self.port = self._end.port
         self._heartbeat = heartbeat_s
@@ -115,35 +115,35 @@ class Roster:
     # --- the engine's thread ---
 
     def issue(self, slot: int, ticket: str) -> None:
-        """The rank host for `slot` that joins with `ticket` is let in, once; whoever has the slot is struck off."""
+        """Admit the rank host that joins for `slot` with `ticket`, once. Remove another host in that slot."""
         with self._changed:
             self._tickets[slot] = ticket
             self._refusals.pop(slot, None)
-            for member in [one for one in self._members.values() if one.slot == slot]:
+            for member in [other for other in self._members.values() if other.slot == slot]:
                 self._strike(member, "another is started in its place", level=logging.INFO)
 
     def fill(self, count: int) -> list[Member | None]:
-        """Who is there for each of `count` ranks; spare ones, in the order of joining, take the places without."""
+        """Return the host of each of `count` ranks, or None; standby hosts fill empty places as they have joined."""
         with self._changed:
             self._count = count
             places: list[Member | None] = [None] * count
             for member in self._members.values():
                 if member.slot is not None and member.slot < count:
                     places[member.slot] = member
-            spare = (one for one in self._members.values() if one.slot is None)
+            standby = (other for other in self._members.values() if other.slot is None)
             for slot in range(count):
-                if places[slot] is None and (chosen := next(spare, None)) is not None:
+                if places[slot] is None and (chosen := next(standby, None)) is not None:
                     chosen.slot = slot
                     places[slot] = chosen
             return places
 
     def refusal(self, slot: int) -> str | None:
-        """Why the rank host for `slot` was sent away, if it was."""
+        """Return why the rank host for `slot` was refused, if it was."""
         with self._changed:
             return self._refusals.pop(slot, None)
 
     def wait(self, timeout_s: float) -> None:
-        """Until somebody joins, leaves or answers, or `timeout_s` seconds have passed."""
+        """Wait until a host joins, leaves or answers, at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -152,7 +152,7 @@ class Roster:
         self._end.post(member.identity, message)
 
     def begin(self, member: Member) -> RemoteRank:
-        """A rank process for the member's host, which is to be told to start it."""
+        """Register a rank process of the member's host, which is told next to start it."""
         number = next(self._numbers)
         rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
         with self._changed:
@@ -162,7 +162,7 @@ class Roster:
         return rank
 
     def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
-        """Free ports on the member's machine. Raises RankFailure."""
+        """Ask for free ports on the member's machine. Raises RankFailure."""
         number = next(self._numbers)
         self.send(member, hosts.ReservePorts(number, address, count, wanted))
         deadline = time.monotonic() + ASK_S
@@ -177,9 +177,9 @@ class Roster:
         return answer.ports
 
     def leave(self, ticket: str, reason: str) -> None:
-        """Strike the member with this ticket off, if it is there: its process is known to have ended. Any thread."""
+        """Remove the member with this ticket: its process has ended. From any thread."""
         with self._changed:
-            for member in [one for one in self._members.values() if one.join.ticket == ticket]:
+            for member in [other for other in self._members.values() if other.join.ticket == ticket]:
                 self._strike(member, reason)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Roster:
         self._end.close()
 
     def _broken(self, error: BaseException) -> None:
-        """Nobody hears the rank hosts any more: for the engine they are lost, and in a process of its own it ends."""
+        """Remove all hosts, as the thread that hears them has failed. Raises its error, which ends our own process."""
         with self._changed:
             for member in list(self._members.values()):
                 self._strike(member, "cannot be heard: the thread that listens has failed")
@@ -246,7 +246,7 @@ class Roster:
     def _greet(self, identity: bytes, join: hosts.Join) -> None:
         with self._changed:
             if identity not in self._members:
-                for earlier in [one for one in self._members.values() if one.join.host_id == join.host_id]:
+                for earlier in [other for other in self._members.values() if other.join.host_id == join.host_id]:
                     if earlier.join.attempt > join.attempt:
                         return  # this one was under way for long; the rank host has connected anew since
                     self._strike(earlier, "has joined anew")
@@ -266,7 +266,7 @@ class Roster:
         self._end.post(identity, hosts.Welcome(self._heartbeat))
 
     def _objection(self, join: hosts.Join) -> str | None:
-        """Why the rank host cannot be let in; takes its ticket."""
+        """Return why the rank host cannot be admitted, or None; use up its ticket."""
         facts, own = join.facts, versions()
         different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
                      for name in own if facts.versions.get(name) != own[name]]
@@ -279,13 +279,13 @@ class Roster:
         self._tickets.pop(join.slot, None)
         if self._count and join.slot >= self._count:
             return f"rank {join.slot} was asked for, and the layout has {self._count} ranks"
-        holder = next((one for one in self._members.values() if one.slot == join.slot), None)
+        holder = next((other for other in self._members.values() if other.slot == join.slot), None)
         if holder is not None:
             return f"rank {join.slot} is taken: {holder.facts.name} (process {holder.facts.pid}) has it"
         return None
 
     def _keep_up(self) -> None:
-        """Ping all, and strike off the silent."""
+        """Ping all hosts, and remove silent ones."""
         now = time.monotonic()
         if now - self._pinged < PING_S:
             return

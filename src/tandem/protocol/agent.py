@@ -70,7 +70,7 @@ class CloseInput(Struct, frozen=True, tag=True):
 
 
 class Beat(Struct, frozen=True, tag=True):
-    """Still there. Whoever hears nothing for a while gives the other up."""
+    """Sign of life. An end that hears nothing for a while counts the other as lost."""
 
 
 class Ended(Struct, frozen=True, tag=True):

@@ -37,13 +37,13 @@ class Placed(Struct, frozen=True, tag=True):
     """Rank hosts are being started on these nodes, in the order of ranks."""
 
     nodes: list[str]
-    """Their ids."""
+    """Ids of the nodes."""
     places: list[str]
     """Address and name of each, for messages."""
 
 
 class ClusterRefused(Struct, frozen=True, tag=True):
-    """What was asked cannot be done until the user mends something, such as a shortage of devices."""
+    """A request that cannot be met until the user mends something, such as a shortage of devices."""
 
     message: str
 
@@ -59,7 +59,7 @@ class HostOutput(Struct, frozen=True, tag=True):
 
 
 class HostEnded(Struct, frozen=True, tag=True):
-    """A rank host is no more."""
+    """A rank host has ended."""
 
     placement: int
     rank: int

@@ -20,7 +20,7 @@ from tandem.transport.security import Admits, MemberSocket, translated
 MAX_BUS_FRAME, MAX_JOIN_FRAME = 256 * 1024 * 1024, 4 * 1024 * 1024
 """Bytes."""
 SILENT = "nothing answers there"
-"""Trouble of which no more is known."""
+"""Trouble without a known reason."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -38,7 +38,7 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
         super().__init__(zmq.ROUTER, keys, max_frame, linger_ms)
         self.socket.sndhwm = most_queued
         self.socket.router_mandatory = True
-        self.socket.router_handover = True  # to who connects again before the old connection has ended
+        self.socket.router_handover = True  # for a peer that reconnects before its old connection has ended
         self._listen(host, port, name=name, admits=admits, keyless_s=keyless_s)
         self._decoder = Decoder[Received](received)
         self._outbox = Mailbox[tuple[bytes, Sent]]()
@@ -49,7 +49,7 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Received] | None:
-        """Next message as (sender's identity, message), or None when `timeout_s` seconds pass.
+        """Return the next message as (sender's identity, message), or None when `timeout_s` seconds pass.
 
         Raises TransportError for bytes that are no message.
         """
@@ -82,7 +82,7 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
 
 
 class SpokeSocket(MemberSocket, Generic[Sent, Received]):
-    """The end of one that connects."""
+    """The end that connects."""
 
     def __init__(self, received: object, keys: ClusterKeys | None, identity: bytes, *, max_frame: int, linger_ms: int,
                  drops: bool = False) -> None:
@@ -99,7 +99,10 @@ class SpokeSocket(MemberSocket, Generic[Sent, Received]):
             self.socket.send(encode(message), self._flags)
 
     def receive(self, timeout_s: float) -> Received | None:
-        """Next message; None when `timeout_s` seconds pass. Raises TransportError for bytes that are no message."""
+        """Return the next message; None when `timeout_s` seconds pass.
+
+        Raises TransportError for bytes that are no message.
+        """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         return self._decoder.decode(self.socket.recv())
@@ -128,7 +131,7 @@ class RankBus(SpokeSocket[RankMessage, RankCommand]):
 
 
 def rank_identity(rank: int, generation: str) -> bytes:
-    """ZeroMQ identity of a rank; the generation keeps leftovers of a former gang out."""
+    """Return the ZeroMQ identity of a rank; the generation keeps out ranks of a former gang."""
     return f"{rank}:{generation}".encode("ascii")
 
 
@@ -154,7 +157,7 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
 
     @property
     def trouble(self) -> str:
-        """What stands in the way, if the head does not answer."""
+        """Reason why the head does not answer, as far as it is known."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._connected = True

@@ -20,22 +20,22 @@ from tandem.system.files import NotRegular, open_regular
 from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
-"""Seconds for a chunk, or for all lists; what has not come by then is computed."""
+"""Seconds to wait for a chunk, or for all lists; missing tokens are computed."""
 REST_S = 30.0
-"""Seconds for which nobody is asked who has not answered."""
+"""Seconds for which a machine that did not answer is not asked again."""
 MOST_LISTED = 50_000
-"""Files of one answer, which must not be too large to be taken."""
+"""Largest number of files in an answer, which is limited in size."""
 MOST_STEMS = 5000
-"""Of one question, which must not be too large either; who has more asks for all files."""
+"""Largest number of stems in a question, which is limited in size; beyond it all files are asked for."""
 SUFFIX = ".kv"
-"""Of the files that hold parts of pieces."""
+"""Suffix of the files that hold parts of pieces."""
 PARTS = "parts"
-"""Directory beside them with an empty file for each label that their names can have."""
+"""Directory beside these files, with an empty file for each label in their names."""
 
 
 def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Files of pieces in a directory: those whose names begin with one of these and a dot, with no look at others, or
-    all. Raises OSError."""
+    """Yield files of pieces in a directory: all, or those whose names begin with one of `stems` and a dot, without
+    reading the directory. Raises OSError."""
     if stems is None:
         names = os.listdir(directory)
     else:  # there is a file for each label, which names have between stem and suffix, once one of its parts is there
@@ -49,28 +49,28 @@ def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[s
 
 
 class Lending(Struct, frozen=True):
-    """What a rank needs to lend what it has, and to borrow."""
+    """Keys and address with which a rank lends and borrows KV."""
 
     keys: ClusterKeys
     host: str
-    """Address of its machine to listen at."""
+    """Address of the rank's machine to listen at."""
 
 
 class PieceServer(BlobServer):
-    """Lends the files that are in a directory at the moment, and nothing else."""
+    """Lends the files that are in a directory at the time, and nothing else."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
-        """Raises TransportError where no port is free."""
+        """Listen at a free port. Raises TransportError where there is none."""
         self._directory = directory
         super().__init__((), lending.keys, lending.host)
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
-        """As `ListFiles` asks for them. Raises OSError."""
+        """List the files for a `ListFiles`. Raises OSError."""
         return [BlobFile(name, status.st_size, status.st_mtime_ns, "")
                 for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
-        """Checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
+        """Return checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
         if not _is_name(wanted.name) or not 0 < wanted.length <= CHUNK or wanted.offset < 0:
             raise TransportError(f"{wanted.name!r} is not lent")
         try:
@@ -85,25 +85,25 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    """True for a name of a piece's file. One that is no text could not even be listed."""
+    """True for the name of a piece's file. A name that is no text could not even be listed."""
     return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
             and "\0" not in name)
 
 
 class Lenders:
-    """Other machines that lend. Used by one thread."""
+    """Client of the other machines that lend. Used by one thread."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
         self._keys = keys
         self._clients: dict[str, BlobClient] = {}
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
-        """Endpoint and bytes of each file that is lent, by stem and name."""
+        """Endpoint and size of each lent file, by stem and name."""
         self._resting: dict[str, float] = {}
-        """Who is not asked, and until when."""
+        """Endpoints that are not asked, and until which time of the monotonic clock."""
         self.change(endpoints)
 
     def change(self, endpoints: Iterable[str]) -> None:
-        """From now on these lend, and no others."""
+        """Replace the machines that lend."""
         named = set(endpoints)
         for endpoint in self._clients.keys() - named:
             self._leave(endpoint)
@@ -111,8 +111,8 @@ class Lenders:
         self._clients |= {endpoint: self._client(endpoint) for endpoint in named - self._clients.keys()}
 
     def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Ask what is lent now, of files with these stems (`ListFiles`) or of all; their names and sizes. Those who do
-        not answer have nothing, and are left alone for a while."""
+        """Ask for files with these stems (`ListFiles`), or all; return names and sizes. A machine that does not answer
+        counts as empty, and is not asked for a while."""
         for stem in list(self._where) if stems is None else stems:
             self._where.pop(stem, None)
         now = time.monotonic()
@@ -132,7 +132,7 @@ class Lenders:
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
     def bring(self, name: str) -> bytes:
-        """All of a file. Raises TransportError."""
+        """Fetch a whole file. Raises TransportError."""
         endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
@@ -152,17 +152,17 @@ class Lenders:
         return BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
 
     def _give_up(self, endpoint: str) -> None:
-        """Nobody waits for it once more: what it was to lend is computed."""
+        """Drop a machine that did not answer, and do not wait for it again soon."""
         self._leave(endpoint)
         self._clients[endpoint] = self._client(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S
 
     def _leave(self, endpoint: str) -> None:
-        """Drop it and the files that it lends; what it still sends is for nobody."""
+        """Close the connection to a machine, and forget its files."""
         for stem, files in self._where.items():
-            self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
+            self._where[stem] = {name: place for name, place in files.items() if place[0] != endpoint}
         self._clients.pop(endpoint).close()
 
     def close(self) -> None:
-        """Leave all of them."""
+        """Close all connections."""
         self.change(())

@@ -1,5 +1,4 @@
-"""Sockets between the processes of one cluster run, secured by CURVE keys: who holds them is a member, who does not is
-refused in the handshake."""
+"""Sockets between the processes of a cluster, secured by CURVE keys: the handshake refuses a peer without them."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ Admits = Callable[[str], bool]
 
 @contextmanager
 def translated(what: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Raises TransportError, which begins with `what`, for whatever pyzmq raises, after `undo` has been called: its
-    exceptions, which have no base that says more than that something failed, do not leave this package."""
+    """Call `undo` and raise TransportError, which begins with `what`, for whatever pyzmq raises: its exceptions have no
+    useful base, and do not leave this package."""
     try:
         yield
     except (zmq.ZMQBaseError, NotImplementedError) as error:  # ZMQVersionError is of the second kind

@@ -57,7 +57,7 @@ class TandemPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What MLX computes in."""
+        """Types that MLX computes in."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -85,7 +85,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """Nothing is copied to a device."""
+        """Return False: no array is copied to a device."""
         return False
 
     @classmethod
@@ -94,7 +94,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Nor those of its IR."""
+        """vLLM's IR kernels are not used."""
 
     @classmethod
     def _find_non_ssm_backends(cls, vllm_config: Any) -> list[Any]:

@@ -81,7 +81,7 @@ class LoadedRank:
     snapshot_positions: int
     """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int
-    """Of the machine or device."""
+    """Memory of the machine or device."""
     kv_heads: int
     """Most kv heads that a rank of the stage holds."""
 
@@ -91,7 +91,7 @@ class LoadedRank:
         return counted_heads(self.description, self.kv_heads)
 
     def counted_room(self, nbytes: int) -> int:
-        """What vLLM is told of so many bytes for KV here."""
+        """Convert `nbytes` for KV to the number that vLLM is told."""
         heads, width = self.counted_heads
         counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
         return counted_room(nbytes, counted, self.stage.cache_bytes, self.snapshot_positions)
@@ -108,9 +108,12 @@ def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
 
 
 def counted_room(nbytes: int, counted: int, own: CacheBytes, snapshot_positions: int) -> int:
-    """As many bytes as vLLM, which counts a token as `counted` bytes on this rank, has to be told so that it hands out
-    the tokens that have room in `nbytes`. The layers of this rank may take more than those of all ranks on average,
-    for a token as for the states of a snapshot, which counts as `snapshot_positions` tokens."""
+    """Convert `nbytes` for KV to the number with which vLLM, which counts a token as `counted` bytes, hands out as many
+    tokens as fit.
+
+    The layers of this rank may take more than those of all ranks on average, for a token as for the states of a
+    snapshot, which counts as `snapshot_positions` tokens.
+    """
     each = max(own.position or counted, -(-own.state // snapshot_positions) if snapshot_positions else 0)
     return nbytes * counted // each
 

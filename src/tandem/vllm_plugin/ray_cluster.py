@@ -1,4 +1,4 @@
-"""What a Ray cluster has for vLLM's workers to be placed on.
+"""Resources of a Ray cluster for vLLM's workers.
 
 A process that is connected to Ray must not fork afterwards, and vLLM forks. So another process looks before vLLM
 starts.
@@ -30,11 +30,11 @@ class Cluster(NodeList, frozen=True):
 
     @property
     def addresses(self) -> list[str]:
-        """Of all nodes."""
+        """Addresses of all nodes."""
         return sorted({node.address for node in self.nodes})
 
     def total(self, key: str) -> float:
-        """How many there are of a resource."""
+        """Return the amount of a resource in the cluster."""
         return sum(node.total.get(key, 0.0) for node in self.nodes)
 
     @property

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.doctor.probe"}
-"""What a head may have run, and the words after `python -m`."""
+"""Programs that a head may start: name -> words after `python -m`."""
 PORT = 29640
-"""Of sessions; pairing has the next one."""
+"""Default port for sessions; pairing has the next one."""
 MOST_SESSIONS = 64
 MOST_AT_ONCE = 1000
 """Messages taken from a socket before anything else is looked at."""
@@ -50,8 +50,8 @@ MOST_UNREAD = 8 * 2**20
 
 
 class Session:
-    """A running program, with a thread for each of its pipes: one that does not read, or does not end, keeps no other
-    head waiting."""
+    """A running program, with a thread for each of its pipes. A program that does not read, or does not end, delays no
+    other head."""
 
     def __init__(self, owner: str, program: str, on_output: Callable[[bytes], None]) -> None:
         """Start `python -m program` for the head whose key is `owner`. `on_output` is called, in another thread, with
@@ -68,7 +68,7 @@ class Session:
         """True when it has closed its output."""
         self.heard = time.monotonic()
         self.reason: str | None = None
-        """Why it is being ended; empty when it ended by itself, None while it shall run."""
+        """Why the session ends; empty when the program ended by itself, None while it runs."""
         self._deadline = 0.0
         start_thread(self._write, name="input", on_failure=lambda _: None)
         start_thread(self._read, name="output", on_failure=lambda _: None)
@@ -124,7 +124,7 @@ class Session:
 
 
 class _SessionSocket(HubSocket[agent.SessionReply, agent.SessionRequest]):
-    """Where paired heads open sessions."""
+    """The socket at which paired heads open sessions."""
 
     def take(self) -> tuple[bytes, str, agent.SessionRequest] | None:
         """Next message as (connection, the head's public key, message); None when there is none. Raises TransportError

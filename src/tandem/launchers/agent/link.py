@@ -25,26 +25,26 @@ from tandem.system.privacy import silent_because
 from tandem.transport.bus import SpokeSocket
 
 PREFIX = "agent:"
-"""Begins an `ssh` entry of a hosts file that is an agent's name."""
+"""Prefix of an `ssh` entry in a hosts file that names an agent."""
 FAILED = 255
 BEAT_S, SILENCE_S = 2.0, 8.0
-"""Both ends say that they are there so often, and give the other up after so long."""
+"""Seconds between signs of life at both ends, and without one until the other end counts as lost."""
 MAX_FRAME = 1024 * 1024
 CHUNK = 64 * 1024
 
 
 def agent_name(ssh: str) -> str | None:
-    """The agent that an `ssh` entry names; None if it is for ssh."""
+    """Return the agent that an `ssh` entry names; None for an ssh destination."""
     return ssh.removeprefix(PREFIX) if ssh.startswith(PREFIX) else None
 
 
 def link_command(name: str, program: str) -> list[str]:
-    """The command that runs `program` on the machine of agent `name`."""
+    """Return the command that runs `program` on the machine of agent `name`."""
     return module_command(LAUNCHERS, "agent", name, program)
 
 
 def paired_agent(name: str) -> Peer:
-    """An agent that this user has paired with. Raises UsageError."""
+    """Return an agent that this user has paired with. Raises UsageError."""
     peer = Trust("head").peers().get(name)
     if peer is None:
         raise UsageError(f"agent {name} is not paired with this machine; `tandem hosts pair {name}`")

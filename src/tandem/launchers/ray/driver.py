@@ -32,19 +32,19 @@ OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
-"""Seconds that the driver gets to connect. It gives up by itself sooner, unless what is there never answers."""
+"""Seconds for the driver to connect. It gives up by itself sooner, unless the other end never answers."""
 NEW_S = 120.0
-"""Seconds in which a new cluster must be up."""
+"""Seconds for a new cluster to start."""
 END_S = 5.0
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Environment of what shows the user's Ray token."""
+"""Environment of processes that show the user's Ray token."""
 LAST_WORDS = 20
-"""Lines of the driver's output that are kept for the message when it dies."""
+"""Number of lines of the driver's output that are kept for the message when it dies."""
 
 
 def ray_variables(token: bool = False) -> dict[str, str | None]:
-    """Environment of the driver, and of a cluster that it starts; what the user has set stays. With `token` it shows
-    the user's Ray token."""
+    """Return the environment of the driver, and of a cluster that it starts; what the user has set stays. With `token`
+    it shows the user's Ray token."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -62,7 +62,7 @@ def ray_variables(token: bool = False) -> dict[str, str | None]:
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """For `ray.init`: SIGTERM goes on doing what it did before.
+    """Keep the handler of SIGTERM during `ray.init`.
 
     Ray puts a handler of its own in place, which ends the process with code 15, and in front of it one of absl's, whose
     alarm aborts the process (SIGABRT) when it has not ended 3 s after the signal. Where nothing handled SIGTERM before,
@@ -138,7 +138,7 @@ class RayDriver(HostProcess):
         self.tell(msgspec.json.encode(request))
 
     def next(self, timeout_s: float) -> placement.DriverMessage | None:
-        """Its next message; None when `timeout_s` seconds pass.
+        """Return its next message; None when `timeout_s` seconds pass.
 
         Raises UsageError for what the user must mend, RankFailure when the driver has ended.
         """
@@ -160,12 +160,12 @@ class RayDriver(HostProcess):
 
 
 def cluster_address(address: str | None) -> str:
-    """Address of the cluster that is meant: the named one, else that of RAY_ADDRESS, else `auto`."""
+    """Return the address of the cluster to use: the named one, else that of RAY_ADDRESS, else `auto`."""
     return address or variable("RAY_ADDRESS") or "auto"
 
 
 def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
-    """For the doctor: nodes of the cluster at `address` (as for `RayDriver`), and whether it wants the user's token.
+    """Return the nodes of the cluster at `address` (as for `RayDriver`), and whether it wants the user's token.
 
     Raises UsageError.
     """
@@ -191,13 +191,13 @@ def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: flo
 
 
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
-    """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
+    """Return the command, in ssh's place, that runs a module on a node; it needs `ray_variables` in its environment."""
     shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
     return [*shown, *module_command(LAUNCHERS, "ray", "run", cluster_address(address), node_id, module)]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:
-    """A driver that is connected, with the user's Ray token if that is what the cluster wants.
+    """Return a connected driver, which shows the user's Ray token if the cluster wants it.
 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
     tried second. Raises UsageError and RankFailure.
@@ -214,7 +214,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
 
 
 def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
-    """Attempt it without the user's token and, where that is refused and there is one, with it."""
+    """Attempt without the user's token and, where that is refused and there is a token, with it."""
     has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
                  or (Path.home() / ".ray" / "auth_token").exists())
     try:
@@ -227,7 +227,7 @@ def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
 
 @contextmanager
 def new_cluster(units: int) -> Iterator[str]:
-    """A Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; gives its address.
+    """Run a Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; yield its address.
 
     Raises UsageError and RankFailure.
     """

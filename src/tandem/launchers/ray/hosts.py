@@ -17,37 +17,37 @@ from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 log = logging.getLogger(__name__)
 
 FIRST_PATIENCE_S = 5.0
-"""Seconds until there must be room for the first gang: a cluster that has none will hardly get any."""
+"""Seconds until a shortage for the first gang is reported: a cluster without room will hardly get any."""
 PATIENCE_S = 15.0
-"""Seconds after which a shortage is told, when a node was lost: it may come back, or another be added."""
+"""Seconds until a shortage is reported after a node was lost: it may return, or another be added."""
 JOIN_S = 10.0
-"""Seconds that a rank host tries to join."""
+"""Seconds for which a rank host tries to join."""
 START_S = 60.0
 """Seconds from the reservation until all rank hosts have joined."""
 
 
 @dataclass
 class _Placement:
-    """Rank hosts that were asked for together; lists are by rank."""
+    """Rank hosts that are placed together; lists are by rank."""
 
     number: int
     tickets: list[str]
     nodes: list[str] = field(default_factory=list)
-    """Ids; empty until devices are reserved."""
+    """Node ids; empty until devices are reserved."""
     places: list[str] = field(default_factory=list)
-    """Addresses and names."""
+    """Addresses and names of the nodes."""
     deadline: float = 0.0
-    """When all must have joined."""
+    """Time of the monotonic clock by which all must have joined."""
     served: bool = False
-    """All had joined once: whoever is missing now was lost."""
+    """True once all have joined: a host that is missing then was lost."""
     ended: dict[int, str] = field(default_factory=dict)
     words: dict[int, str] = field(default_factory=dict)
-    """The last line that each wrote."""
+    """The last line of each rank host."""
 
 
 class RayLauncher(HostsLauncher):
-    """A device of the cluster for each rank. When a rank host is lost, all are placed anew: where a node is gone the
-    others' places may have to change, and the ranks start anew in any case."""
+    """Places each rank on a device of the cluster. When a rank host is lost, all are placed anew: the other places may
+    have to change, and the ranks restart in any case."""
 
     def __init__(self, settings: Settings) -> None:
         """Connect to the cluster (see `RayDriver`). Raises UsageError and RankFailure."""
@@ -70,7 +70,7 @@ class RayLauncher(HostsLauncher):
             raise
 
     def _connect(self) -> str:
-        """Start a driver. The address of this machine's node."""
+        """Start a driver, and return the address of this machine's node."""
         self._driver, connected = connected_driver(self._cluster, self._ranks, self._on_host)
         log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
         return connected.here
@@ -81,11 +81,11 @@ class RayLauncher(HostsLauncher):
             self._current.served = True
 
     def present(self, count: int) -> list[int] | None:
-        """All or none are placed, wherever Ray has room: there are no machines that one could do without."""
+        """Return None: all ranks or none are placed, wherever Ray has room."""
         return None
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Have devices reserved and rank hosts started, and look at how that goes."""
+        """Have devices reserved and rank hosts started, and check the progress."""
         kind = UsageError if first else RankFailure
         try:
             if self._driver is None or self._driver.poll() is not None:
@@ -119,7 +119,7 @@ class RayLauncher(HostsLauncher):
                 log.info("ranks go to Ray nodes %s", ", ".join(message.places))
 
     def _check(self, placement: _Placement, missing: list[int], kind: type[UsageError | RankFailure]) -> None:
-        """Raises when a rank host has ended before it joined, or takes too long."""
+        """Raise when a rank host has ended before it joined, or takes too long."""
         for rank in missing:
             if rank in placement.ended:
                 said = self.roster.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
@@ -129,7 +129,7 @@ class RayLauncher(HostsLauncher):
             raise kind(self.describe_missing(missing))
 
     def _on_host(self, news: HostOutput | HostEnded) -> None:
-        """In the driver's thread: a line from a rank host, or its end."""
+        """Take a line of a rank host, or its end, in the driver's thread."""
         placement = self._current
         if isinstance(news, HostOutput):
             copy_line(news.place, news.line)
@@ -142,14 +142,14 @@ class RayLauncher(HostsLauncher):
             self.roster.leave(placement.tickets[news.rank], news.reason)
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Where nothing has come from."""
+        """Return a line that names the nodes whose rank hosts did not join."""
         places = self._current.places if self._current is not None else []
         where = ", ".join(places[rank] for rank in missing if rank < len(places))
         return (f"the rank hosts on Ray nodes {where} did not join in time; see Ray's logs there "
                 "(session_latest/logs/worker-*.err)" if where else "Ray did not reserve devices in time")
 
     def release(self) -> None:
-        """End the driver, and with it what it placed."""
+        """End the driver and what it placed."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None

@@ -1,9 +1,9 @@
 """The Ray driver: the one process that speaks to Ray, and the only module that imports it.
 
-It is a process of its own beside the engine, since Ray ends a driver whose node is lost and takes over its signals,
-while an engine must keep its requests. It reserves a device for each rank with a placement group and keeps an actor
-on each, which starts the rank host there and watches it. When the driver ends, however it ends, Ray ends the actors,
-and with them go rank hosts and ranks.
+It is a process of its own beside the engine: Ray ends a process that has lost the cluster's head for 60 seconds, and
+takes over its signals, while an engine must keep its requests (docs/adr/0013-ray-has-a-process-of-its-own.md). It
+reserves a device for each rank with a placement group and keeps an actor on each, which starts the rank host there and
+watches it. When the driver ends, however it ends, Ray ends the actors, and they end rank hosts and ranks.
 
 Ray pickles what its calls carry. All that Tandem puts into them and takes out of them are bytes and strings.
 """
@@ -60,13 +60,13 @@ REACH_S = 2.0
 """Seconds in which a node must accept a connection at the address that it advertises."""
 REACH_AT_ONCE = 16
 END_S = 4.0
-"""Seconds that it gets to release what it placed once the engine has gone."""
+"""Seconds for the driver to release what it placed once the engine has ended."""
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Of a cluster that Tandem starts; nothing large goes through Ray. It takes no less."""
+"""Object store of a cluster that Tandem starts, the smallest that Ray takes; nothing large goes through it."""
 
 
 class Driver:
-    """Connected to a cluster; places one gang's rank hosts after the other."""
+    """A connection to a cluster that places the rank hosts of one gang after the other."""
 
     def __init__(self, address: str, start_units: int, lock: str, link: BinaryIO) -> None:
         """Connect, and report it on `link`. `address` and `start_units` as in `RayDriver`; drivers on this machine lock
@@ -94,7 +94,7 @@ class Driver:
                 sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
 
     def close(self) -> None:
-        """End what was placed, and the cluster if it is this driver's own."""
+        """End what was placed, and the cluster if this driver started it."""
         self._closing = True
         self._release()
         ray.shutdown()
@@ -116,7 +116,7 @@ class Driver:
             self._start(request, rank, node)
 
     def _reserve(self, count: int, avoid: list[str]) -> list[RayNode] | None:
-        """Choose nodes and reserve a device for each rank; None when there is no room. Raises UsageError.
+        """Choose nodes and reserve a device for each rank. Return None when there is no room. Raises UsageError.
 
         Under a lock, so that replicas that start together see one another's reservations.
         """
@@ -146,7 +146,7 @@ class Driver:
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
     def _watch(self, placement: int, rank: int, place: str, lines: Iterator[Any]) -> None:
-        """Pass on what a rank host writes, and how it ends."""
+        """Report the output of a rank host, and its end."""
         try:
             for line in lines:
                 text = ray.get(line).decode(errors="replace").rstrip("\n")
@@ -168,7 +168,7 @@ class Driver:
 
 
 def nodes_of_cluster() -> list[RayNode]:
-    """The cluster's nodes. What is free is known with some delay, what is reserved at once: the lesser counts."""
+    """List the cluster's nodes. Free amounts are known with some delay, reserved ones at once: the lesser counts."""
     available = available_resources_per_node()
     reserved: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():
@@ -201,7 +201,7 @@ class Program:
                                          start_new_session=True)
 
     def write(self, data: bytes) -> None:
-        """To its standard input, which ends with this process, or with an empty write."""
+        """Write to its standard input, which ends with this process, or with an empty write."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(data)
@@ -270,7 +270,7 @@ def _connect(address: str, start_units: int = 0) -> str:
 
 
 def _trouble(node: dict[str, Any]) -> str:
-    """Why ranks could not be placed on a node, as far as this machine can tell."""
+    """Return why ranks cannot be placed on a node, as far as this machine can tell; empty if they can."""
     if not node["Alive"]:
         return ("is lost; if it is up, it advertises an address that the head does not reach: start Ray there with "
                 "--node-ip-address=ADDRESS, one that other machines reach")
@@ -291,7 +291,7 @@ def _line(error: Exception) -> str:
 
 
 def _reason(error: ray.exceptions.RayError) -> str:
-    """Why a rank host is no more, in one line."""
+    """Return why a rank host has ended, in one line."""
     if isinstance(error, ray.exceptions.RayTaskError) and (cause := getattr(error, "cause", None)) is not None:
         return _line(cause)
     if isinstance(error, ray.exceptions.ActorUnavailableError | ray.exceptions.NodeDiedError):
@@ -300,7 +300,7 @@ def _reason(error: ray.exceptions.RayError) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raises UsageError when nothing listens at the head's `address`: Ray would try for much longer."""
+    """Raise UsageError when nothing listens at the head's `address`: Ray would try for much longer."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         raise UsageError(f"--ray-address {address}: must be HOST:PORT of the cluster's head, auto or new; ray:// "
@@ -325,7 +325,7 @@ def _write(link: BinaryIO, message: DriverMessage) -> None:
 
 
 def _requests() -> Iterator[bytes]:
-    """Lines of standard input. The process ends soon after them, whatever it waits for."""
+    """Return the lines of standard input. The process ends soon after the last, whatever it waits for."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -340,7 +340,7 @@ def _requests() -> Iterator[bytes]:
 
 
 def _place_ranks(address: str, start_units: str, lock: str) -> None:
-    """Be a driver until standard input ends."""
+    """Run a driver until standard input ends."""
     link = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Ray prints goes elsewhere
     requests = _requests()
