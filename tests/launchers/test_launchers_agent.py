@@ -21,7 +21,6 @@ from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.protocol.agent import (
     Beat,
-    CloseInput,
     Data,
     Ended,
     OpenSession,
@@ -170,7 +169,7 @@ def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
     lines = [f"{i} {'x' * 1000}" for i in range(2000)]
     for start in range(0, 2000, 200):
         head.send(Data("".join(f"{line}\n" for line in lines[start:start + 200]).encode()))
-    head.send(CloseInput())
+    head.send(Data(b""))
     got = b""
     while isinstance(message := head.hear(), Data):
         got += message.data

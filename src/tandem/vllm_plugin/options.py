@@ -13,8 +13,6 @@ WITHOUT_EFFECT = {"VLLM_METAL_USE_PAGED_ATTENTION": "the KV cache is Tandem's ow
 """Variable of vllm-metal's -> what to do in its place."""
 FROM_VLLM_METAL = ("VLLM_METAL_MEMORY_FRACTION", "VLLM_METAL_RING_BASE_PORT", DEVICES, *WITHOUT_EFFECT)
 """Variables of vllm-metal that vLLM itself does not know."""
-RESOURCE = "mlx"
-"""Ray's name for a device, which `ray start --resources` gives to a node."""
 
 
 @dataclass(frozen=True, kw_only=True)

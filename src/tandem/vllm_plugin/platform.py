@@ -13,12 +13,12 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.network_utils import get_ip
 
 from tandem.env import machine_memory, variable
+from tandem.launchers.ray.nodes import UNIT
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
 from tandem.vllm_plugin.options import (
     DEVICES,
     FROM_VLLM_METAL,
-    RESOURCE,
     WITHOUT_EFFECT,
     check_devices,
     read_options,
@@ -50,7 +50,7 @@ class TandemPlatform(Platform):
     def ray_device_key(self) -> str:
         """The Ray resource that stands for a device: `mlx`, or `GPU` in a cluster that has no `mlx`."""
         if "ray" not in sys.modules:
-            return RESOURCE
+            return UNIT
         from tandem.vllm_plugin.ray_cluster import device_key  # Ray need not be installed
 
         return device_key()

@@ -13,16 +13,15 @@ from typing import Any
 from tandem.env import set_default, set_variables, variable
 from tandem.errors import UsageError
 from tandem.launchers.ray.driver import list_nodes, sigterm_kept
-from tandem.launchers.ray.nodes import NodeList, RayNode, is_loopback
+from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, is_loopback
 from tandem.launchers.worlds import visible_gpus
-from tandem.vllm_plugin.options import RESOURCE
 
 log = logging.getLogger("vllm.tandem")
 GPU = "GPU"
 """Ray counts these by itself, an Apple-silicon machine's among them."""
 LOOK_S = 300.0
 """A machine that is busy takes long to import Ray; the wait for an address that does not answer is Ray's own."""
-START = f"ray start --head --resources='{{\"{RESOURCE}\": 1}}'"
+START = f"ray start --head --resources='{{\"{UNIT}\": 1}}'"
 
 
 class Cluster(NodeList, frozen=True):
@@ -41,7 +40,7 @@ class Cluster(NodeList, frozen=True):
     def device_key(self) -> str:
         """The resource that stands for a device: `mlx`, or `GPU` where no node has it. One of them, so that no device
         counts twice."""
-        return GPU if not self.total(RESOURCE) and self.total(GPU) else RESOURCE
+        return GPU if not self.total(UNIT) and self.total(GPU) else UNIT
 
     def units(self, node: RayNode) -> int:
         """Devices of a node, hence how many workers it may have; at least 1."""
@@ -55,11 +54,11 @@ class Cluster(NodeList, frozen=True):
         """
         key = self.device_key
         if (there := self.total(key)) < needed:
-            remedy = f"give ray.init(resources={{\"{RESOURCE}\": {needed}}}), or " if joined else ""
+            remedy = f"give ray.init(resources={{\"{UNIT}\": {needed}}}), or " if joined else ""
             raise UsageError(
-                f"the layout needs {needed} of the Ray resource {RESOURCE!r} (or, where no node has it, {GPU!r}), and "
+                f"the layout needs {needed} of the Ray resource {UNIT!r} (or, where no node has it, {GPU!r}), and "
                 f"the cluster has {there:g} of {key!r}: {remedy}start each node with ray start ... "
-                f"--resources='{{\"{RESOURCE}\": 1}}'")
+                f"--resources='{{\"{UNIT}\": 1}}'")
         if mine not in self.addresses:
             raise UsageError(f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(self.addresses)}: set "
                              f"VLLM_HOST_IP={self.here}, or give ray start --node-ip-address={mine}")
@@ -116,7 +115,7 @@ def device_key() -> str:
     """The resource that stands for a device in the cluster that this process is connected to, if it is."""
     import ray
 
-    return look().device_key if ray.is_initialized() else RESOURCE
+    return look().device_key if ray.is_initialized() else UNIT
 
 
 def check_start(parallel: Any, mine: str) -> None:

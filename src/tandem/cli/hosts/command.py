@@ -10,11 +10,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-import zmq
 from rich.table import Table
 
 from tandem.cli.screen import screen
@@ -22,25 +20,16 @@ from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.parsing import Interface, interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
 from tandem.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
-from tandem.errors import ConfigError, TransportError, UsageError
+from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent import PORT
 from tandem.launchers.agent.discovery import Found, find
-from tandem.launchers.agent.link import PREFIX
+from tandem.launchers.agent.link import PREFIX, PairingLink
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
-from tandem.protocol.agent import (
-    PairElement,
-    PairHello,
-    PairIdentity,
-    PairProof,
-    PairRefused,
-    PairReply,
-    PairRequest,
-)
-from tandem.protocol.codec import Decoder
-from tandem.system.privacy import LOCAL_NETWORK, silent_because
+from tandem.protocol.agent import PairElement, PairHello, PairIdentity, PairProof
+from tandem.system.privacy import LOCAL_NETWORK
 
 GATHER_S = 60.0
 CONFIG_S = 300.0
@@ -129,26 +118,16 @@ def _from_mlx(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mappin
     return text
 
 
-ANSWER_S = 5.0
-T = TypeVar("T", bound=PairReply)
-
-
 def pair_with(address: str, port: int, code: str | None) -> str:
     """Pair with the agent whose sessions are at `port`, and return its name. Raises UsageError."""
     trust = Trust("head")
-    own = trust.identity()
-    own_name = checked_name(socket.gethostname().split(".")[0] or "head")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.linger = 0
-        link.maxmsgsize = 64 * 1024
-        link.connect(f"tcp://{address}:{port + 1}")
-        there = f"{address}:{port + 1}"
-        hello = PairHello(own_name, own.public)
-        agent = _ask(link, there, hello, PairIdentity)
+    hello = PairHello(checked_name(socket.gethostname().split(".")[0] or "head"), trust.identity().public)
+    with closing(PairingLink(address, port + 1)) as link:
+        agent = link.ask(hello, PairIdentity)
         name = checked_name(agent.name)
         head = HeadSide(code or _asked_for(name), hello, agent)
-        element = _ask(link, there, head.start(), PairElement)
-        head.check(_ask(link, there, head.confirm(element), PairProof))
+        element = link.ask(head.start(), PairElement)
+        head.check(link.ask(head.confirm(element), PairProof))
     trust.add(name, Peer(agent.public, f"{address}:{port}"))
     return name
 
@@ -157,24 +136,6 @@ def _asked_for(name: str) -> str:
     if not sys.stdin.isatty():
         return sys.stdin.readline().strip()
     return input(f"code that {name} shows: ").strip()
-
-
-def _ask(link: zmq.Socket[bytes], there: str, request: PairRequest, kind: type[T]) -> T:
-    link.send(msgspec.msgpack.encode(request))
-    if not link.poll(int(ANSWER_S * 1000)):
-        host, _, port = there.rpartition(":")
-        why = silent_because(host, int(port))
-        raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running there, "
-                         "and the port open?")
-    try:
-        reply = Decoder[PairReply](PairReply).decode(link.recv())
-    except TransportError as error:
-        raise UsageError(f"what answers at {there} is no agent of this version: {error}") from None
-    if isinstance(reply, PairRefused):
-        raise UsageError(f"not paired: {reply.reason}")
-    if not isinstance(reply, kind):
-        raise UsageError(f"what answers at {there} does not keep to the order of pairing; try again")
-    return reply
 
 
 _GIB = 2**30

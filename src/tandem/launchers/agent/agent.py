@@ -61,7 +61,7 @@ class Session:
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=child_environment(),
                                          start_new_session=True)
         self._on_output = on_output
-        self._input: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = self._written = 0
         """Bytes for its input; a thread changes each."""
         self.drained = False
@@ -81,7 +81,7 @@ class Session:
     def _write(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stdin:  # the program has ended, or closed its input
-            while (data := self._input.get()) is not None:
+            while data := self._input.get():
                 stdin.write(data)
                 stdin.flush()
                 self._written += len(data)
@@ -95,14 +95,10 @@ class Session:
         self._on_output(b"")
 
     def write(self, data: bytes) -> bool:
-        """Queue bytes for its standard input. False when too many wait."""
+        """Queue bytes for its standard input; none close it, after those before. False when too many wait."""
         self._queued += len(data)
         self._input.put(data)
         return self._queued - self._written <= MOST_UNREAD
-
-    def close_input(self) -> None:
-        """Close its standard input once the program has read all that was written."""
-        self._input.put(None)
 
     def end(self, reason: str) -> None:
         """Close its input; from now on `ended` tells when it is over. The first reason counts."""
@@ -111,7 +107,7 @@ class Session:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._input.get_nowait()
-            self.close_input()
+            self.write(b"")
 
     def ended(self) -> int | None:
         """Return its exit code when it is over. Kill it when it was told to end and did not in time."""
@@ -205,11 +201,8 @@ class Agent:
             self._commands.post(identity, agent.Ended(255, "there is no such session"))
         elif session.reason is None:
             session.heard = time.monotonic()
-            if isinstance(message, agent.Data):
-                if not session.write(message.data):
-                    session.end("it does not read what it is sent")
-            elif isinstance(message, agent.CloseInput):
-                session.close_input()
+            if isinstance(message, agent.Data) and not session.write(message.data):
+                session.end("it does not read what it is sent")
 
     def _open(self, identity: bytes, owner: str, message: agent.OpenSession) -> None:
         program = PROGRAMS.get(message.program)

@@ -1,4 +1,6 @@
-"""A session with an agent as a command, in the place of ssh: `python -m tandem.launchers agent NAME PROGRAM`.
+"""The head's links to an agent: pairing, and a session as a command in the place of ssh.
+
+The command is `python -m tandem.launchers agent NAME PROGRAM`.
 
 Its standard input becomes the program's, the program's output becomes its own, and so does the exit code. 255 with a
 line that says why means that there was no session, as with ssh.
@@ -11,6 +13,7 @@ import secrets
 import sys
 import time
 from contextlib import suppress
+from typing import TypeVar
 
 import zmq
 
@@ -18,7 +21,17 @@ from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
-from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
+from tandem.protocol.agent import (
+    Beat,
+    Data,
+    Ended,
+    OpenSession,
+    PairRefused,
+    PairReply,
+    PairRequest,
+    SessionReply,
+    SessionRequest,
+)
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import LAUNCHERS
 from tandem.system.privacy import silent_because
@@ -27,10 +40,14 @@ from tandem.transport.bus import SpokeSocket
 PREFIX = "agent:"
 """Prefix of an `ssh` entry in a hosts file that names an agent."""
 FAILED = 255
+ANSWER_S = 5.0
+"""Seconds to wait for an agent's answer in a pairing."""
 BEAT_S, SILENCE_S = 2.0, 8.0
 """Seconds between signs of life at both ends, and without one until the other end counts as lost."""
 MAX_FRAME = 1024 * 1024
 CHUNK = 64 * 1024
+
+T = TypeVar("T", bound=PairReply)
 
 
 def agent_name(ssh: str) -> str | None:
@@ -49,6 +66,34 @@ def paired_agent(name: str) -> Peer:
     if peer is None:
         raise UsageError(f"agent {name} is not paired with this machine; `tandem hosts pair {name}`")
     return peer
+
+
+class PairingLink(SpokeSocket[PairRequest, PairReply]):
+    """The head's end of a pairing, over a socket without keys."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Connect; `ask` waits for the agent."""
+        super().__init__(PairReply, None, secrets.token_bytes(16), max_frame=CHUNK, linger_ms=0)
+        self._host, self._port = host, port
+        self._connect(f"tcp://{host}:{port}")
+
+    def ask(self, request: PairRequest, kind: type[T]) -> T:
+        """Send a request and return the agent's answer, which must be a `kind`. Raises UsageError."""
+        there = f"{self._host}:{self._port}"
+        self.send(request)
+        try:
+            reply = self.receive(ANSWER_S)
+        except TransportError as error:
+            raise UsageError(f"what answers at {there} is no agent of this version: {error}") from None
+        if reply is None:
+            why = silent_because(self._host, self._port)
+            raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running "
+                             "there, and the port open?")
+        if isinstance(reply, PairRefused):
+            raise UsageError(f"not paired: {reply.reason}")
+        if not isinstance(reply, kind):
+            raise UsageError(f"what answers at {there} does not keep to the order of pairing; try again")
+        return reply
 
 
 class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
@@ -83,7 +128,7 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
                     sys.stdout.buffer.flush()
             if 0 in ready:
                 data = os.read(0, CHUNK)
-                self.send(Data(data) if data else CloseInput())
+                self.send(Data(data))
                 if not data:
                     poller.unregister(0)
             if now - beaten >= BEAT_S:
