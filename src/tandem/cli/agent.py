@@ -8,7 +8,6 @@ import logging
 import signal
 import socket
 from contextlib import nullcontext
-from typing import Any
 
 from tandem.cli.arguments import say
 from tandem.doctor.facts import gather
@@ -43,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        announced: Any = nullcontext() if arguments.no_announce else _announcement(agent, arguments.host)
-        with announced:
+        with nullcontext() if arguments.no_announce else _announcement(agent, arguments.host):
             _say(agent, trust, pair=arguments.pair)
             agent.serve(until=lambda: bool(signals))
     finally:

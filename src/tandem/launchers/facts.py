@@ -9,7 +9,6 @@ import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -92,7 +91,7 @@ def launched_world() -> MlxWorld:
                           "mlx.launch, or unset it") from error
 
 
-def _listed(name: str) -> Any:
+def _listed(name: str) -> object:
     """Read the JSON file that a variable names, a list for each rank; mlx.launch leaves it empty for a single rank."""
     path = variable(name)
     text = read_text(path).strip() if path else ""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, TypeGuard, get_args, get_type_hints
 
 from tandem.config.settings import ParallelSettings
 from tandem.config.sizes import memory_size
@@ -141,7 +141,7 @@ class _Reader:
             facts=tuple((name, str(fields[name])) for name in PLAN_FIELDS if name in fields))
 
 
-def _is_text(value: object) -> bool:
+def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value) and value.isprintable()
 
 
@@ -161,7 +161,7 @@ def _is_device(value: object) -> bool:
     return value is None or (bool(names) and all(isinstance(name, str) and name for name in names))
 
 
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "backend": (("", *BACKENDS).__contains__, f"one of {', '.join(BACKENDS)}"),
     "envs": (_is_list, 'a list of texts such as "NAME=value"'),
     "NAME=value": (lambda text: _is_text(text) and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text) is not None,

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -143,6 +144,18 @@ class HostProcess:
                                          env=child_environment(variables), start_new_session=True)
         self._readers: list[threading.Thread] = []
 
+    def _follow(self, stream: IO[bytes] | None, take: Callable[[bytes], None], name: str,
+                on_end: Callable[[], None] = lambda: None) -> None:
+        """Have a thread call `take` with each line of a stream, and `on_end` at its end or after a failure."""
+        def read() -> None:
+            assert stream is not None
+            with stream:
+                for line in stream:
+                    take(line)
+            on_end()
+
+        self._readers.append(start_thread(read, name=name, on_failure=lambda _: on_end()))
+
     def tell(self, line: bytes) -> None:
         """Write a line to its standard input; ignored when it has ended."""
         assert self._process.stdin is not None
@@ -188,16 +201,12 @@ class _Connection(HostProcess):
         self.served = False
         """True once the rank host was part of a complete gang."""
         self._label = label
-        self._on_end = on_end
-        self._readers.append(start_thread(self._copy, name=f"log of {label}"))
+        self._follow(self._process.stdout, self._copy, f"log of {label}", on_end)
         self.tell(payload)
 
-    def _copy(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            self.lines.append(raw.decode(errors="replace").rstrip())
-            copy_line(self._label, self.lines[-1])
-        self._on_end()
+    def _copy(self, line: bytes) -> None:
+        self.lines.append(line.decode(errors="replace").rstrip())
+        copy_line(self._label, self.lines[-1])
 
 
 class SshLauncher(HostsLauncher):

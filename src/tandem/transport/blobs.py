@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import zmq
 
@@ -26,6 +26,8 @@ from tandem.protocol import blobs
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
+
+Wanted = TypeVar("Wanted")
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -191,7 +193,7 @@ class BlobClient(MemberSocket):
             log.warning("%s arrived damaged; asking again", where)
             waiting.appendleft((index, attempt + 1))
 
-    def _ask(self, kind: Callable[[int, Any], blobs.BlobRequest], wanted: object) -> int:
+    def _ask(self, kind: Callable[[int, Wanted], blobs.BlobRequest], wanted: Wanted) -> int:
         """Send a question with a number of its own, and return the number."""
         self._number += 1
         self.socket.send(encode(kind(self._number, wanted)))

@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.borders import start_thread
 from tandem.checkpoints.resolve import resolve
@@ -38,13 +38,20 @@ class MlxThread:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._run, name="mlx")
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call."""
         future: Future[T] = Future()
-        self._work.put((call, future))
+
+        def work() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
+                future.set_exception(error)
+
+        self._work.put(work)
         return future
 
     def stop(self, timeout_s: float) -> None:
@@ -53,12 +60,8 @@ class MlxThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            call, future = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
-                future.set_exception(error)
+        while (work := self._work.get()) is not None:
+            work()
 
 
 class WorkerLayout(RankPosition, frozen=True, kw_only=True):

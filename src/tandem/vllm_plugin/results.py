@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsLists, ModelRunnerOutput
@@ -16,6 +16,9 @@ from tandem.errors import RankFailure
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import StepPlan, StepResult, accepted
 from tandem.speculation.ngram import NgramIndex
+
+if TYPE_CHECKING:
+    from tandem.runner.runner import PendingStep
 
 
 def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -> ModelRunnerOutput:
@@ -82,13 +85,13 @@ class Profile:
 class StepUnderWay(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile,
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[PendingStep], profile: Profile,
                  tell: Callable[[ModelRunnerOutput], None]) -> None:
         self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
         self._tell = tell
         self._started = time.perf_counter()
 
-    def get_output(self) -> Any:
+    def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens. Raises what the step raised."""
         result = self._step.result().finish()
         done = time.perf_counter()

@@ -35,6 +35,7 @@ from tandem.vllm_plugin.results import Drafter, Profile, StepUnderWay
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+    from tandem.runner.runner import PendingStep
     from tandem.vllm_plugin.rank import LoadedRank
 
 logger = init_logger("vllm.tandem")
@@ -209,7 +210,7 @@ class TandemWorker(WorkerBase):
             self._drafter.read(output)
 
     def _start(self, output: SchedulerOutput,
-               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[Any] | None]:
+               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[PendingStep] | None]:
         started = time.perf_counter()
         plan = self._adapter.plan(output)
         self._profile.adapter += time.perf_counter() - started
@@ -221,7 +222,7 @@ class TandemWorker(WorkerBase):
         step.add_done_callback(self._watch)
         return plan, step
 
-    def _watch(self, step: Future[Any]) -> None:
+    def _watch(self, step: Future[PendingStep]) -> None:
         """End the process after an error on a rank whose output vLLM does not read: vLLM would only log it."""
         error = step.exception()
         if error is not None and not self._layout.samples:

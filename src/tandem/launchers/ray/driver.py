@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import msgspec
 
-from tandem.borders import start_thread
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import NodeList, RayNode
@@ -102,27 +101,20 @@ class RayDriver(HostProcess):
         super().__init__(module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
                          ray_variables(token), stderr=subprocess.PIPE)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        self._readers += [start_thread(self._read, name="ray-driver", on_failure=lambda _: self._news.put(None)),
-                          start_thread(self._read_words, name="ray-words", on_failure=lambda _: None)]
+        self._follow(self._process.stdout, self._take, "ray-driver", lambda: self._news.put(None))
+        self._follow(self._process.stderr, self._keep, "ray-words")
 
-    def _read_words(self) -> None:
+    def _keep(self, line: bytes) -> None:
         """Keep what Ray prints: much, and of little use unless the driver dies of it."""
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in lines:
-                self._last_words.append(line.decode(errors="replace").rstrip())
-                log.debug("ray: %s", self._last_words[-1])
+        self._last_words.append(line.decode(errors="replace").rstrip())
+        log.debug("ray: %s", self._last_words[-1])
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                message = msgspec.json.decode(line, type=placement.DriverMessage)
-                if isinstance(message, placement.HostOutput | placement.HostEnded):
-                    self._on_host(message)
-                else:
-                    self._news.put(message)
-        self._news.put(None)
+    def _take(self, line: bytes) -> None:
+        message = msgspec.json.decode(line, type=placement.DriverMessage)
+        if isinstance(message, placement.HostOutput | placement.HostEnded):
+            self._on_host(message)
+        else:
+            self._news.put(message)
 
     def connect(self) -> placement.Connected:
         """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""

@@ -145,7 +145,7 @@ class Driver:
         lines = actor.read.options(num_returns="streaming").remote(node.address)
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
-    def _watch(self, placement: int, rank: int, place: str, lines: Iterator[Any]) -> None:
+    def _watch(self, placement: int, rank: int, place: str, lines: Iterator[object]) -> None:
         """Report the output of a rank host, and its end."""
         try:
             for line in lines:
