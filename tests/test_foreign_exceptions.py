@@ -184,15 +184,15 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
     import ray
     import ray.exceptions
 
-    from tandem.launchers.ray import launcher
+    from tandem.launchers.ray import driver_process
     from tandem.protocol.placement import HostEnded, PlaceRanks
 
     for kind in classes(ray.exceptions):
         error = made(kind)
         with monkeypatch.context() as broken:
             broken.setattr(ray, "init", raiser(error))
-            expect(UsageError, error, lambda: launcher._connect("auto"))
-        driver = launcher.Driver.__new__(launcher.Driver)
+            expect(UsageError, error, lambda: driver_process._connect("auto"))
+        driver = driver_process.Driver.__new__(driver_process.Driver)
         said: list[Any] = []
         driver._closing = False
         driver._send = said.append

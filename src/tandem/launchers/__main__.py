@@ -22,7 +22,7 @@ def main(role: str, *words: str) -> int:
         from tandem.launchers.agent.link import main as link
 
         return link(*words)
-    from tandem.launchers.ray.launcher import main as speak_to_ray
+    from tandem.launchers.ray.driver_process import main as speak_to_ray
 
     return speak_to_ray(*words)
 

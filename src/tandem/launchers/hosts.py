@@ -14,7 +14,7 @@ from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
-from tandem.launchers.roster import Member, RemoteRank, Roster
+from tandem.launchers.roster import JoinedHost, RemoteRank, Roster
 from tandem.launchers.worlds import Devices, any_world, jaccl_world, nccl_world, ring_world
 from tandem.printable import printable
 from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
@@ -56,7 +56,7 @@ class HostsLauncher(Launcher):
             why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
             raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "
                              "--head-address", param="join_port") from error
-        self._members: list[Member] = []
+        self._members: list[JoinedHost] = []
         """Hosts by rank."""
         self._slots: list[int] = []
         """Slot of each rank."""
@@ -112,7 +112,7 @@ class HostsLauncher(Launcher):
         mlx = self._member(slot).mlx
         return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
 
-    def _member(self, slot: int) -> Member:
+    def _member(self, slot: int) -> JoinedHost:
         return self._members[self._slots.index(slot)]
 
     def default_backend(self) -> str:
@@ -142,7 +142,7 @@ class HostsLauncher(Launcher):
         self.recruited(wanted)
         return [self._place(member) for member in self._members]
 
-    def _place(self, member: Member) -> Place:
+    def _place(self, member: JoinedHost) -> Place:
         facts = member.facts
         together = self._together(member)
         memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # that of a GPU is not known here
@@ -151,7 +151,7 @@ class HostsLauncher(Launcher):
                      engine_address=member.join.head, memory_bytes=memory,
                      own_gpu=shared_out or bool(self._gpu(member, together)))
 
-    def _together(self, member: Member) -> list[Member]:
+    def _together(self, member: JoinedHost) -> list[JoinedHost]:
         """Return the hosts on its machine, by rank."""
         return [other for other in self._members if other.facts.machine == member.facts.machine]
 
@@ -173,7 +173,7 @@ class HostsLauncher(Launcher):
             self._bring(missing, first=False)
         return [slot for slot in range(count) if slot not in missing]
 
-    def _address(self, member: Member) -> str:
+    def _address(self, member: JoinedHost) -> str:
         """Return the address for other machines. One that reached the head over loopback is the head's own machine."""
         own = member.facts.address
         if not own.startswith("127."):
@@ -266,7 +266,7 @@ class HostsLauncher(Launcher):
         return {}
 
     @staticmethod
-    def _gpu(member: Member, together: list[Member]) -> dict[str, str]:
+    def _gpu(member: JoinedHost, together: list[JoinedHost]) -> dict[str, str]:
         """Assign a GPU to each rank of a machine, if there are enough and they are not assigned already."""
         gpus = member.facts.gpus
         if not 1 < len(together) <= len(gpus) or any(other.facts.gpus != gpus for other in together):

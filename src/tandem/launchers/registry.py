@@ -43,7 +43,7 @@ def _ssh(settings: Settings) -> Launcher:
 
 
 def _ray(settings: Settings) -> Launcher:
-    from tandem.launchers.ray.hosts import RayLauncher
+    from tandem.launchers.ray.launcher import RayLauncher
 
     return RayLauncher(settings)
 

@@ -31,7 +31,7 @@ LOST = 255
 class RemoteRank:
     """A rank process on another machine, as its rank host reports it."""
 
-    def __init__(self, number: int, member: Member, kill: Callable[[], None], changed: threading.Condition) -> None:
+    def __init__(self, number: int, member: JoinedHost, kill: Callable[[], None], changed: threading.Condition) -> None:
         self.number = number
         self.pid = 0
         self.stopped = False
@@ -69,7 +69,7 @@ class RemoteRank:
 
 
 @dataclass(eq=False)
-class Member:
+class JoinedHost:
     """A rank host that has joined."""
 
     identity: bytes
@@ -101,7 +101,7 @@ class Roster:
         self._needs_tickets = tickets
         self._tickets: dict[int, str] = {}
         self._count = 0
-        self._members: dict[bytes, Member] = {}
+        self._members: dict[bytes, JoinedHost] = {}
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
         """For ranks and questions."""
@@ -122,11 +122,11 @@ class Roster:
             for member in [other for other in self._members.values() if other.slot == slot]:
                 self._strike(member, "another is started in its place", level=logging.INFO)
 
-    def fill(self, count: int) -> list[Member | None]:
+    def fill(self, count: int) -> list[JoinedHost | None]:
         """Return the host of each of `count` ranks, or None; standby hosts fill empty places as they have joined."""
         with self._changed:
             self._count = count
-            places: list[Member | None] = [None] * count
+            places: list[JoinedHost | None] = [None] * count
             for member in self._members.values():
                 if member.slot is not None and member.slot < count:
                     places[member.slot] = member
@@ -147,11 +147,11 @@ class Roster:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def send(self, member: Member, message: hosts.HeadMessage) -> None:
+    def send(self, member: JoinedHost, message: hosts.HeadMessage) -> None:
         """Have the roster's thread send a message."""
         self._end.post(member.identity, message)
 
-    def begin(self, member: Member) -> RemoteRank:
+    def begin(self, member: JoinedHost) -> RemoteRank:
         """Register a rank process of the member's host, which is told next to start it."""
         number = next(self._numbers)
         rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
@@ -161,7 +161,7 @@ class Roster:
                 rank.ended(LOST, "is lost with its host")
         return rank
 
-    def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
+    def reserve(self, member: JoinedHost, address: str, count: int, wanted: list[int]) -> list[int]:
         """Ask for free ports on the member's machine. Raises RankFailure."""
         number = next(self._numbers)
         self.send(member, hosts.ReservePorts(number, address, count, wanted))
@@ -257,7 +257,7 @@ class Roster:
                     self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
-                member = Member(identity, join, join.slot, time.monotonic())
+                member = JoinedHost(identity, join, join.slot, time.monotonic())
                 self._members[identity] = member
                 log.info("%s has joined from %s%s: %s, %d cores, %.0f GiB", join.facts.name, join.facts.address,
                          "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
@@ -298,7 +298,7 @@ class Roster:
         for identity in identities:
             self._end.post(identity, hosts.Ping(int(now)))
 
-    def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
+    def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
         log.log(level, "%s is lost: %s; its rank counts as ended", member.facts.name, reason)
         if member.rank is not None:

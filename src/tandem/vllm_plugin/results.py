@@ -61,7 +61,7 @@ def _logprobs(tokens: dict[str, list[int]], logprobs: dict[str, list[TokenLogpro
 
 
 @dataclass
-class Profile:
+class StepTimes:
     """Seconds by what they went to, over all steps with tokens."""
 
     steps: int = 0
@@ -85,7 +85,7 @@ class Profile:
 class StepUnderWay(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[PendingStep], profile: Profile,
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[PendingStep], profile: StepTimes,
                  tell: Callable[[ModelRunnerOutput], None]) -> None:
         self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
         self._tell = tell
@@ -106,7 +106,7 @@ class StepUnderWay(AsyncModelRunnerOutput):
         return output
 
 
-class Drafter:
+class NgramDrafter:
     """Drafts tokens from n-grams, following plans and results."""
 
     def __init__(self, *, most: int, shortest: int, longest: int) -> None:

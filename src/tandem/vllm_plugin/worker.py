@@ -30,7 +30,7 @@ from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
 from tandem.vllm_plugin.options import read_options
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
-from tandem.vllm_plugin.results import Drafter, Profile, StepUnderWay
+from tandem.vllm_plugin.results import NgramDrafter, StepTimes, StepUnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -79,7 +79,7 @@ class TandemWorker(WorkerBase):
         limit_threads(self._blas, threads)
         self._mlx = MlxThread()
         self._pending: SchedulerOutput | None = None
-        self._profile = Profile()
+        self._profile = StepTimes()
         layout = self._layout
         logger.info("Pipeline stage %d/%d (is_first=%s, is_last=%s)", layout.stage, layout.stages, layout.stage == 0,
                     layout.stage == layout.stages - 1)
@@ -176,7 +176,7 @@ class TandemWorker(WorkerBase):
                                 chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
                                 prefix_extra=self._loaded.snapshot_positions, drafts=bool(self._drafts))
         speculation = self.vllm_config.speculative_config
-        self._drafter = Drafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
+        self._drafter = NgramDrafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
                                 longest=speculation.prompt_lookup_max) if speculation else None
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

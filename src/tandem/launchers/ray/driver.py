@@ -1,4 +1,4 @@
-"""The Ray driver (launchers/ray/launcher.py), and other processes that speak to Ray, as their parent sees them."""
+"""The Ray driver (driver_process.py), and other processes that speak to Ray, as their parent sees them."""
 
 from __future__ import annotations
 
