@@ -61,7 +61,7 @@ def _checked_address(host: str) -> None:
 
 
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
-    """Print the agent's ports and heads, and a pairing code where no head is paired yet."""
+    """Print ports and paired heads, and a code where there is no paired head yet."""
     paired = trust.peers()
     say(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
         f"{', '.join(paired) or 'nobody'}")
@@ -73,8 +73,9 @@ def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
 
 def _announcement(agent: Agent, host: str) -> Announcement:
     facts = gather(GatherFacts())
-    links = [(card.name, network, card.kind) for card in interfaces(facts) for network in card.networks
-             if card.kind != "loopback" and not is_virtual(card.name)]
+    links = [(interface.name, network, interface.kind)
+             for interface in interfaces(facts) for network in interface.networks
+             if interface.kind != "loopback" and not is_virtual(interface.name)]
     addresses = [str(network.ip) for _, network, _ in links] if host == "0.0.0.0" else [host]
     return Announcement(agent.name, agent.port, {
         "public": agent.public, "pair_port": str(agent.pair_port), "chip": facts.chip, "system": facts.system,

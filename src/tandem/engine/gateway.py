@@ -14,11 +14,11 @@ import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
-from tandem.executors.mailbox import Mailbox
 from tandem.log import Seldom
 from tandem.protocol import control
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.kept import QueryCache
+from tandem.transport.mailbox import Mailbox
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)

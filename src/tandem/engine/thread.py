@@ -23,9 +23,9 @@ from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress, do_nothing
-from tandem.executors.mailbox import Mailbox
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
+from tandem.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 

@@ -23,18 +23,18 @@ PATIENCE_S = 5.0
 REST_S = 30.0
 """Seconds for which a silent endpoint is not asked."""
 MOST_LISTED = 50_000
-"""Files of one answer, which must not be too large to be taken."""
+"""Largest number of files in an answer, which is limited in size."""
 MOST_STEMS = 5000
 """Most stems of one request; beyond it all files are listed."""
 SUFFIX = ".kv"
 """Suffix of files that hold parts of pieces."""
 PARTS = "parts"
-"""Directory beside them with an empty file for each label that their names can have."""
+"""Directory beside these files, with an empty file for each label in their names."""
 
 
 def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Files of pieces in a directory: those whose names begin with one of these and a dot, with no look at others, or
-    all. Raises OSError."""
+    """Yield files of pieces in a directory: all, or those whose names begin with one of `stems` and a dot, without
+    reading the directory. Raises OSError."""
     if stems is None:
         names = os.listdir(directory)
     else:  # there is a file for each label, which names have between stem and suffix, once one of its parts is there
@@ -52,14 +52,14 @@ class Lending(Struct, frozen=True):
 
     keys: ClusterKeys
     host: str
-    """Address of its machine to listen at."""
+    """Address of the rank's machine to listen at."""
 
 
 class PieceServer(BlobServer):
     """Serves the files that are in a directory at the moment, and nothing else."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
-        """Raises TransportError where no port is free."""
+        """Listen at a free port. Raises TransportError where there is none."""
         self._directory = directory
         super().__init__((), lending.keys, lending.host)
 
@@ -69,7 +69,7 @@ class PieceServer(BlobServer):
                 for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
-        """Checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
+        """Return checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
         if not _is_name(wanted.name) or not 0 < wanted.length <= CHUNK or wanted.offset < 0:
             raise TransportError(f"{wanted.name!r} is not lent")
         try:
@@ -96,7 +96,7 @@ class Lenders:
         self._keys = keys
         self._clients: dict[str, BlobClient] = {}
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
-        """Endpoint and bytes of each file that is lent, by stem and name."""
+        """Endpoint and size of each lent file, by stem and name."""
         self._resting: dict[str, float] = {}
         """Endpoints that are not asked, and until when."""
         self.change(endpoints)
@@ -159,7 +159,7 @@ class Lenders:
     def _leave(self, endpoint: str) -> None:
         """Close an endpoint and forget its files."""
         for stem, files in self._where.items():
-            self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
+            self._where[stem] = {name: place for name, place in files.items() if place[0] != endpoint}
         self._clients.pop(endpoint).close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A queue from threads to one reader that may sleep at several sockets."""
+"""A queue from threads to one reader that may wait at several sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Queue of what threads put there, in order, with a socket that turns readable when there is something."""
+    """An ordered queue with a socket that turns readable when there is an item."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -21,17 +21,17 @@ class Mailbox(Generic[T]):
         self._bell.setblocking(False)
 
     def put(self, item: T) -> None:
-        """Add an item, from any thread or a finaliser; never blocks. After `close` nobody hears of it."""
+        """Add an item, from any thread or a finaliser; never blocks. Items after `close` are lost."""
         self._items.put(item)
-        with suppress(OSError):  # it has rung often enough, or is closed
+        with suppress(OSError):  # its buffer is full, or it is closed
             self._bell.send(b"!")
 
     def take(self, timeout_s: float = 0.0) -> Iterator[T]:
-        """Yield all that is there; wait up to `timeout_s` seconds for the first. For the reader alone.
+        """Yield all items; wait up to `timeout_s` seconds for the first. For the reader alone.
 
         Items that are not taken stay.
         """
-        # Silence the bell first: what comes behind it then rings once too often, never too seldom.
+        # Empty the socket first: an item that comes later then wakes the reader once too often, never too seldom.
         with suppress(OSError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
