@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.failures import ClientGone, envelope, internal_error
-from tandem.server.generation.generate import Delta, Generation, collect
+from tandem.server.failures import envelope
+from tandem.server.generation import Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -46,10 +46,7 @@ def json_response(body: dict[str, Any], status: int = 200) -> Response:
 
 
 class AnswerWriter(Protocol):
-    """Writes a generation in the shape of one endpoint, in one piece or as complete events."""
-
-    async def whole(self, answers: list[Delta]) -> Response:
-        """Return the answer in one piece; `answers` hold all of each choice."""
+    """Writes a stream in the shape of one endpoint, as complete events."""
 
     def head(self) -> bytes:
         """Events before the first text."""
@@ -106,12 +103,16 @@ class Envelope:
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
-async def answered(generation: Generation, writer: AnswerWriter, *, stream: bool | None,
-                   include_usage: bool = True) -> Response:
-    """Return the response made of `generation`. Raises RequestError; for a stream, when the engine refuses at once."""
-    if not stream:
-        return await writer.whole(await collect(generation))
-    grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.subscription.nudge)
+async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError], bytes]) -> None:
+    """Send the head of a stream unless it has begun; what fails from now on is written by `error` (see `Gate`)."""
+    if "tandem.stream" not in scope:
+        scope["tandem.stream"] = error
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+
+async def streamed(generation: Generation, writer: AnswerWriter, *, include_usage: bool = True) -> Response:
+    """Return the stream of `generation`. Raises RequestError when the engine refuses at once."""
+    grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.nudge)
     try:
         first = await generation.next()
     except BaseException:
@@ -136,19 +137,13 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream until the end, an error, or the client's leaving."""
+        """Stream until the end. Raises RequestError, ClientGone among them."""
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await start_stream(scope, send, self._writer.error)
             await self._run(send)
-        except ClientGone:
-            pass
-        except RequestError as error:
-            await self._send_error(send, error)
-        except Exception as error:  # noqa: BLE001 - the status line is out: the client can only be told in the stream
-            await self._send_error(send, internal_error(error, "a stream"))
         finally:
             self._timer.cancel()
             self._generation.close()
@@ -171,7 +166,8 @@ class EventStream(Response):
         await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
-        await self._end(send, body + self._writer.done())
+        self._generation.close()  # whoever has the last bytes may ask for more at once, and finds this place free
+        await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
 
     async def _write(self, deltas: list[Delta]) -> bytes:
         of_prompts = sum(len(one.prompt) * (one.prompt.k + 1) for one in deltas if one.prompt is not None)
@@ -188,14 +184,6 @@ class EventStream(Response):
         """Nudge the stream when nothing was sent for a while."""
         silent = self._loop.time() - self._sent_at
         if silent >= self._heartbeat_s * 0.9:
-            self._generation.subscription.nudge()
+            self._generation.nudge()
             silent = 0.0
         self._timer = self._loop.call_later(self._heartbeat_s - silent, self._tick)
-
-    async def _send_error(self, send: Send, error: RequestError) -> None:
-        await self._end(send, self._writer.error(error))
-
-    async def _end(self, send: Send, body: bytes) -> None:
-        """Its last bytes. Whoever has them may ask for more at once, and finds the place of this one free."""
-        self._generation.close()
-        await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -10,14 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.checkpoints.config import eos_token_ids, read_json
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, RequestError, UsageError
 from tandem.system.files import read_text
 from tandem.text.template import ChatTemplate
-from tandem.text.token_bytes import Scheme
+
+if TYPE_CHECKING:
+    from tandem.text.fast import Scheme
 
 _CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from doubles import Answers
 from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.supervisor import ReplicaInfo
-from tandem.router.router import Router
 from tandem.server.engines import replicas as replicas_module
-from tandem.server.engines.member import Member
-from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.client import Member
+from tandem.server.engines.replicas import Replicas, merged_metrics, merged_status
+from tandem.server.engines.router import Router
 
 
 @pytest.fixture
@@ -59,15 +59,16 @@ def request(name, **params):
 
 async def outputs_of(replicas, request):
     """Its outputs; leaving the loop early aborts it."""
-    subscription = replicas.requests.open([request])
+    answers = Answers()
+    replicas.requests.open([request], answers)
     try:
         while True:
-            for output in await subscription.get():
+            for output in await answers.get():
                 yield output
                 if output.finish_reason is not None:
                     return
     finally:
-        subscription.close()
+        replicas.requests.abort(request.request_id)
 
 
 def slow(engines, delay=5.0):
@@ -207,7 +208,7 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         slow([home], 0.02)
         await until(lambda: not replicas.alive)
         with pytest.raises(UnavailableError):
-            replicas.requests.open([request("new")])
+            replicas.requests.open([request("new")], Answers())
         await asyncio.sleep(0.5)
         home.start()
         outputs = await asyncio.wait_for(task, 240)
@@ -323,12 +324,13 @@ async def test_what_was_accepted_waits_for_room_elsewhere(engines):
 async def test_the_rest_of_what_was_accepted_waits_for_room(engines):
     async with connected(engines[:1]) as replicas:
         engines[0].refusal = (429, "full", None, 1.0)
-        subscription = replicas.requests.open([request("rest")], accepted=True)
+        answers = Answers()
+        replicas.requests.open([request("rest")], answers, accepted=True)
         await until(lambda: len(engines[0].submitted) > 1)
-        assert subscription.error is None
+        assert answers.error is None
         engines[0].refusal = None
-        assert await asyncio.wait_for(subscription.get(), 240)
-        subscription.close()
+        assert await asyncio.wait_for(answers.get(), 240)
+        replicas.requests.abort("rest")
 
 
 def test_draining_joining_and_leaving(engines):
@@ -463,18 +465,18 @@ async def test_what_a_replica_has_that_stays_without_its_ranks_goes_on_elsewhere
 
 
 @in_loop
-async def test_n_choices_of_one_subscription_over_a_loss(engines):
+async def test_n_choices_of_one_request_over_a_loss(engines):
     async with connected(engines[:2]) as replicas:
         names = [f"a-{i}" for i in range(4)]
-        subscription = replicas.requests.open([request(name) for name in names])
+        answers = Answers()
+        replicas.requests.open([request(name) for name in names], answers)
         await asyncio.sleep(0.1)
         engines[0].stop()
         left = set(names)
         while left:
-            for output in await asyncio.wait_for(subscription.get(), 240):
+            for output in await asyncio.wait_for(answers.get(), 240):
                 if output.finish_reason:
                     left.remove(output.request_id)
-        subscription.close()
 
 
 def test_status_is_the_sum(engines):

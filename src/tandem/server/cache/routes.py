@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from tandem.errors import UnavailableError
 from tandem.protocol.kept import CacheReport
+from tandem.server.acquire import acquire
 from tandem.server.body import parse, require_known
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.cache.warming import warm
 from tandem.server.context import get_api
-from tandem.server.generation.model_wait import engage
 from tandem.server.openapi import documented
 from tandem.server.sse import json_response
 
@@ -55,7 +55,7 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
 async def warm_route(http: Request) -> Response:
     """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
     fields = await parse(http, WarmRequest)
-    served = await engage(http, fields.model)
+    served = await acquire(http, fields.model)
     return json_response(await warm(http, served, fields))
 
 

@@ -12,12 +12,11 @@ from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
 from tandem.server.cache.schemas import WarmRequest
-from tandem.server.chats.fitting import too_long
-from tandem.server.chats.plan import callable_tools
+from tandem.server.chats.plan import callable_tools, template_variables
+from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
-from tandem.server.chats.variables import template_variables
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.lifetime import Prompts
+from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 

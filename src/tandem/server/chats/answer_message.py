@@ -14,9 +14,8 @@ from tandem.server.tools.scan import StreamParser
 class Reply:
     """Reads the text of one choice."""
 
-    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None, *, hides_reasoning: bool = False) -> None:
+    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
         """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
-        self._hides_reasoning = hides_reasoning
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self._used: set[str] = set()
         self._plan = plan
@@ -29,7 +28,7 @@ class Reply:
         events = self._parser.push(text)
         if last:
             events = events + self._parser.finish()
-        return [event for event in events if not (self._hides_reasoning and isinstance(event, Reasoning))]
+        return [event for event in events if not (self._plan.hides_reasoning and isinstance(event, Reasoning))]
 
     @property
     def called(self) -> bool:

@@ -11,13 +11,13 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import EngineStatus
+from tandem.server.acquire import acquire
 from tandem.server.body import parse
-from tandem.server.chats.fitting import too_long
+from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api
-from tandem.server.generation.lifetime import Prompts
-from tandem.server.generation.model_wait import engage
+from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import MAX_INPUTS, EmbeddingRequest
@@ -31,7 +31,7 @@ router = APIRouter()
 async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
     fields = await parse(http, EmbeddingRequest)
-    served = await engage(http, fields.model)
+    served = await acquire(http, fields.model)
     status = served.status()
     _check(fields, status)
     inputs = await _encode_all(await RequestTexts.of(http, served), fields.input)

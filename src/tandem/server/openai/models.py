@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.server.acquire import acquire
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
-from tandem.server.generation.model_wait import engage
 from tandem.server.sse import json_response
 
 router = APIRouter()
@@ -81,7 +81,7 @@ async def load(http: Request, model_id: str) -> Response:
     """Load a model, and answer when that is done. Others may go for it, as for a request."""
     api = get_api(http)
     api.check()
-    return _answer(api, await engage(http, model_id))
+    return _answer(api, await acquire(http, model_id))
 
 
 @router.post("/v1/models/{model_id:path}/unload")

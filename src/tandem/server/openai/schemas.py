@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.errors import RequestError
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
+from tandem.protocol.request import StructuredOutputs
 from tandem.server.openai.messages import (
     NAMED_FORM,
     TOOL_CHOICE,
@@ -91,6 +93,17 @@ class ResponseFormat(Strict):
             raise PydanticCustomError("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
         return self
 
+    @property
+    def form(self) -> tuple[str, StructuredOutputs]:
+        """The field that holds the form, and the form. Not for the type `text`."""
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return "response_format", StructuredOutputs(json_object=True)
+        return "response_format.json_schema.schema", StructuredOutputs(json=self.json_schema.schema_)
+
+
+def _form(name: str, value: object) -> StructuredOutputs:
+    return StructuredOutputs(**{name: tuple(value) if isinstance(value, list) else value})  # type: ignore[arg-type]
+
 
 Text = Annotated[str, Field(min_length=1)]
 Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -167,6 +180,26 @@ class SamplingFields(Strict):
         if value == 0 and info.field_name == "max_completion_tokens":
             raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
         return None if value == -1 else value
+
+    def asked_form(self) -> tuple[str, StructuredOutputs] | None:
+        """Return the field that asks for structured output, and its form; None when none does.
+
+        Raises RequestError when several fields ask.
+        """
+        forms = {f"guided_{name}": _form(name, value) for name, value in (
+            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar)) if value is not None}
+        if self.response_format is not None and self.response_format.type != "text":
+            forms.update([self.response_format.form])
+        if self.structured_outputs is not None:
+            for name, value in self.structured_outputs.model_dump(by_alias=True, exclude_none=True).items():
+                if value is not False:
+                    forms[f"structured_outputs.{name}"] = _form(name, value)
+        if len(forms) > 1:
+            first, second, *_ = forms
+            raise RequestError(f"'{first}' and '{second}' both ask for a form; give one of them.", param=second,
+                               code="invalid_value")
+        return next(iter(forms.items()), None)
 
     @property
     def caching(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tandem.server.body import require_known
 from tandem.server.context import Api, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import cancelled
-from tandem.server.generation.lifetime import Running
+from tandem.server.generation import Running
 from tandem.server.openai.models import model_object
 from tandem.server.sse import json_response
 from tandem.server.status.page import prefers_page
