@@ -1,4 +1,4 @@
-"""What the routes of one api process share."""
+"""State that the routes of one api process share."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def new_id(prefix: str, mark: str = "-") -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """What is kept and compared of an API key, 32 bytes."""
+    """Return the digest of an API key that is kept and compared, 32 bytes."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
@@ -173,5 +173,5 @@ def get_api(request: Request) -> Api:
 
 
 def get_group(request: Request) -> str:
-    """Who is asking, for fairness: a digest of the API key, or the group of the client's address."""
+    """Return the client's group, for fairness: a digest of the API key, or of its address."""
     return cast(str, request.scope.get("tandem.group", ""))

@@ -12,8 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.context import head
 from tandem.server.failures import envelope
 from tandem.server.generation import Delta, Generation
+from tandem.server.openai.schemas import SamplingFields
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -27,7 +29,7 @@ HEADERS = [
 ]
 
 _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
-"""What Unicode ends lines with, and some clients those of an event (httpx's `iter_lines`)."""
+"""Line ends of Unicode, at which some clients cut an event (httpx's `iter_lines`)."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,11 +64,11 @@ class AnswerWriter(Protocol):
         return None
 
     def done(self) -> bytes:
-        """What ends the stream."""
+        """Return the end of the stream."""
         return DONE
 
     def error(self, error: RequestError) -> bytes:
-        """What ends a stream that failed."""
+        """Return the end of a stream that failed."""
         return failed_stream(error)
 
 
@@ -103,10 +105,26 @@ class Envelope:
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
+class ChunkWriter(AnswerWriter):
+    """Base of streams in OpenAI's form: chunks in one envelope, with the usage in the last."""
+
+    def __init__(self, kind: str, generation: Generation, fields: SamplingFields) -> None:
+        """`kind` is the chunks' `object`."""
+        self._generation = generation
+        self._envelope = Envelope(head(kind, generation.request_id, generation.model),
+                                  include_usage=fields.include_usage,
+                                  running=generation.usage if fields.continuous_usage else None)
+
+    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+        """The last chunk, without choices."""
+        return self._envelope.without_choice({"usage": usage, **extras})
+
+
 async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError], bytes]) -> None:
     """Send the head of a stream unless it has begun; what fails from now on is written by `error` (see `Gate`)."""
-    if "tandem.stream" not in scope:
-        scope["tandem.stream"] = error
+    begun = "tandem.stream" in scope
+    scope["tandem.stream"] = error
+    if not begun:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
 

@@ -18,12 +18,12 @@ NAMES = {
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
 }
-"""What the fields of a chat request are called here."""
+"""Names in Anthropic's API of fields of a chat request."""
 Json = dict[str, Any]
 
 
 def chat_request(fields: CountRequest) -> ChatRequest:
-    """The same request in OpenAI's terms. Raises RequestError."""
+    """Translate the request into OpenAI's terms. Raises RequestError."""
     data: Json = {"model": fields.model, "messages": _conversation(fields)}
     if fields.tools:
         data["tools"] = [_tool(tool) for tool in fields.tools]

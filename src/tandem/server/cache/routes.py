@@ -29,7 +29,7 @@ async def kept(http: Request, model: Model = None) -> Response:
     require_known(http.query_params, ("model",))
     api = get_api(http)
     among = [api.find(model)] if model is not None else api.served
-    data = [{"model": served.name, "replicas": [_replica(index, one) for index, one in
+    data = [{"model": served.name, "replicas": [_replica(index, report) for index, report in
                                                 (await served.client.cache()).items()]} for served in among]
     return json_response({"object": "cache", "data": data})
 
@@ -43,11 +43,11 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
     served = api.find(model)
     served.client.check()
     reports = await served.client.cache(drop=tier)
-    for index, one in reports.items():
-        _refuse(index, one)
+    for index, report in reports.items():
+        _refuse(index, report)
     body = {"object": "cache.dropped", "model": served.name, "tier": tier, "replicas": [
-        {"replica": index, "memory_tokens": one.dropped_tokens, "disk_bytes": one.dropped_bytes}
-        for index, one in reports.items()]}
+        {"replica": index, "memory_tokens": report.dropped_tokens, "disk_bytes": report.dropped_bytes}
+        for index, report in reports.items()]}
     return json_response(body)
 
 

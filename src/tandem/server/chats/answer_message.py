@@ -22,7 +22,7 @@ class Reply:
         self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
 
     def read(self, text: str, *, last: bool) -> list[Event]:
-        """What `text` adds; with `last` also what was held back."""
+        """Return the events that `text` adds; with `last` also those held back."""
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text)
@@ -32,11 +32,11 @@ class Reply:
 
     @property
     def called(self) -> bool:
-        """There have been calls."""
+        """True if there have been calls."""
         return self._parser is not None and self._parser.calls > 0
 
     def finish_reason(self, reason: str) -> str:
-        """As OpenAI has it: an answer that ends with calls says so."""
+        """Return OpenAI's reason: an answer that ends with calls says so."""
         return self._plan.calls_finish if self.called and reason == "stop" else reason
 
     def delta(self, event: Event) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Reply:
         return {"id": self.call_id("call", call), "type": "function", "function": function}
 
     def call_id(self, prefix: str, call: CallStart) -> str:
-        """The id that the model gave `call`, if it gave one and no other call has it; else a fresh one."""
+        """Return the id that the model gave `call`, if it is the only one with it; else a fresh one."""
         fresh = self._ids()
         if call.id and call.id not in self._used:
             self._used.add(call.id)
@@ -92,7 +92,7 @@ class WholeMessage:
                 self._calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
 
     def message(self) -> dict[str, Any]:
-        """What there is so far."""
+        """Return the message so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else ""),
                                    "refusal": None}

@@ -163,12 +163,12 @@ def _template_kwargs(fields: ChatRequest) -> dict[str, Any]:
     """Variables for the chat template. Also checks that log probabilities are asked for consistently."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
-    given = checked_template_kwargs(fields.chat_template_kwargs)
+    variables = checked_template_kwargs(fields.chat_template_kwargs)
     thinking = fields.enable_thinking
-    if thinking is not None and given.setdefault("enable_thinking", thinking) != thinking:
+    if thinking is not None and variables.setdefault("enable_thinking", thinking) != thinking:
         message = "'enable_thinking' contradicts the one in 'chat_template_kwargs'."
         raise RequestError(message, param="enable_thinking", code="invalid_value")
-    return given
+    return variables
 
 
 def checked_template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:

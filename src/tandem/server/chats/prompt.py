@@ -49,16 +49,15 @@ def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
 
 
 def template_input(message: Message) -> dict[str, Any]:
-    """As chat templates expect it, but with the arguments of calls as texts. OpenAI's `developer` is what everyone else
-    calls `system`."""
+    """Return a message for chat templates, with the arguments of calls as texts; OpenAI's `developer` is `system`."""
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-    given: dict[str, Any] = {"role": role, "content": message.content or ""}
-    given |= {name: value for name, value in extras.items() if value is not None}
+    shown: dict[str, Any] = {"role": role, "content": message.content or ""}
+    shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
-        given["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
+        shown["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
                                 "arguments": call.function.arguments}} for call in message.tool_calls]
-    return given
+    return shown
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

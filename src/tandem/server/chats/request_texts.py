@@ -102,7 +102,7 @@ class RequestTexts:
             return await off_loop(True, work)
 
     async def ask(self, task: Task, answer: type[Result]) -> Result:
-        """What a worker process makes of the task. Raises RequestError."""
+        """Return what a worker process makes of the task. Raises RequestError."""
         return await unless_gone(self.http, get_api(self.http).workers.ask(get_group(self.http), task, answer))
 
 

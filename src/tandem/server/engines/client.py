@@ -333,7 +333,7 @@ class Member:
 
     @property
     def role(self) -> Role:
-        """What it computes: prompts, answers, or both."""
+        """Role of the replica: prompts, answers, or both."""
         return "both" if self.info is None else self.info.role
 
     @property

@@ -140,7 +140,7 @@ class ReplicaLoad:
     reach: frozenset[str] = frozenset()
     """Directories that it reads from, including those that others lend."""
     lent_saves: float = 0.0
-    """As `saves`, for directories that others lend."""
+    """Share that reading from directories of others saves."""
     role: Role = "both"
     pace: float = 0.0
     """Prompt tokens per second; 0: unknown."""
@@ -161,7 +161,7 @@ class Router:
         self._affinity = affinity
         self._replicas: dict[int, ReplicaLoad] = {}
         self._stores: dict[str, SentPrefixes] = {}
-        """What was sent to any replica with this disk."""
+        """Prefixes sent to any replica with this disk."""
         self._choices = 0
         self._slow = 0
         """Prompts for which a replica for prefill was too slow."""
@@ -231,9 +231,9 @@ class Router:
         hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
-        found = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()} | dict(written or {})
+        on_disks = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()}
         kept, cheap = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
-        for i, (store, tokens_there) in product(candidates, found.items()):
+        for i, (store, tokens_there) in product(candidates, (on_disks | dict(written or {})).items()):
             if self.reads(i, store):
                 share = self._replicas[i].saves if store == self._replicas[i].store else self._replicas[i].lent_saves
                 kept[i] = max(kept[i], tokens_there)

@@ -22,7 +22,7 @@ from tandem.server.generation import Delta, Generation
 from tandem.server.openai.logprobs import chat_logprobs, prompt_places
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import AnswerWriter, Envelope, encode_json, streamed
+from tandem.server.sse import ChunkWriter, encode_json, streamed
 
 router = APIRouter()
 _INSTRUCTIONS = ("system", "developer")
@@ -67,17 +67,15 @@ async def chat_completions(http: Request) -> Response:
     return Response(await off_loop(size > LARGE, body), media_type="application/json")
 
 
-class ChatWriter(AnswerWriter):
+class ChatWriter(ChunkWriter):
     """A chat in chunks in OpenAI's order: role, text and calls, finish, usage."""
 
     def __init__(self, generation: Generation, replies: list[Reply], turn: Turn, fields: ChatRequest) -> None:
         """`replies` read the choices."""
-        self._generation, self._replies, self._turn, self._fields = generation, replies, turn, fields
+        super().__init__("chat.completion.chunk", generation, fields)
+        self._replies, self._turn, self._fields = replies, turn, fields
         self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._said = WholeMessage() if turn.kept else None
-        self._envelope = Envelope(head("chat.completion.chunk", generation.request_id, generation.model),
-                                  include_usage=fields.include_usage,
-                                  running=generation.usage if fields.continuous_usage else None)
 
     def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
         return chat_logprobs(self._generation.tokenizer, entries) if self._fields.logprobs else None
@@ -113,7 +111,7 @@ class ChatWriter(AnswerWriter):
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last chunk, without choices."""
-        return self._envelope.without_choice({"usage": usage, **self._turn.shown, **extras})
+        return super().usage(usage, {**self._turn.shown, **extras})
 
 
 def _choice(

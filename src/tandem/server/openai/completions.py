@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.errors import RequestError
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
@@ -26,7 +27,7 @@ from tandem.server.openai.sampling import (
 )
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import AnswerWriter, Envelope, encode_json, streamed
+from tandem.server.sse import ChunkWriter, encode_json, streamed
 from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -119,15 +120,17 @@ class _Writing:
 async def encode_prompts(
     texts: RequestTexts, prompts: Sequence[str | list[int]], param: str, *, closed: bool = False
 ) -> list[list[int]]:
-    """Token ids of every prompt; ids that the client gave are checked. Raises RequestError naming `param`."""
-    status = texts.status
+    """Return the token ids of every prompt, which fit into the context. Raises RequestError naming `param`."""
+    context = texts.status.max_context
     encoded = iter(await texts.encode([prompt for prompt in prompts if isinstance(prompt, str)], param, closed=closed))
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            if len(prompt) > status.max_context:
-                raise too_long(status.max_context, param, len(prompt))
-            check_token_ids(prompt, status.vocab_size, param)
-    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for prompt in tokens:
+        if not prompt:
+            raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
+        if len(prompt) > context:
+            raise too_long(context, param, len(prompt))
+        check_token_ids(prompt, texts.status.vocab_size, param)
+    return tokens
 
 
 async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> list[str]:
@@ -141,14 +144,12 @@ async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> lis
     return echoes
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(ChunkWriter):
     """A completion in chunks."""
 
     def __init__(self, fields: CompletionRequest, generation: Generation, choices: list[_Writing]) -> None:
+        super().__init__("text_completion", generation, fields)
         self._choices = choices
-        self._envelope = Envelope(head("text_completion", generation.request_id, generation.model),
-                                  include_usage=fields.include_usage,
-                                  running=generation.usage if fields.continuous_usage else None)
 
     def head(self) -> bytes:
         """The prompts, when they are to be echoed; with log probabilities each waits for those."""
@@ -172,7 +173,3 @@ class CompletionWriter(AnswerWriter):
             "finish_reason": delta.finish_reason,
         }
         return echo + self._envelope.chunk(choice, extras)
-
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
-        """The last chunk, without choices."""
-        return self._envelope.without_choice({"usage": usage, **extras})

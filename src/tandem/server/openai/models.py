@@ -59,10 +59,10 @@ async def models(http: Request) -> Response:
     """All models, the default one first; in Anthropic's shape where the header `anthropic-version` asks for it."""
     api = get_api(http)
     if _for_anthropic(http):
-        page = [model_info(api, one) for one in api.served]
+        page = [model_info(api, served) for served in api.served]
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
-        body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
+        body = {"object": "list", "data": [model_object(api, served) for served in api.served]}
     return json_response(body)
 
 

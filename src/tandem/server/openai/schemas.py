@@ -30,7 +30,7 @@ SEED_LIMIT = 2**63
 
 
 class StreamOptions(Strict):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -72,7 +72,7 @@ class ThinkingSwitch(Strict):
 
 
 class JsonSchema(Strict):
-    """What OpenAI's `json_schema` format carries."""
+    """Schema of OpenAI's format `json_schema`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -203,7 +203,7 @@ class SamplingFields(Strict):
 
     @property
     def caching(self) -> dict[str, Any]:
-        """What an engine request says of the prefix cache."""
+        """Fields of an engine request about the prefix cache."""
         return {"cache_key": self.prompt_cache_key or "",
                 "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory")}
 
@@ -268,8 +268,8 @@ class ChatRequest(SamplingFields):
         )
 
 
-def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
-    """OpenAI's four forms of a prompt as a list of prompts."""
+def normalise_prompt(value: object) -> list[Any]:
+    """Return OpenAI's four forms of a prompt as a list of prompts."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -298,11 +298,11 @@ class CompletionRequest(SamplingFields):
 
 
 MAX_INPUTS = 2048
-"""As OpenAI has it."""
+"""Most inputs of one request, as at OpenAI."""
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string", "minLength": 1}
-_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": one}
-                                      for one in (_TEXT, _TOKENS))]}
+_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
+                                      for item in (_TEXT, _TOKENS))]}
 
 
 class EmbeddingRequest(Strict):

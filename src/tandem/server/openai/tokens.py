@@ -51,7 +51,7 @@ async def detokenize(http: Request) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request, model: str | None = None) -> Response:
-    """What the model's tokenizer_config.json says, and its chat template."""
+    """Return the model's tokenizer_config.json and its chat template."""
     api = get_api(http)
     if not api.settings.server.enable_tokenizer_info_endpoint:
         message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
