@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from tandem.errors import RequestError
 from tandem.server.openai.messages import Message
-from tandem.server.tools.prompt import knows_tools, plain_messages
+from tandem.server.tools.choose import knows_tools
+from tandem.server.tools.json_calls import CLOSE, OPEN
 from tandem.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 8
@@ -17,6 +19,14 @@ SLACK = 256
 """Tokens more that the beginning of a text may have than the text, at most: its last word is cut."""
 _END = 64
 """Characters at the end of a prompt that may hold the tag which opens the reasoning."""
+
+
+INSTRUCTIONS = (
+    "You may call functions to help with the user's request. Their signatures are within <tools></tools>:\n<tools>\n{}"
+    '\n</tools>\nTo call one, answer with its name and arguments as a JSON object within tags:\n<tool_call>\n{{"name": '
+    '<name>, "arguments": <arguments>}}\n</tool_call>'
+)
+"""Told to models whose chat template does not know tools."""
 
 
 class Rendered(NamedTuple):
@@ -109,3 +119,28 @@ def encode_fitting(tokenizer: Tokenizer, text: str, context: int, param: str, *,
             raise too_long(context, param, least, least=True)
         size *= 2
     return tokenizer.encode_closed(text) if closed else tokenizer.encode(text, special)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation in terms that any template knows: tools and calls as text, in hermes' format."""
+    plain: list[dict[str, Any]] = []
+    for results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if results:
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            plain.append({"role": "user", "content": "\n".join(texts)})
+            continue
+        for message in group:
+            text = "\n".join([*filter(None, [message["content"]]), *map(_call_text, message.get("tool_calls", ()))])
+            plain.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text})
+    if tools:
+        told = INSTRUCTIONS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0]["content"] = f"{plain[0]['content']}\n\n{told}"
+        else:
+            plain.insert(0, {"role": "system", "content": told})
+    return plain
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+    return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 
 from tandem.server.tools import harmony, json_calls, pythonic, tagged
 from tandem.server.tools.gemma import TAGS, gemma
-from tandem.server.tools.prompt import knows_tools
 from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, thinking, without
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
 
@@ -98,6 +97,11 @@ def _first(seen: Callable[[str], bool]) -> str | None:
     signs = ((name, wanted) for name, known in FORMATS.items()
              for wanted in known.signs or zip(known.starts, strict=True))
     return next((name for name, wanted in signs if all(map(seen, wanted))), None)
+
+
+def knows_tools(template: str) -> bool:
+    """True if the chat template puts tools into the prompt."""
+    return "tools" in template
 
 
 def tool_format(choice: str, template: str, special: Special | None = None) -> str:
