@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -33,7 +33,7 @@ _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x8
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: object) -> bytes:
     """JSON that is one line for whoever splits it."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS.items():
@@ -42,7 +42,7 @@ def encode_json(value: Any) -> bytes:
     return data
 
 
-def json_response(body: dict[str, Any], status: int = 200) -> Response:
+def json_response(body: Mapping[str, object], status: int = 200) -> Response:
     """An answer in one piece."""
     return Response(encode_json(body), status, media_type="application/json")
 
@@ -53,10 +53,10 @@ class AnswerWriter(Protocol):
     def head(self) -> bytes:
         """Events before the first text."""
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """Events for new text. `extras` are fields of the last chunk that has choices."""
 
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """The event with the usage."""
 
     async def end(self) -> None:
@@ -77,7 +77,7 @@ def failed_stream(error: RequestError) -> bytes:
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
-def named_event(data: dict[str, Any]) -> bytes:
+def named_event(data: Mapping[str, Any]) -> bytes:
     """An event whose name is its `type`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 
@@ -85,14 +85,14 @@ def named_event(data: dict[str, Any]) -> bytes:
 class Envelope:
     """The part of a chunk that is the same in all chunks of a stream, encoded once."""
 
-    def __init__(self, fields: dict[str, Any], *, include_usage: bool,
-                 running: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(self, fields: Mapping[str, object], *, include_usage: bool,
+                 running: Callable[[], dict[str, object]] | None = None) -> None:
         """`running` gives the usage so far, which every chunk is to carry."""
         self._running = running
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def chunk(self, choice: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: Mapping[str, object], extras: Mapping[str, object] | None = None) -> bytes:
         """One event with one choice."""
         end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
@@ -100,7 +100,7 @@ class Envelope:
         tail = b"," + encode_json(extras)[1:-1] + end[1:]
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
-    def without_choice(self, fields: dict[str, Any]) -> bytes:
+    def without_choice(self, fields: Mapping[str, object]) -> bytes:
         """An event with no choice but other fields."""
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
@@ -115,7 +115,7 @@ class ChunkWriter(AnswerWriter):
                                   include_usage=fields.include_usage,
                                   running=generation.usage if fields.continuous_usage else None)
 
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """The last chunk, without choices."""
         return self._envelope.without_choice({"usage": usage, **extras})
 
@@ -195,7 +195,7 @@ class EventStream(Response):
         last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
         return b"".join(self._writer.delta(delta, self._extras() if delta is last else None) for delta in deltas)
 
-    def _extras(self) -> dict[str, Any]:
+    def _extras(self) -> dict[str, object]:
         return {"performance": self._generation.performance()}
 
     def _tick(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
 from tandem.server.openai.schemas import ChatRequest
@@ -19,7 +18,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """Names in Anthropic's API of fields of a chat request."""
-Json = dict[str, Any]
+Json = dict[str, object]
 
 
 def chat_request(fields: CountRequest) -> ChatRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -65,7 +65,7 @@ def _refuse(index: int, report: CacheReport) -> None:
         raise UnavailableError(f"Replica {index} has not dropped its prefixes: {report.trouble}.")
 
 
-def _replica(index: int, report: CacheReport) -> dict[str, Any]:
+def _replica(index: int, report: CacheReport) -> dict[str, object]:
     disk = None if report.disk is None else msgspec.to_builtins(report.disk)
     return {
         "replica": index, "detail": report.trouble, "prefix_cache": report.serves, "kv_disk": report.kv_disk,

@@ -60,7 +60,7 @@ async def warm(http: Request, served: Served, fields: WarmRequest,
             "seconds": round(time.monotonic() - started, 3)}
 
 
-async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, Any]:
+async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, int]:
     """Return how much of the prompts a replica has now."""
     reports = [(await served.client.cache(prompt, replica=replica)).get(replica) for prompt in prompts]
     known = [report for report in reports if report is not None]

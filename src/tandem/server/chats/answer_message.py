@@ -45,21 +45,21 @@ class Reply:
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return {"reasoning_content": event.text}
-        call: dict[str, Any] = {"index": event.index}
+        call: dict[str, object] = {"index": event.index}
         if isinstance(event, CallStart):
             call |= self._call(event)
         else:
             call["function"] = {"arguments": event.text}
         return {"tool_calls": [call]}
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> dict[str, object]:
         """The whole text as a message."""
         whole = WholeMessage()
         for event in self.read(text, last=True):
             whole.add(self.delta(event))
         return whole.message()
 
-    def _call(self, call: CallStart) -> dict[str, Any]:
+    def _call(self, call: CallStart) -> dict[str, object]:
         function = {"name": call.name, "arguments": ""}
         return {"id": self.call_id("call", call), "type": "function", "function": function}
 
@@ -91,10 +91,10 @@ class WholeMessage:
             else:
                 self._calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """Return the message so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else ""),
+        message: dict[str, object] = {"role": "assistant", "content": content or (None if self._calls else ""),
                                    "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning

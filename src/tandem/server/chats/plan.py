@@ -24,7 +24,7 @@ from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
 
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Efforts from the least to the most; `none` is not to think at all."""
@@ -151,7 +151,7 @@ async def _form(
 # (DeepSeek V3.1, Kimi, Granite), or several of these.
 
 
-def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, object]:
     """Return what a chat's template is told. Raises RequestError."""
     variables = _template_kwargs(fields)
     if vain := add_thinking(wish_of(fields), tokenizer, variables):
@@ -159,7 +159,7 @@ def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer)
     return variables
 
 
-def _template_kwargs(fields: ChatRequest) -> dict[str, Any]:
+def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
     """Variables for the chat template. Also checks that log probabilities are asked for consistently."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
@@ -171,7 +171,7 @@ def _template_kwargs(fields: ChatRequest) -> dict[str, Any]:
     return variables
 
 
-def checked_template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
     """A copy. Raises RequestError when it would replace what the server itself hands to the template."""
     for name in given or {}:
         if name in _RESERVED:
@@ -204,7 +204,7 @@ def wish_of(fields: ChatRequest) -> Wish:
     return Wish(effort, effort_field, _only("enable_thinking", switches)[1])
 
 
-def _only(default: str, said: dict[str, Any]) -> tuple[str, Any]:
+def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
     """Return the field of `said` that has a value, and the value. Raises RequestError when two differ."""
     fields = [(name, value) for name, value in said.items() if value is not None]
     for name, value in fields[1:]:
@@ -214,7 +214,7 @@ def _only(default: str, said: dict[str, Any]) -> tuple[str, Any]:
     return fields[0] if fields else (default, None)
 
 
-def add_thinking(wish: Wish, tokenizer: Tokenizer, variables: dict[str, Any]) -> list[str]:
+def add_thinking(wish: Wish, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
     """Add what the template reads to its `variables`; what stands there already counts more.
 
     Returns the fields that have no effect with this template.

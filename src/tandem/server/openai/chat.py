@@ -87,7 +87,7 @@ class ChatWriter(ChunkWriter):
             for index in range(len(self._replies))
         )
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """Chunks with what the text adds, if anything, and one for the end."""
         reply, ended = self._replies[delta.index], delta.finish_reason is not None
         entries = self._entries[delta.index]
@@ -109,14 +109,14 @@ class ChatWriter(ChunkWriter):
             chunks += self._envelope.chunk(end, {**self._turn.shown, **(extras or {})})
         return chunks
 
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """The last chunk, without choices."""
         return super().usage(usage, {**self._turn.shown, **extras})
 
 
 def _choice(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
+    index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None, finish_reason: str | None = None
+) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 

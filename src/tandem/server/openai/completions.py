@@ -91,22 +91,22 @@ class _Writing:
         self._fields, self._prompt, self._tokenizer = fields, prompt, tokenizer
         self._logprobs = CompletionLogprobs(tokenizer) if fields.logprobs is not None else None
 
-    def of_prompt(self, found: PromptLogprobs) -> dict[str, Any] | None:
+    def of_prompt(self, places: PromptLogprobs) -> dict[str, list[Any]] | None:
         """`logprobs` of the prompt that is echoed."""
         assert self._logprobs is not None
-        return self._logprobs.echoed(self.echo, self._prompt, found, self._fields.logprobs or 0)
+        return self._logprobs.echoed(self.echo, self._prompt, places, self._fields.logprobs or 0)
 
-    def of_output(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+    def of_output(self, entries: list[TokenLogprob]) -> dict[str, list[Any]] | None:
         """`logprobs` of what comes after it."""
         return self._logprobs.format(entries) if self._logprobs is not None else None
 
-    def whole(self, answer: Delta) -> dict[str, Any]:
+    def whole(self, answer: Delta) -> dict[str, object]:
         """All of the choice, but its index."""
         parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
         parts.append(self.of_output(answer.logprobs))
         logprobs = {name: [value for part in parts if part is not None for value in part[name]]
                     for name in parts[0] or ()}
-        choice: dict[str, Any] = {
+        choice: dict[str, object] = {
             "text": self.echo + answer.text,
             "logprobs": logprobs or None,
             "finish_reason": answer.finish_reason,
@@ -159,7 +159,7 @@ class CompletionWriter(ChunkWriter):
             if choice.echo and not choice.echoes_logprobs
         )
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """One chunk; the last one of a choice carries its finish_reason."""
         mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:

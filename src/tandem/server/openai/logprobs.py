@@ -21,7 +21,7 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST) if math.isfinite(logprob) else LOWEST
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> dict[str, object]:
     """`choices[].logprobs` of a chat answer: the `bytes` of all entries together are the text."""
     content = [
         {
@@ -33,7 +33,7 @@ def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> dict[str
     return {"content": content, "refusal": None}
 
 
-def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
     raw = tokenizer.token_bytes(token)
     return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": list(raw)}
 
@@ -55,7 +55,7 @@ def prompt_places(
     return written
 
 
-def _place(tokenizer: Tokenizer, token: int, logprob: float, rank: int) -> dict[str, Any]:
+def _place(tokenizer: Tokenizer, token: int, logprob: float, rank: int) -> dict[str, object]:
     return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
 
 
@@ -71,7 +71,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, Any]:
+    def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, list[Any]]:
         """Return the object for a prompt that the answer begins with, as `text`; its first token has no probability."""
         whole = self._object((token, place.logprob, place.top[:count])
                              for token, place in zip(tokens[1:], places, strict=True))
@@ -94,7 +94,7 @@ class CompletionLogprobs:
             place = min(place + len(piece), len(text))
         return offsets
 
-    def format(self, entries: list[TokenLogprob]) -> dict[str, Any]:
+    def format(self, entries: list[TokenLogprob]) -> dict[str, list[Any]]:
         """Return the object for the next tokens."""
         whole = self._object((entry.token, entry.logprob, entry.top) for entry in entries)
         whole["text_offset"] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,7 +16,7 @@ from tandem.server.sse import json_response
 router = APIRouter()
 
 
-def model_object(api: Api, served: Served) -> dict[str, Any]:
+def model_object(api: Api, served: Served) -> dict[str, object]:
     """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
     state, detail = served.state if api.residents is None else api.residents.state(served)
     return {
@@ -32,14 +31,14 @@ def model_object(api: Api, served: Served) -> dict[str, Any]:
     }
 
 
-def model_info(api: Api, served: Served) -> dict[str, Any]:
+def model_info(api: Api, served: Served) -> dict[str, object]:
     """A model in Anthropic's shape."""
     known = model_object(api, served)
     return {
         "type": "model",
         "id": known["id"],
         "display_name": known["id"],
-        "created_at": datetime.fromtimestamp(known["created"], UTC).isoformat(),
+        "created_at": datetime.fromtimestamp(int(api.started), UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": known["max_model_len"],
         "max_tokens": known["max_model_len"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -84,7 +84,7 @@ async def live() -> Response:
     return json_response({"status": "alive"})
 
 
-_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while no request can be answered."}}
+_DOWN: dict[int | str, dict[str, object]] = {503: {"description": "The same, while no request can be answered."}}
 
 
 @router.get("/health/ready", responses=_DOWN)
@@ -139,7 +139,7 @@ async def model_info(http: Request) -> Response:
     api = get_api(http)
     served = api.served[0]
     status, limit = served.client.check(), served.settings.server.default_max_tokens
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "id": status.model,
         "model": served.settings.model.model or status.model,
         "max_context_length": status.max_context,
@@ -147,7 +147,7 @@ async def model_info(http: Request) -> Response:
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
-    more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
     more |= {"kv_dtype": status.kv_dtype, "kv_bytes_per_token": status.kv_bytes_per_token,
              "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
@@ -184,7 +184,7 @@ async def status_route(http: Request) -> Response:
     return json_response(body)
 
 
-def _model(api: Api, served: Served) -> dict[str, Any]:
+def _model(api: Api, served: Served) -> dict[str, object]:
     """Return a model as in /v1/models, with its memory and loading."""
     status = served.client.status
     loading = status.loading if status is not None and status.state == "starting" else []
@@ -192,7 +192,7 @@ def _model(api: Api, served: Served) -> dict[str, Any]:
     return {**model_object(api, served), **facts, "loading": msgspec.to_builtins(loading)}
 
 
-def _live(request: Running) -> dict[str, Any]:
+def _live(request: Running) -> dict[str, object]:
     return {
         "request_id": request.request_id,
         "model": request.model,
@@ -246,7 +246,7 @@ async def events_route(
     return json_response({"object": "list", "data": data, "last": last})
 
 
-def _shown(event: Event, *, mine: bool) -> dict[str, Any]:
+def _shown(event: Event, *, mine: bool) -> dict[str, object]:
     """Return an event for a client; the id of a request is for its own client alone."""
     return {
         "object": "event",
