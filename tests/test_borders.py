@@ -24,7 +24,7 @@ AWAITED = {
     "server/acquire.py _wait_in_stream": "awaited there, and its result taken",
     "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
-    "llm/awaiting.py start": "awaited there, also when it is cancelled",
+    "llm/llm.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }

@@ -15,6 +15,9 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import Report
 from tandem.guided.vocabulary import Vocabulary
+from tandem.kv.files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
+from tandem.kv.remote import Lending
+from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import (
     cache_bytes,
     device_name,
@@ -25,6 +28,7 @@ from tandem.loading.memory import (
     peak_bytes,
     wire_weights,
 )
+from tandem.loading.parcel import dtype_name
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
@@ -35,14 +39,11 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Layers, kind_of, takes_part
-from tandem.runner.links import StageLink, dtype_name
-from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
+from tandem.runner.links import StageLink
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
-from tandem.transport.lenders import Lending
 from tandem.version import __version__
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
 
 
 def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
-    """This rank's part of the heads and widths; None for the whole of them. Raises LayoutError."""
+    """Return this rank's shard of heads and widths; None if it holds them whole. Raises LayoutError."""
     if spec.tp_size == 1:
         return None
     shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize,

@@ -98,7 +98,7 @@ class InlineExecutor(Executor):
 
     @property
     def slowdowns(self) -> list[float]:
-        """As the watchdog measures it."""
+        """Slowdown that the watchdog measures."""
         return self._watchdog.slowdowns
 
     def _wait(self, timeout_s: float) -> list[Event]:

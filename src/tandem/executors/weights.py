@@ -1,4 +1,4 @@
-"""Where a rank's weights come from: its machine, the hub, or the engine's machine. No mlx."""
+"""Source of a rank's weights: its machine, the hub, or the engine's machine. No mlx."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
 
 
 class Head(Struct, frozen=True):
-    """Where the engine's machine serves its copy of the model."""
+    """Address at which the engine's machine serves its copy of the model."""
 
     endpoint: str
     keys: ClusterKeys

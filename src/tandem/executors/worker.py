@@ -86,10 +86,10 @@ class Worker:
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
-        from tandem.executors.assembly import build_runner, load_slice, on_gpu, require_memory
+        from tandem.executors.assembly import build_runner, load_slice, require_memory
         from tandem.executors.gpu_probe import probe_gpu
-        from tandem.loading.memory import choose_device
-        from tandem.transport.lenders import Lending
+        from tandem.kv.remote import Lending
+        from tandem.loading.memory import choose_device, on_gpu
 
         choose_device(self._spec.device)
         probe_gpu(mailbox.put)
@@ -171,7 +171,7 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
 
 
 def prepare(spec: StageSpec) -> None:
-    """What has to be before MLX is imported."""
+    """Prepare the process before MLX is imported."""
     raise_limit()
     own_process()
     import_models_only()

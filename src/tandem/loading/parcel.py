@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,3 +108,19 @@ def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals |
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
     return Residuals(layers)
+
+
+def dispatch(*trees: object) -> None:
+    """Start computing arrays, or trees of them; returns at once."""
+    start: Callable[..., None] = mx.async_eval
+    start(*trees)
+
+
+def carrier(dtype: mx.Dtype) -> mx.Dtype:
+    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
+    return mx.uint16 if dtype == mx.bfloat16 else dtype
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type as headers and files have it: `bfloat16`."""
+    return str(dtype).removeprefix("mlx.core.")

@@ -84,7 +84,7 @@ def run_member(layout: GangLayout, rank: int, task: Task) -> Recording | None:
         path = Path(directory) / "logits"
         executor = MemberExecutor(spec, path)
         [ready] = executor.start()
-        tokens = run_task(executor, layout, task, ranks=1)
+        tokens = run_task(executor, layout, task, [spec])
         executor.settle()
         rows, dtype = None, ""
         if spec.samples:

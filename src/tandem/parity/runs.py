@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from tandem.config.settings import ParallelSettings, Settings
-from tandem.engine.drive import drive
 from tandem.engine.layout import GangLayout
+from tandem.engine.quorum import drive
 from tandem.executors.base import Executor
 from tandem.executors.cluster import ClusterExecutor
 from tandem.parity.rank import RecordingLauncher
 from tandem.parity.reference import Recording, split_rows
 from tandem.parity.task import Task
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.scheduler.limits import Limits
 from tandem.system.cuda import uses_cuda
@@ -44,20 +45,23 @@ def run_layout(settings: Settings, layout: GangLayout, task: Task) -> Recording:
                                    rejoin_timeout_s=settings.scheduler.rejoin_timeout)
         try:
             ready = executor.start()
-            tokens = run_task(executor, layout, task, ranks=len(layout.ranks))
+            tokens = run_task(executor, layout, task, layout.ranks)
         finally:
             executor.close()
         rows = np.fromfile(path, dtype=np.float32).reshape(-1, layout.description.vocab_size)
         return split_rows(rows, tokens, task, dtype=path.with_suffix(".dtype").read_text(), gpu=ready[0].gpu)
 
 
-def run_task(executor: Executor, layout: GangLayout, task: Task, *, ranks: int) -> list[list[int]]:
-    """Greedy tokens of each prompt, one prompt at a time: alone in its batch, it is computed alike in all layouts."""
+def run_task(executor: Executor, layout: GangLayout, task: Task, ranks: Sequence[StageSpec]) -> list[list[int]]:
+    """Greedy tokens of each prompt, one prompt at a time: alone in its batch, it is computed alike in all layouts.
+
+    `ranks`: those that report to `executor`.
+    """
     limits = _limits(layout, task)
     tokens: list[list[int]] = []
     step = 0
     for prompt in task.prompts:
-        run = drive(executor, limits, [_request(prompt, task.tokens)], ranks=ranks, first_step=step)
+        run = drive(executor, limits, [_request(prompt, task.tokens)], ranks, first_step=step)
         tokens.append(run.answers["parity"].tokens)
         step = run.next_step
     return tokens

@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.cache.budget import held_sequences
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
 from tandem.errors import OutOfMemory, UsageError
+from tandem.kv.budget import held_sequences
 from tandem.launchers.machines import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.adapter_files import read_adapter

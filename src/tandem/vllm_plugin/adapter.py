@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from tandem.cache.budget import batch_positions
-from tandem.cache.prefix import PrefixIndex
 from tandem.errors import BatchDesync
+from tandem.kv.budget import batch_positions
+from tandem.kv.index import PrefixIndex
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
     InsertOp,

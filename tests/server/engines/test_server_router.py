@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from doubles import NamedRouter
-from tandem.cache.prefix import BLOCK
+from tandem.protocol.pieces import BLOCK_SIZE
 from tandem.server.engines.router import EXPECTED_OUTPUT, KEY_TOKENS, MOST_BLOCKS, TAIL, SentPrefixes, prompt_hashes
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")
@@ -63,7 +63,7 @@ def test_work_goes_down_as_tokens_come():
 
 def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
     router = ready(2)
-    prompt = tokens(20 * BLOCK)
+    prompt = tokens(20 * BLOCK_SIZE)
     first = router.placed("a", prompt, 100)
     router.end("a")
     placed = [router.placed(f"b{i}", [*prompt, i], 100) for i in range(8)]
@@ -74,14 +74,14 @@ def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
 
 def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router = ready(3)
-    prompt = tokens(17 * BLOCK)  # eight pieces, and a block more
+    prompt = tokens(17 * BLOCK_SIZE)  # eight pieces, and a block more
     for index, store in enumerate(("disk", "disk", "")):
         router.set_disk(index, store, 0.5)
     assert router.placed("a", prompt, 100) == 0
     assert router.kept("a") == 0 == router.kept("nobody")
     assert router.placed("b", [*prompt, 1], 100) == 1, "644 wait at the first; here it reads 512 tokens, at no wait"
     assert router.kept("b") == 512
-    assert router.outstanding(1) == 17 * BLOCK + 1 - 256 + 100
+    assert router.outstanding(1) == 17 * BLOCK_SIZE + 1 - 256 + 100
     router.end("a")
     assert router.placed("c", [*prompt, 2], 100) == 0, "nothing waits there now, and it has all in memory"
     assert router.kept("c") == 0
@@ -96,7 +96,7 @@ def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router.set_state(2, "failed")
     assert router.placed("f", [*prompt, 4], 100) == 0
     assert router.kept("f") == 512, "its ranks are new, the disk is not"
-    secret = tokens(20 * BLOCK, 9000)
+    secret = tokens(20 * BLOCK_SIZE, 9000)
     assert router.placed("g", secret, 100, on_disk=False) == 0
     router.set_state(1, "ready")
     router.set_state(0, "failed")
@@ -107,7 +107,7 @@ def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
 
 def test_who_is_left_alone_is_told_what_a_replica_that_has_gone_wrote():
     router = ready(2)
-    prompt = tokens(17 * BLOCK)
+    prompt = tokens(17 * BLOCK_SIZE)
     for index in range(2):
         router.set_disk(index, "disk", 0.5)
     assert router.placed("a", prompt, 100) == 0
@@ -117,19 +117,19 @@ def test_who_is_left_alone_is_told_what_a_replica_that_has_gone_wrote():
 
 def test_a_prompt_that_another_lends_is_worth_less_than_one_on_its_own_disk():
     router = ready(3)
-    prompt = tokens(17 * BLOCK)  # eight pieces, and a block more
+    prompt = tokens(17 * BLOCK_SIZE)  # eight pieces, and a block more
     for index, store in enumerate(("a/x", "b/x c/x", "d/x")):
         router.set_disk(index, store, 0.5, ["a/x", "b/x", "c/x"] if index < 2 else ["d/x", "b/x"], 0.25)
     assert router.reads(0, "b/x c/x") and not router.reads(2, "b/x c/x"), "it needs all parts"
     assert not router.reads(0, "")
     assert router.placed("a", prompt, 100) == 0
     assert router.placed("b", [*prompt, 1], 100) == 1 and router.kept("b") == 512
-    assert router.outstanding(1) == 17 * BLOCK + 1 - 128 + 100
+    assert router.outstanding(1) == 17 * BLOCK_SIZE + 1 - 128 + 100
     router.set_disk(1, "b/x c/x", 0.5, ["b/x", "c/x"], 0.25)  # who lent it has gone
     router.end("b")
     router.set_state(1, "recovering")
     router.set_state(1, "ready")
-    other = tokens(20 * BLOCK, 9000)
+    other = tokens(20 * BLOCK_SIZE, 9000)
     router.placed("c", other, 100)
     router.check()
 
@@ -155,14 +155,14 @@ def test_requests_with_one_key_go_together_until_that_is_dear():
 
 def test_short_common_beginnings_hardly_matter():
     router = ready(2)
-    system = tokens(BLOCK)
+    system = tokens(BLOCK_SIZE)
     placed = [router.placed(f"r{i}", [*system, *tokens(30, 1000 * i)], 100) for i in range(8)]
     assert sorted(placed.count(index) for index in (0, 1)) == [4, 4]
 
 
 def test_without_prefix_caches_the_beginning_does_not_matter():
     router = ready(2, affinity=False)
-    prompt = tokens(20 * BLOCK)
+    prompt = tokens(20 * BLOCK_SIZE)
     placed = []
     for i in range(4):
         placed.append(router.placed(f"r{i}", prompt, 10))
@@ -172,7 +172,7 @@ def test_without_prefix_caches_the_beginning_does_not_matter():
 
 def test_a_replica_that_was_lost_has_no_prefixes():
     router = ready(2)
-    prompt = tokens(20 * BLOCK)
+    prompt = tokens(20 * BLOCK_SIZE)
     assert router.placed("a", prompt, 10) == 0
     router.end("a")
     router.set_state(0, "silent")
@@ -214,22 +214,22 @@ def test_leaving_takes_its_requests_along():
 def test_sent_prefixes_are_found_and_bounded(starts, capacity):
     sent = SentPrefixes(capacity)
     for start in starts:
-        hashes = prompt_hashes(tokens(start * BLOCK + 5, start))
+        hashes = prompt_hashes(tokens(start * BLOCK_SIZE + 5, start))
         sent.note(hashes)
         assert len(sent) <= capacity
-        assert sent.matched(hashes) == min(start, capacity) * BLOCK
+        assert sent.matched(hashes) == min(start, capacity) * BLOCK_SIZE
 
 
 def test_the_first_blocks_of_a_prompt_are_kept_longest():
     sent = SentPrefixes(4)
-    hashes = prompt_hashes(tokens(3 * BLOCK))
+    hashes = prompt_hashes(tokens(3 * BLOCK_SIZE))
     sent.note(hashes)
-    sent.note(prompt_hashes(tokens(2 * BLOCK, 999)))
-    assert sent.matched(hashes) == 2 * BLOCK
+    sent.note(prompt_hashes(tokens(2 * BLOCK_SIZE, 999)))
+    assert sent.matched(hashes) == 2 * BLOCK_SIZE
 
 
 def test_very_long_prompts_are_looked_at_in_part():
-    assert len(prompt_hashes(tokens((MOST_BLOCKS + 9) * BLOCK))) == MOST_BLOCKS
+    assert len(prompt_hashes(tokens((MOST_BLOCKS + 9) * BLOCK_SIZE))) == MOST_BLOCKS
 
 
 class History(RuleBasedStateMachine):
@@ -278,7 +278,7 @@ class History(RuleBasedStateMachine):
             assert chosen is None
             return
         assert chosen in best
-        saved = length // BLOCK * BLOCK
+        saved = length // BLOCK_SIZE * BLOCK_SIZE
         assert loads[chosen] <= min(loads[replica] for replica in best) + saved
         self.live[name] = chosen
 

@@ -18,8 +18,8 @@ from tandem.bench.client import get_json
 from tandem.cli.address import api_key, server_url
 from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
+from tandem.kv.files import ABOUT, MARK
 from tandem.protocol.pieces import PIECE
-from tandem.runner.piece_files import ABOUT, MARK
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 

@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from tandem.cache.prefix import BLOCK, block_hashes
 from tandem.config.settings import Role
-from tandem.protocol.pieces import PIECE
+from tandem.kv.index import block_hashes
+from tandem.protocol.pieces import BLOCK_SIZE, PIECE
 
 EXPECTED_OUTPUT = 256
 """Tokens of output that a request is expected to have, when its limit is higher: few come near their limit."""
@@ -52,7 +52,7 @@ first time refuses them, for it may never serve; what was accepted elsewhere wai
 
 def prompt_hashes(tokens: Sequence[int]) -> list[bytes]:
     """Hashes of the first `MOST_BLOCKS` whole blocks, the same ones as the engine's prefix cache uses."""
-    return block_hashes(tokens[:MOST_BLOCKS * BLOCK])
+    return block_hashes(tokens[:MOST_BLOCKS * BLOCK_SIZE])
 
 
 class SentPrefixes:
@@ -81,7 +81,7 @@ class SentPrefixes:
             if digest not in self._blocks:
                 break
             count += 1
-        return count * BLOCK
+        return count * BLOCK_SIZE
 
     def clear(self) -> None:
         """Forget all blocks: the replica's cache is gone."""

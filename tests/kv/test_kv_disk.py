@@ -7,15 +7,13 @@ from collections import deque
 
 import pytest
 
-from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from scheduler_invariants import check_invariants, make_limits
+from tandem.kv.disk import AGAIN, OLD, SLOWER, Pace
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import Refused
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.disk import AGAIN, OLD, SLOWER, Pace
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
@@ -24,11 +22,8 @@ OTHER = [7 + i % 41 for i in range(2 * PIECE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
-    values: dict[str, object] = {
-        "lanes": 2, "max_batch_size": 8, "prefill_chunk": 4096, "kv_tokens": 20_000, "max_context": 4096,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50,
-        "prefix_tokens": 4000, **changes}
-    return Scheduler(Limits(**values))  # type: ignore[arg-type]
+    values: dict[str, object] = {"lanes": 2, "prefill_chunk": 4096, "kv_tokens": 20_000, "max_context": 4096}
+    return Scheduler(make_limits(**values | {"prefix_tokens": 4000} | changes))
 
 
 def names(tokens: list[int]) -> list[bytes]:

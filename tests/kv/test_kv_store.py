@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from tandem.kv import store
+from tandem.kv.files import Kind, Part, PieceFiles
+from tandem.kv.store import KVDisk, Layers, kind_of
 from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.runner import kv_disk
-from tandem.runner.kv_disk import KVDisk, Layers, kind_of
-from tandem.runner.piece_files import Kind, Part, PieceFiles
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 LAYERS, HEADS, WIDTH = 4, 2, 16
@@ -87,7 +87,7 @@ def test_what_comes_too_slowly_is_left(disk, monkeypatch: pytest.MonkeyPatch) ->
     one.take_order(Fetch("quick", NAMES, within_s=1e-9))
     got = reports.get(timeout=60)
     assert not got.late and not got.lost and one.take("quick"), "it has not lasted long enough to tell"
-    monkeypatch.setattr(kv_disk, "TRIAL_S", 0.0)
+    monkeypatch.setattr(store, "TRIAL_S", 0.0)
     one.take_order(Fetch("slow", NAMES, within_s=1e-9))
     got = reports.get(timeout=60)
     assert got.late and got.lost == NAMES[1:] and one.take("slow") is None
@@ -99,7 +99,7 @@ def test_what_comes_too_slowly_is_left(disk, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, reports = disk
-    monkeypatch.setattr(kv_disk, "WRITE_BYTES_S", 1.0)
+    monkeypatch.setattr(store, "WRITE_BYTES_S", 1.0)
     states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
     new = [bytes([100 + i]) * 16 for i in range(3)]
     one.store(StoreOp("a", list(enumerate(new)), awaited=True), states)

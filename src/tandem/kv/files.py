@@ -28,10 +28,10 @@ import msgspec
 import numpy as np
 
 from tandem.errors import TransportError, UsageError
+from tandem.kv.remote import PARTS, SUFFIX, Lenders, files_of
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
 from tandem.system.files import NotRegular, read_regular
-from tandem.transport.lenders import PARTS, SUFFIX, Lenders, files_of
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
@@ -61,9 +61,9 @@ class _Header(msgspec.Struct):
     space: str
     name: bytes
     shapes: list[tuple[list[int], list[int]]]
-    """Of each layer's keys and values."""
+    """Shapes of each layer's keys and values."""
     dtype: str
-    """What MLX calls it."""
+    """MLX's name of the element type."""
     checksum: int
 
 
@@ -94,12 +94,12 @@ def _range(text: str) -> range:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a rank's model has in a piece."""
+    """Element type and widths of a rank's KV."""
 
     dtype: str
-    """As in a header."""
+    """MLX's name of the element type."""
     widths: Sequence[tuple[int, int]]
-    """Of the keys and values of each layer of the rank."""
+    """Widths of keys and values, by layer of the rank."""
 
 
 class Unusable(Exception):
@@ -107,7 +107,7 @@ class Unusable(Exception):
 
 
 def open_directory(directory: Path, space: str) -> None:
-    """Make it, or see that it is ours. Raises UsageError."""
+    """Create the directory, or check that it is ours. Raises UsageError."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_space(directory, space)
@@ -117,7 +117,7 @@ def open_directory(directory: Path, space: str) -> None:
 
 
 def _make_space(directory: Path, space: str) -> None:
-    """Within a directory that is there. Raises OSError, also where that is not ours."""
+    """Create a space in an existing directory. Raises OSError, also where the directory is not ours."""
     mark, path = directory / MARK, directory / space
     if not mark.exists():
         if not all(map(_is_ours, directory.iterdir())):
@@ -129,21 +129,20 @@ def _make_space(directory: Path, space: str) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True for what may be left of a directory that was deleted while ranks wrote."""
+    """True for remains of a directory that was deleted while ranks wrote."""
     if path.is_dir() and not path.is_symlink():
         return all(name in (ABOUT, PARTS) or _PIECE.match(name) or name.endswith(".tmp") for name in os.listdir(path))
     return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
 
 
 def _write(path: Path, text: str) -> None:
-    """For nobody else's eyes. Raises OSError."""
+    """Write a file that only the user can read. Raises OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def _identity(directory: Path, name: str = "") -> str:
-    """Its name, which is `name` or random where it has none; empty where it can have none, as links cannot be made
-    there."""
+    """Return the directory's random name, made or set to `name` where it has none; empty where links cannot be made."""
     path, temporary = directory / IDENTITY, directory / f".{secrets.token_hex(8)}.tmp"
     try:
         if not path.exists():
@@ -172,7 +171,7 @@ class PieceFiles:
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
         self._path = self.directory = directory / space
-        """Where the files of this space are."""
+        """Directory of this space."""
         identity = _identity(directory)
         self.store_id = f"{identity}/{space}" if identity else ""
         """Alike on all that read what one another writes; empty where that is not known."""
@@ -190,7 +189,7 @@ class PieceFiles:
         self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
 
     def _announce(self, *parts: Part) -> None:
-        """Have those who look for single pieces know the labels of these. What cannot be written is left out."""
+        """Write down the labels of these parts for ranks that look for single pieces. Errors are ignored."""
         for label in {part.label for part in parts} - self._labels:
             with suppress(OSError):
                 (self._path / PARTS).mkdir(exist_ok=True, mode=0o700)
@@ -198,11 +197,11 @@ class PieceFiles:
                 self._labels.add(label)
 
     def borrow(self, lenders: Lenders) -> None:
-        """Have what is not here from there; `survey` looks what they have. They are closed with this."""
+        """Fetch what is missing here from `lenders`, which `survey` asks and `close` closes."""
         self._lenders = lenders
 
     def close(self) -> None:
-        """Leave those who lend."""
+        """Close the connections to other machines."""
         if self._lenders is not None:
             self._lenders.close()
 
@@ -212,7 +211,7 @@ class PieceFiles:
                 if self._sources(name) is not None]
 
     def lent(self, among: Iterable[bytes] | None = None) -> list[bytes]:
-        """Those of them for which it needs what others lend."""
+        """Return those blocks for which this rank needs remote files."""
         return [name for name in (self._lent if among is None else among)
                 if any(part not in self._parts.get(name, ())
                        for layer in self._sources(name) or () for part, _ in layer)]
@@ -274,7 +273,7 @@ class PieceFiles:
             raise Unusable(f"{path.name} is damaged: {error}") from error
 
     def _require_kind(self, header: _Header, part: Part) -> None:
-        """Raises ValueError for what is not this model's: nothing could be computed with it."""
+        """Raise ValueError for KV of another type or width: nothing could be computed with it."""
         if self._kind is None:
             return
         if header.dtype != self._kind.dtype:
@@ -287,14 +286,14 @@ class PieceFiles:
                                      f"{widths[0]}, {widths[1]}")
 
     def _bring(self, file: str) -> bytes:
-        """From another machine. Raises TransportError."""
+        """Fetch a file from another machine. Raises TransportError."""
         assert self._lenders is not None
         data = self._lenders.bring(file)
         self.brought += len(data)
         return data
 
     def _bytes(self, path: Path) -> bytes:
-        """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
+        """Read a file and mark it as used. Raises OSError, and ValueError for what is not ours."""
         try:
             data = read_regular(path, self._most)
         except NotRegular as error:
@@ -304,7 +303,7 @@ class PieceFiles:
         return data
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
-        """Keep this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
+        """Write this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
         blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
         checksum = 0
         for block in blocks:
@@ -314,7 +313,7 @@ class PieceFiles:
         return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
     def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
-        """Make it a file; returns its bytes. Raises OSError, with nothing left behind."""
+        """Write a file and return its size. Raises OSError, with nothing left behind."""
         if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
             self._labels.clear()
@@ -342,8 +341,8 @@ class PieceFiles:
         return size
 
     def _look(self, *, full: bool = False) -> tuple[int, int]:
-        """What is there by now; where it is too much, or the disk is `full`, what was used least recently goes, of
-        whichever space, until a tenth of the room is free. Returns the bytes of this space's files, and of all."""
+        """Scan the directory; where it is too large, or the disk `full`, delete the least recently used files of any
+        space until a tenth is free. Returns the bytes of this space, and of all."""
         files = sorted(self._all())
         total = sum(size for _, size, _, _ in files)
         room = KEPT * self._limit if total > self._limit else float(total)
@@ -364,9 +363,12 @@ class PieceFiles:
         return own, total
 
     def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
-        """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
-        space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
-        else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
+        """Scan the files, after deleting all of this space with `drop`. Returns the bytes of this space, or those
+        deleted, and of all that is left.
+
+        Where some pieces are `wanted`, nothing else is deleted or looked at, here or remotely, nor counted. Raises
+        OSError.
+        """
         dropped, stems = 0, None if wanted is None else {name.hex() for name in wanted}
         if drop:
             with suppress(FileNotFoundError):  # the whole directory may be gone
@@ -391,7 +393,7 @@ class PieceFiles:
         return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:
-        """Pieces of which something was deleted, since the last call."""
+        """Return the pieces that lost a file since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -488,7 +490,7 @@ def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]
 
 
 def note_model(directory: Path, space: str, model: str) -> None:
-    """Have the space say whose it is. What cannot be written is left out."""
+    """Write the name of its model into a space. Errors are ignored."""
     path = directory / space / ABOUT
     with suppress(OSError):
         if not path.exists():

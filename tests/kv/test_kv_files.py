@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tandem.errors import UsageError
+from tandem.kv.files import MARK, Part, PieceFiles, Unusable
 from tandem.protocol.pieces import PIECE
-from tandem.runner.piece_files import MARK, Part, PieceFiles, Unusable
 
 Usage = namedtuple("Usage", "total used free")
 NAME = bytes(range(16))

@@ -17,36 +17,36 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError
-from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
+from tandem.kv.remote import Lenders, Lending, PieceServer
+from tandem.loading.parcel import carrier, dispatch, dtype_name
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.runner.links import carrier, dtype_name
-from tandem.runner.piece_files import Kind, Layer, PieceFiles, Unusable
-from tandem.transport.lenders import Lenders, Lending, PieceServer
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 WAITING_BYTES = 1 << 30
-"""Pieces that wait to be written; beyond it, others are left out."""
+"""Most bytes of pieces that wait to be written; others are dropped."""
 WRITE_BYTES_S = 400e6
-"""Most that is written in a second, so that a disk has time for what is read; what somebody waits for goes at once."""
+"""Bytes a second that are written at most, so that reads are not held up; migrations are not limited."""
 TRIAL_S = 1.0
-"""For so long it is not asked whether what is read comes too slowly."""
+"""Seconds before a read may count as too slow."""
 FULL_S = 60.0
-"""Nothing is written for so long after a disk was full."""
+"""Seconds without writing after a disk was full."""
 _READ, _WRITE, _END = range(3)
 
 Report = Callable[[Fetched | Written | Surveyed], None]
 
 
-def takes_part(caches: Sequence[Any]) -> bool:
-    """True for caches whose pieces can be kept: keys and values of each position, and nothing else."""
+def takes_part(caches: Sequence[Cache]) -> bool:
+    """True for caches whose blocks can be kept: keys and values of each position, and nothing else."""
     return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
 
 
 def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
-    """What is in pieces of caches that take part and have such arrays (`StageModel.cache_arrays`), one a layer."""
+    """Describe the KV of caches that have such arrays (`StageModel.cache_arrays`), one a layer."""
     def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
         return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
 
@@ -56,12 +56,12 @@ def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_
 
 
 class Layers:
-    """A rank's layers as files have them: keys and values of one position side by side, [1, heads, positions, width].
+    """On-disk layout of a layer's K and V: [1, heads, positions, width], a position's elements contiguous.
 
-    As bytes they are, of a position and head, those of codes, scales and biases, or of numbers that are not quantised.
+    As bytes they are, of a position and head, codes, scales and biases, or numbers that are not quantized.
     """
 
-    def __init__(self, caches: Sequence[Any], dtype: mx.Dtype, *, as_bytes: bool) -> None:
+    def __init__(self, caches: Sequence[Cache], dtype: mx.Dtype, *, as_bytes: bool) -> None:
         """`caches`: fresh ones that take part, one a layer; `dtype`: the type of computation; `as_bytes`: where any
         rank of any layout may have quantised ones, so that they can read one another's."""
         self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
@@ -70,8 +70,8 @@ class Layers:
         """Keys and values at some positions of caches with these states."""
         return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
 
-    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Any]:
-        """Caches that hold what `stored` made of them."""
+    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Cache]:
+        """Return caches that hold what `stored` made."""
         caches = []
         for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
             if type(kind) is GroupedKVCache:
@@ -83,14 +83,14 @@ class Layers:
         return caches
 
     def _one(self, side: Any, where: slice) -> mx.array:
-        parts = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
+        parts: list[mx.array] = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
         if not self._bytes:
             return parts[0]
         return mx.concatenate([mx.contiguous(part).view(mx.uint8) for part in parts], axis=-1)
 
 
 def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """Codes, scales and biases of keys or values, out of their bytes."""
+    """Split the bytes of keys or values into codes, scales and biases."""
     bits, size = kind.groups
     groups = side.shape[-1] * 8 // (size * bits + 16 * dtype.size)
     codes, scales = groups * size * bits // 8, groups * dtype.size
@@ -100,7 +100,7 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 
 
 class _Arrived:
-    """A prefix in memory once, however long it is: pieces are copied into their places as they come."""
+    """A prefix that is being read: blocks are copied into their places as they come."""
 
     def __init__(self, first: list[Layer], dtype: str, pieces: int) -> None:
         """`first`: any piece of it."""
@@ -111,7 +111,7 @@ class _Arrived:
         return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
 
     def put(self, number: int, piece: list[Layer], dtype: str) -> None:
-        """Raises ValueError for one that does not go with the first."""
+        """Copy a piece into its place. Raises ValueError if it does not match the first."""
         where = slice(number * PIECE, (number + 1) * PIECE)
         for layer, held in zip(piece, self.layers, strict=True):
             for side, whole in zip(layer, held, strict=True):
@@ -121,7 +121,7 @@ class _Arrived:
                 place[:] = side
 
     def arrays(self) -> list[tuple[mx.array, mx.array]]:
-        """Of MLX; what they were made of is let go layer after layer."""
+        """Return MLX arrays by layer, and free the buffers one by one."""
         self.layers.reverse()
         made = []
         while self.layers:
@@ -131,7 +131,7 @@ class _Arrived:
 
 
 class _Span:
-    """Pieces in a row that wait to be written: one copy of each side of a layer, however many pieces it has."""
+    """Consecutive pieces that wait to be written: one copy of each side of a layer."""
 
     def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
         """`pairs` of each layer; `first`: number of the first piece."""
@@ -139,7 +139,7 @@ class _Span:
         self._first = first
         # Arrays of their own: MLX promises nothing for two threads at one.
         self._own = [[mx.contiguous(side).view(carrier(side.dtype)) for side in pair] for pair in pairs]
-        mx.async_eval(self._own)
+        dispatch(self._own)
 
     @cached_property
     def _arrays(self) -> list[Layer]:
@@ -181,7 +181,7 @@ class KVDisk:
         except TransportError as error:  # its address is not one of this machine, as behind NAT
             log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         self.lends = self._server.endpoint if self._server is not None else ""
-        """Where other ranks can have what is here; empty where they cannot."""
+        """Endpoint from which other ranks fetch these files; empty where they cannot."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
@@ -191,7 +191,7 @@ class KVDisk:
             self._store([piece for _, piece in run], states, op.awaited)
 
     def _store(self, pieces: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
-        """Of pieces in a row the first ones, as many as there is room for while they wait."""
+        """Queue as many of these consecutive pieces for writing as there is room for."""
         first = pieces[0][0]
         one = self._layers.stored(states, slice(first * PIECE, (first + 1) * PIECE))  # not evaluated
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
@@ -220,7 +220,7 @@ class KVDisk:
         """A prefix has been fetched under this key, or could not be."""
         return key in self._arrived
 
-    def take(self, key: str) -> list[Any] | None:
+    def take(self, key: str) -> list[Cache] | None:
         """Caches, one a layer, of a prefix that has been fetched; None where it could not be."""
         arrived = self._arrived.pop(key)
         if arrived is None:
@@ -258,7 +258,7 @@ class KVDisk:
                 self._failed(job, error)
 
     def _failed(self, job: Any, error: Exception) -> None:
-        """Answer a job that raised what nobody foresaw, so that whoever asked does not wait for it."""
+        """Answer a job that raised an unforeseen error, so that nothing waits for it."""
         seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
         if isinstance(job, Fetch):
             self._arrived[job.key] = None

@@ -1,7 +1,7 @@
 """Prefixes on the ranks' disks: which are fetched into memory, and who waits for that.
 
 The engine decides here; ranks read and write in threads of their own. A prefix that has been fetched is one in memory
-like others (`tandem.cache.prefix`). What cannot be read is computed.
+like others (`tandem.kv.index`). What cannot be read is computed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
-from tandem.cache.pieces import PieceIndex, piece_names
-from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.scheduler.sequence import Sequence as Running
+from tandem.kv.index import PieceIndex, PrefixIndex, block_hashes, piece_names
+from tandem.protocol.pieces import BLOCK_SIZE, PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.suspicion import Suspicion
 
 NEAR = 2048
 """Positions that are near the beginning of a prompt."""
@@ -23,10 +23,29 @@ OLD = 0.8
 SLOWER = 4.0
 """How many times as long as computing it a prompt may take to read that another replica has computed for this one."""
 AGAIN = 64
-"""Every so many times that reading does not pay it is tried all the same: paces change."""
+"""Reads that do not pay after which one is tried all the same: paces change."""
 GUESS, LENT_GUESS = 0.5, 0.25
 """Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
 measured."""
+
+
+class Seeking(Protocol):
+    """A sequence whose prefix may be read from disk."""
+
+    request: EngineRequest
+    tokens: list[int]
+    suspicion: Suspicion
+    finished: bool
+    fetched: int
+    """Positions beyond what was in memory that were read from disk for it."""
+    awaits: bool
+    """True while its prefix is being read; it joins no batch before."""
+    looked: bool
+    """Ranks have looked on their disks for what another engine wrote of it, or do."""
+
+    @property
+    def whole(self) -> bool:
+        """True if it needs the hidden states of all positions, so that no prefix serves it."""
 
 
 @dataclass
@@ -38,7 +57,7 @@ class Pace:
     """Tokens that this was measured with."""
 
     def measure(self, tokens: int, seconds: float) -> None:
-        """So many took so long."""
+        """Record that `tokens` took `seconds`."""
         if tokens > 0 and seconds > 0:
             now = tokens / seconds
             self.seen += tokens
@@ -47,7 +66,7 @@ class Pace:
 
 @dataclass
 class DiskCounts:
-    """What happened so far."""
+    """Counts since the start."""
 
     hit_tokens: int = 0
     """Positions that were read in place of being computed."""
@@ -58,14 +77,14 @@ class DiskCounts:
     failures: int = 0
     """Prefixes that could not be read."""
     brought_bytes: int = 0
-    """Of files that came from other machines."""
+    """Bytes of files that came from other machines."""
 
 
 @dataclass
 class _Order:
     """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
 
-    waiting: list[Running] = field(default_factory=list)
+    waiting: list[Seeking] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     """Pieces to fetch."""
     gain: int = 0
@@ -83,17 +102,16 @@ class DiskTier:
 
     def __init__(self) -> None:
         self.orders: list[Fetch | Borrow | Survey] = []
-        """For all ranks, before the next plan; whoever sends them empties the list."""
+        """Orders for all ranks, before the next plan; the sender empties the list."""
         self.counts = DiskCounts()
         self.computing = Pace()
-        """Of prompts."""
+        """Pace of computing prompts."""
         self.beginning = Pace()
-        """The same near the beginnings of prompts: alike for replicas that get short ones and those that get long ones,
-        of which positions far behind take longer."""
+        """Pace near the beginnings of prompts, comparable between replicas: positions far behind take longer."""
         self._reading, self._bringing = Pace(), Pace()
-        """Of what is on the ranks' own disks, and of what others lend."""
+        """Paces of reading from the ranks' own disks, and of fetching from other machines."""
         self._too_slow = 0
-        """Times that reading did not pay."""
+        """Reads that did not pay."""
         self._pieces = PieceIndex()
         self._lent = PieceIndex()
         """Pieces for which a rank needs what others lend, as it last saw."""
@@ -102,16 +120,16 @@ class DiskTier:
         """Prefixes by key, and looks by number."""
         self._looked = 0
         self._silent = False
-        """Nobody asks until all ranks have answered something."""
+        """Set while disks are silent: nothing is read until all ranks have answered something."""
 
     @property
     def fetching(self) -> str | int | None:
-        """Number of the look, or key of the prefix, that somebody has waited for longest."""
+        """Number of the survey, or key of the prefix, that some sequence has waited for longest."""
         return next((key for key, asked in self._asked.items() if asked.waiting), None)
 
     @property
     def on(self) -> bool:
-        """All ranks keep pieces on disk, and answer."""
+        """True if all ranks keep pieces on disk, and answer."""
         return self._ranks > 0 and not self._silent
 
     @property
@@ -121,7 +139,7 @@ class DiskTier:
 
     @property
     def lent_saves(self) -> float:
-        """The same of bringing it from other machines."""
+        """Share of the time to compute a prompt that fetching it from other machines saves; a guess at first."""
         return self._saved(self._bringing, LENT_GUESS)
 
     def _saved(self, pace: Pace, guess: float) -> float:
@@ -130,15 +148,15 @@ class DiskTier:
         return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
 
     def computed(self, count: int, longest: int, seconds: float) -> None:
-        """A step of prompts alone took so long: `count` tokens, each before position `longest`."""
+        """Record a step of prompts alone: `count` tokens, each before position `longest`, took `seconds`."""
         self.computing.measure(count, seconds)
         if longest <= NEAR:
             self.beginning.measure(count, seconds)
 
-    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex,
+    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Seeking], prefixes: PrefixIndex,
               lenders: Iterable[tuple[str, str]] = ()) -> None:
-        """New ranks, and the pieces that each has on its disk; None from one that keeps none there. `lenders` have them
-        for ranks with other disks: which directory, and where."""
+        """Begin with new ranks and the pieces that each has on its disk; None from one that keeps none. `lenders`:
+        directories of other ranks, and their endpoints."""
         names, others = list(kept), dict(lenders)
         self.reset([] if None in names else [one or [] for one in names])
         if self._ranks and len(others) > 1:
@@ -149,13 +167,13 @@ class DiskTier:
             self.seek(sequence, prefixes)
 
     def lend(self, lenders: Iterable[tuple[str, str]]) -> None:
-        """Others lend now: have the ranks look what. Nobody waits for that."""
+        """Have the ranks use these directories of others, and look what is there. Nothing waits for that."""
         if self._ranks:
             self.orders.append(Borrow(list(dict(lenders).items())))
             self._survey(soon=True)
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
-        """The ranks are gone; what they were asked for does not come any more."""
+        """Forget what was asked of ranks that are gone."""
         self.lose_patience()
         self._asked.clear()
         self._silent = False
@@ -164,9 +182,9 @@ class DiskTier:
         self._pieces.reset(kept)
         self._lent.reset([()] * self._ranks)
 
-    def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
-        """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
-        reading takes less time than computing, as far as is known."""
+    def seek(self, sequence: Seeking, prefixes: PrefixIndex) -> None:
+        """Have the longest prefix of a waiting sequence read into memory, if more of it is on disk than in memory
+        and reading takes less time than computing."""
         sequence.fetched = 0
         if not self.on or sequence.whole or sequence.suspicion.suspect:
             return
@@ -195,7 +213,7 @@ class DiskTier:
             if asked.names[:len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK])
+            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK_SIZE])
             if key is None:
                 return
             # One that came would hold up others, were it computed here.
@@ -205,9 +223,9 @@ class DiskTier:
         asked.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
-    def _look_for(self, *sequences: Running, wanted: list[bytes] | None = None) -> None:
-        """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
-        their pieces, if nothing else is looked for."""
+    def _look_for(self, *sequences: Seeking, wanted: list[bytes] | None = None) -> None:
+        """Look on the disks for what others may have written of these prompts before they are sought again.
+        `wanted`: the only blocks to look for."""
         number = self._survey(soon=True, wanted=wanted)
         self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
         for sequence in sequences:
@@ -225,13 +243,13 @@ class DiskTier:
         return self._looked
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Have the ranks delete the pieces of a prompt with these blocks, once those that wait have been written."""
+        """Have the ranks delete a prompt's blocks, once those that wait have been written."""
         if self._ranks and (names := piece_names(hashes)):
             self._pieces.lose(names)
             self._survey(drop=True, wanted=names)
 
     def _own(self, names: list[bytes]) -> list[bytes]:
-        """Those before the first that somebody lends."""
+        """Leading blocks available on local disks."""
         return list(takewhile(lambda name: not self._lent.anywhere(name), names))
 
     def _pays(self, names: list[bytes], gain: int) -> bool:
@@ -242,7 +260,8 @@ class DiskTier:
         return self._too_slow % AGAIN == 0
 
     def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
-        """What a rank has read, written or seen. With the last one's answer a prefix is in memory, or given up."""
+        """Take what a rank has read, written or seen. The last answer brings a prefix into memory, or ends the
+        attempt."""
         if report.rank >= self._ranks:
             return  # where one rank keeps nothing, nothing is kept
         if isinstance(report, Written):
@@ -294,13 +313,13 @@ class DiskTier:
         return not lost
 
     def lose_patience(self) -> None:
-        """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""
+        """Compute the prompts that wait, and read nothing until disks answer; late prefixes serve other prompts."""
         self._silent = True
         for asked in self._asked.values():
             _let_go(asked.waiting)
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
-        """Which pieces of these prefixes are not on all disks yet."""
+        """Return the pieces of these prefixes that are not on all disks yet, to be written."""
         return [StoreOp(key, missing) for key in keys
                 if self._ranks and (missing := self.missing(piece_names(prefixes.hashes(key))))]
 
@@ -309,7 +328,7 @@ class DiskTier:
         return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
 
     def holds(self, name: bytes) -> bool:
-        """All ranks have their part of this piece there."""
+        """True if all ranks have their part of this piece on disk."""
         return name in self._pieces
 
     def has(self, hashes: Sequence[bytes]) -> int:
@@ -318,11 +337,11 @@ class DiskTier:
 
     @property
     def positions(self) -> int:
-        """All that lie there, in pieces that every rank has its part of."""
+        """Positions on disk, in pieces of which every rank has its part."""
         return len(self._pieces) * PIECE
 
 
-def _let_go(waiting: list[Running], *, arrived: bool = False) -> None:
+def _let_go(waiting: list[Seeking], *, arrived: bool = False) -> None:
     for sequence in waiting:
         sequence.awaits = False
         sequence.fetched = sequence.fetched if arrived else 0

@@ -13,13 +13,13 @@ import pytest
 import zmq
 
 from tandem.errors import TransportError
+from tandem.kv import remote
+from tandem.kv.files import Part, PieceFiles, Unusable
+from tandem.kv.remote import Lenders, Lending, PieceServer
 from tandem.protocol.blobs import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import PIECE
-from tandem.runner.piece_files import Part, PieceFiles, Unusable
-from tandem.transport import lenders
 from tandem.transport.blobs import BlobClient, checksum
-from tandem.transport.lenders import Lenders, Lending, PieceServer
 from tandem.transport.security import Authenticator
 
 NAME, OTHER = bytes(range(16)), bytes(range(1, 17))
@@ -99,7 +99,7 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fau
 
 
 def test_nobody_without_the_keys_gets_anything(lent, tmp_path, monkeypatch):
-    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
     stranger = Lenders(ClusterKeys.generate(), [lent.endpoint])
     assert stranger.look() == []
     stranger.close()
@@ -138,7 +138,7 @@ def liar(reply):
 @pytest.mark.parametrize("lie", ["chatter", "garbage", "names", "sizes", "contents"])
 def test_a_lender_that_lies_is_a_miss(tmp_path, monkeypatch, lie):
     if lie == "chatter":  # the others are found out by what they say
-        monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+        monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
     store(tmp_path / "there", (0, 4))
     [real] = (tmp_path / "there" / "space").glob("*.kv")
     size = {"sizes": -5, "contents": 100}.get(lie, 1 << 20)
@@ -166,7 +166,7 @@ def test_a_lender_that_lies_is_a_miss(tmp_path, monkeypatch, lie):
 
 
 def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten(borrower, lent, monkeypatch):
-    monkeypatch.setattr(lenders, "PATIENCE_S", 4.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 4.0)
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
     mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
     machines = Lenders(KEY, [mute])
@@ -220,5 +220,5 @@ def test_a_disk_that_takes_nothing_serves_all_the_same(borrower, monkeypatch):
         raise OSError(28, "No space left on device")
 
     borrower.survey()
-    monkeypatch.setattr("tandem.runner.piece_files.os.replace", full)
+    monkeypatch.setattr("tandem.kv.files.os.replace", full)
     assert len(borrower.read(NAME)[0]) == 4

@@ -1,4 +1,4 @@
-"""Which prefixes of prompts have their KV kept on the ranks: pure bookkeeping, no arrays.
+"""Index of KV on the ranks: cached prefixes in memory, and blocks on disk. Pure bookkeeping, no arrays.
 
 A snapshot holds the KV of the first `length` positions of some sequence. It is found again through the hashes of its
 blocks, each chained to the one before (as in vLLM's automatic prefix caching), so a prompt that shares only a part
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-BLOCK = 32
-"""Tokens in one hashed block, and the shortest prefix that is worth keeping."""
+from tandem.protocol.pieces import BLOCK_SIZE, PIECE
+
 SPARED = 0.5
 """Share of the budget that admission leaves to prefixes when prompts share their beginnings."""
 SHARED = 0.25
@@ -30,9 +31,9 @@ class Snapshot:
     key: str
     length: int
     hashes: tuple[bytes, ...]
-    """Of its blocks; for caches that cannot be cut only the last one counts."""
+    """Hashes of its blocks; for caches that cannot be cut only the last one counts."""
     hits: int = 0
-    """Prompts that it has served, or that those which it has replaced have."""
+    """Prompts that were served from it, or from snapshots that it replaced."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PrefixIndex:
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         """Least recently used first."""
         self._reserved: dict[str, Snapshot] = {}
-        """Such as ranks are about to have from elsewhere: they take room, and serve nobody yet."""
+        """Snapshots that ranks are about to read: they take room, and serve no prompt yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
         """Snapshots that hold the prefix with this hash, oldest first."""
         self._ends: dict[bytes, str] = {}
@@ -73,14 +74,14 @@ class PrefixIndex:
     @property
     def enabled(self) -> bool:
         """False when nothing is ever kept."""
-        return self._budget >= BLOCK + self._extra
+        return self._budget >= BLOCK_SIZE + self._extra
 
     @property
     def serves(self) -> str:
-        """What of a prompt it takes up again, in words of `/model/info`."""
+        """The part of a prompt that can be reused, as text for `/model/info`."""
         if self.enabled:
             return "any length" if self._trimmable else "blocks"
-        dear = 0 < self._budget < BLOCK + self._extra and self._extra
+        dear = 0 < self._budget < BLOCK_SIZE + self._extra and self._extra
         return f"off: a snapshot of its states takes as much memory as {self._extra} tokens" if dear else "off"
 
     @property
@@ -103,7 +104,7 @@ class PrefixIndex:
         for i, digest in enumerate(hashes):
             keys = self._by_hash.get(digest)
             if keys:
-                best = Hit(next(reversed(keys)), (i + 1) * BLOCK)
+                best = Hit(next(reversed(keys)), (i + 1) * BLOCK_SIZE)
             elif self._trimmable:
                 break
         if best is not None:
@@ -125,19 +126,19 @@ class PrefixIndex:
 
     def peek(self, hashes: Sequence[bytes]) -> int:
         """Positions of the longest kept prefix of a prompt with these blocks, which counts as no use of it."""
-        return max((i * BLOCK for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
+        return max((i * BLOCK_SIZE for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
 
     def save_point(self, prompt_len: int) -> int:
         """After how many computed positions to save a prompt: at its end, or where only the exact length can be
         restored, after its last whole block but for one token, which the next prompt computes."""
-        return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK * BLOCK
+        return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE
 
     def save(self, tokens: Sequence[int]) -> Snapshot | None:
         """Keep the KV of `tokens` (cut to whole blocks). None when that much is kept already, or it does not fit.
 
         The caller must have the ranks save it, and those snapshots that had to go evicted (`take_evicted`).
         """
-        length = len(tokens) // BLOCK * BLOCK
+        length = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         if not self._fits(length):
             return None
         hashes = block_hashes(tokens[:length])
@@ -157,7 +158,7 @@ class PrefixIndex:
 
     def _fits(self, length: int) -> bool:
         """Whether a snapshot of `length` positions fits beside the reserved ones alone."""
-        return self.enabled and length >= BLOCK and self._reserved_positions + length + self._extra <= self._room
+        return self.enabled and length >= BLOCK_SIZE and self._reserved_positions + length + self._extra <= self._room
 
     @property
     def _reserved_positions(self) -> int:
@@ -190,7 +191,7 @@ class PrefixIndex:
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
-        """Of the blocks of a snapshot; none of one that has been evicted since."""
+        """Hashes of the blocks of a snapshot; none if it has been evicted since."""
         return self._snapshots[key].hashes if key in self._snapshots else ()
 
     def reserve(self, hashes: Sequence[bytes]) -> str | None:
@@ -198,7 +199,7 @@ class PrefixIndex:
 
         For caches that can be cut. `arrived` or `give_up` follows.
         """
-        length = len(hashes) * BLOCK
+        length = len(hashes) * BLOCK_SIZE
         if not (self._trimmable and self._fits(length)):
             return None
         self._shrink_to(self._room - length - self._extra)
@@ -251,7 +252,7 @@ class PrefixIndex:
 
     @property
     def leaving(self) -> bool:
-        """Ranks have not been told yet of some that they must drop."""
+        """True while ranks have not been told of some evictions."""
         return bool(self._evicted)
 
     def take_evicted(self) -> list[str]:
@@ -273,8 +274,55 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
     """16-byte hashes of the whole blocks of `tokens`; each covers all tokens before it too."""
     hashes: list[bytes] = []
     digest = b""
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        block = ",".join(map(str, tokens[start:start + BLOCK])).encode()
+    for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        block = ",".join(map(str, tokens[start:start + BLOCK_SIZE])).encode()
         digest = hashlib.blake2b(digest + block, digest_size=16).digest()
         hashes.append(digest)
     return hashes
+
+
+def piece_names(hashes: Sequence[bytes]) -> list[bytes]:
+    """Names of the whole pieces of a prefix whose `block_hashes` these are."""
+    blocks = PIECE // BLOCK_SIZE
+    return list(hashes[blocks - 1::blocks])
+
+
+class PieceIndex:
+    """Pieces by rank, on its own disk or fetched. A piece is `in` it when every rank has its part."""
+
+    def __init__(self) -> None:
+        self._ranks: list[set[bytes]] = []
+
+    def reset(self, kept: Sequence[Iterable[bytes]]) -> None:
+        """Start anew with what each rank has."""
+        self._ranks = [set(names) for names in kept]
+
+    def keep(self, rank: int, names: Iterable[bytes]) -> None:
+        """Add blocks that a rank has."""
+        self._ranks[rank].update(names)
+
+    def see(self, rank: int, names: Iterable[bytes], wanted: Iterable[bytes] | None = None) -> None:
+        """Set the blocks that a rank has, or those among `wanted` alone."""
+        self._ranks[rank].difference_update(list(self._ranks[rank]) if wanted is None else wanted)
+        self.keep(rank, names)
+
+    def lose(self, names: Iterable[bytes]) -> None:
+        """Remove blocks that a rank has lost: they are of no use to the others either."""
+        gone = set(names)
+        for held in self._ranks:
+            held -= gone
+
+    def __len__(self) -> int:
+        """Number of pieces that all ranks have."""
+        return len(set.intersection(*self._ranks)) if self._ranks else 0
+
+    def __contains__(self, name: bytes) -> bool:
+        return bool(self._ranks) and all(name in held for held in self._ranks)
+
+    def anywhere(self, name: bytes) -> bool:
+        """True if some rank has it."""
+        return any(name in held for held in self._ranks)
+
+    def leading(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return those of `names` before the first that is missing."""
+        return list(takewhile(self.__contains__, names))

@@ -1,5 +1,4 @@
-"""Parts of pieces that lie on other machines' disks: lent to ranks that hold the keys, of the same gang or of another
-replica of the model."""
+"""Remote KV: parts of pieces on other machines' disks, for ranks that hold the keys."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from tandem.system.files import NotRegular, open_regular
 from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
-"""Seconds for a chunk, or for all lists; what has not come by then is computed."""
+"""Seconds to wait for a chunk, or for all lists; what has not come by then is computed."""
 REST_S = 30.0
-"""Seconds for which nobody is asked who has not answered."""
+"""Seconds for which a silent endpoint is not asked."""
 MOST_LISTED = 50_000
 """Files of one answer, which must not be too large to be taken."""
 MOST_STEMS = 5000
-"""Of one question, which must not be too large either; who has more asks for all files."""
+"""Most stems of one request; beyond it all files are listed."""
 SUFFIX = ".kv"
-"""Of the files that hold parts of pieces."""
+"""Suffix of files that hold parts of pieces."""
 PARTS = "parts"
 """Directory beside them with an empty file for each label that their names can have."""
 
@@ -49,7 +48,7 @@ def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[s
 
 
 class Lending(Struct, frozen=True):
-    """What a rank needs to lend what it has, and to borrow."""
+    """Keys and address with which a rank serves its files, and fetches those of others."""
 
     keys: ClusterKeys
     host: str
@@ -57,7 +56,7 @@ class Lending(Struct, frozen=True):
 
 
 class PieceServer(BlobServer):
-    """Lends the files that are in a directory at the moment, and nothing else."""
+    """Serves the files that are in a directory at the moment, and nothing else."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
         """Raises TransportError where no port is free."""
@@ -65,7 +64,7 @@ class PieceServer(BlobServer):
         super().__init__((), lending.keys, lending.host)
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
-        """As `ListFiles` asks for them. Raises OSError."""
+        """List the files with these stems, or all. Raises OSError."""
         return [BlobFile(name, status.st_size, status.st_mtime_ns, "")
                 for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
 
@@ -85,13 +84,13 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    """True for a name of a piece's file. One that is no text could not even be listed."""
+    """True for the name of a piece's file."""
     return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
             and "\0" not in name)
 
 
 class Lenders:
-    """Other machines that lend. Used by one thread."""
+    """Files on other machines. Used by one thread."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
         self._keys = keys
@@ -99,11 +98,11 @@ class Lenders:
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
         """Endpoint and bytes of each file that is lent, by stem and name."""
         self._resting: dict[str, float] = {}
-        """Who is not asked, and until when."""
+        """Endpoints that are not asked, and until when."""
         self.change(endpoints)
 
     def change(self, endpoints: Iterable[str]) -> None:
-        """From now on these lend, and no others."""
+        """Replace the endpoints."""
         named = set(endpoints)
         for endpoint in self._clients.keys() - named:
             self._leave(endpoint)
@@ -111,8 +110,8 @@ class Lenders:
         self._clients |= {endpoint: self._client(endpoint) for endpoint in named - self._clients.keys()}
 
     def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Ask what is lent now, of files with these stems (`ListFiles`) or of all; their names and sizes. Those who do
-        not answer have nothing, and are left alone for a while."""
+        """Ask for the files with these stems, or for all; returns names and sizes. Endpoints that do not answer have
+        none."""
         for stem in list(self._where) if stems is None else stems:
             self._where.pop(stem, None)
         now = time.monotonic()
@@ -132,7 +131,7 @@ class Lenders:
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
     def bring(self, name: str) -> bytes:
-        """All of a file. Raises TransportError."""
+        """Fetch a file. Raises TransportError."""
         endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
@@ -152,17 +151,17 @@ class Lenders:
         return BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
 
     def _give_up(self, endpoint: str) -> None:
-        """Nobody waits for it once more: what it was to lend is computed."""
+        """Close an endpoint that did not answer, and do not ask it for `REST_S` seconds."""
         self._leave(endpoint)
         self._clients[endpoint] = self._client(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S
 
     def _leave(self, endpoint: str) -> None:
-        """Drop it and the files that it lends; what it still sends is for nobody."""
+        """Close an endpoint and forget its files."""
         for stem, files in self._where.items():
             self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
         self._clients.pop(endpoint).close()
 
     def close(self) -> None:
-        """Leave all of them."""
+        """Close all endpoints."""
         self.change(())
