@@ -21,7 +21,7 @@ SOURCES = Path(tandem.__file__).parent
 NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
     "server/waiting.py unless": "both are awaited there, and their results taken",
-    "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
+    "server/acquire.py _wait_in_stream": "awaited there, and its result taken",
     "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
     "llm/llm.py start": "awaited there, also when it is cancelled",

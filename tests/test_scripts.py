@@ -1,8 +1,10 @@
-"""Scripts of scripts/ that are Python: kept environments, planted faults."""
+"""Scripts of scripts/ that are Python: kept environments, planted faults, the way of a request."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -138,3 +140,11 @@ def test_a_package_that_is_larger_than_it_may_be_fails_and_figures_only_fall(
     monkeypatch.setattr(sys, "argv", ["size", "--update"])
     assert size.main() == 0
     assert project.read_text() == "[tool.tandem.size]\nserver = 2  # for the page\n"
+
+
+def test_a_request_reads_down() -> None:
+    """Files that one chat goes through, and how often its way changes between them: figures that only go down."""
+    traced = subprocess.run([sys.executable, ROOT / "scripts" / "trace_request"], capture_output=True, text=True,
+                            timeout=240, check=True).stdout
+    files, changes, whole = map(int, re.findall(r"\d+", traced))
+    assert files <= 35 and changes <= 120 and whole <= 85, traced

@@ -74,9 +74,9 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 
 def run_api_command(arguments: argparse.Namespace) -> int:
     """Run `tandem api`. Raises UsageError."""
-    from tandem.router.router import Router
     from tandem.server.chats.texts import check_templates
     from tandem.server.engines.replicas import Replicas
+    from tandem.server.engines.router import Router
     from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
@@ -98,10 +98,10 @@ def _last_words(message: str) -> None:
 
 
 def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
-    from tandem.router.router import Router
     from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.replicas import Replicas
     from tandem.server.engines.residents import Residents
+    from tandem.server.engines.router import Router
     from tandem.server.engines.served_model import Served
     from tandem.server.engines.supervisor import SupervisorLink
     from tandem.server.run import run_api

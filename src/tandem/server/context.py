@@ -1,9 +1,10 @@
-"""What the routes of one api process share."""
+"""State that the routes of one api process share."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,11 +27,13 @@ from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.pool import AT_ONCE, Workers
 from tandem.server.workers.turns import Turns
+from tandem.version import __version__
 
 if TYPE_CHECKING:
-    from tandem.server.generation.lifetime import Running
+    from tandem.server.generation import Running
 
 Result = TypeVar("Result")
+FINGERPRINT = f"tandem-{__version__}"
 
 
 class Api:
@@ -143,8 +146,19 @@ async def gone(http: Request) -> None:
         pass
 
 
+def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
+    """Return the first fields of OpenAI's answers and chunks; `kind` is the value of `object`."""
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model,
+            "system_fingerprint": FINGERPRINT}
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """Return an id that cannot be guessed, such as `chatcmpl-9f3c...`; `mark` stands after the prefix."""
+    return f"{prefix}{mark}{uuid.uuid4().hex}"
+
+
 def key_digest(key: str) -> bytes:
-    """What is kept and compared of an API key, 32 bytes."""
+    """Return the digest of an API key that is kept and compared, 32 bytes."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
@@ -159,5 +173,5 @@ def get_api(request: Request) -> Api:
 
 
 def get_group(request: Request) -> str:
-    """Who is asking, for fairness: a digest of the API key, or the group of the client's address."""
+    """Return the client's group, for fairness: a digest of the API key, or of its address."""
     return cast(str, request.scope.get("tandem.group", ""))

@@ -6,10 +6,10 @@ from starlette.testclient import TestClient
 
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.protocol.supervisor import ModelInfo, ReplicaList
-from tandem.router.router import Router
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
+from tandem.server.engines.router import Router
 from tandem.server.engines.served_model import Served
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

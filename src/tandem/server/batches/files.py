@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.errors import ConfigError, RequestError, UnavailableError
-from tandem.server.ids import new_id
+from tandem.server.context import new_id
 from tandem.system.files import open_private, place_file, write_private
 
 KEEP_S = 30 * 86400.0

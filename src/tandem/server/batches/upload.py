@@ -12,8 +12,8 @@ from starlette.requests import ClientDisconnect
 
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.batches.files import KEEP_S, File, Files, on_disk
+from tandem.server.context import new_id
 from tandem.server.failures import ClientGone, refused
-from tandem.server.ids import new_id
 
 IDLE_S = 60.0
 """Seconds that may pass between two pieces of a body."""

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic_core import to_json
 
+from tandem.guided.check import GrammarCheck
 from tandem.protocol.control import EngineStatus
-from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.server.chats.prompt import Rendered, rendered, template_input
+from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
@@ -30,11 +30,15 @@ class RequestTexts:
     def __init__(self, http: Request, served: Served, tokenizer: Tokenizer, status: EngineStatus) -> None:
         self.tokenizer = tokenizer
         self.status = status
-        self.grammars = served.texts.grammars(tokenizer)
         self.http = http
         self.body_size: int = http.scope.get("tandem.body_size", 0)
         """Bytes of the request's body: nothing in it is larger."""
-        self._model = served.texts.described(status)
+        self._loaded = served.texts
+
+    @property
+    def grammars(self) -> GrammarCheck:
+        """Tries grammars for the model."""
+        return self._loaded.grammars(self.tokenizer)
 
     @classmethod
     async def of(cls, http: Request, served: Served) -> RequestTexts:
@@ -53,7 +57,7 @@ class RequestTexts:
             check_bytes(self.tokenizer, text, context, param)
         size = sum(map(len, texts))
         if size > LARGE_BODY:
-            task = Encode(self._model, list(texts), context, param, special, closed)
+            task = Encode(self._loaded.described(self.status), list(texts), context, param, special, closed)
             return [_ids(packed) for packed in await self.ask(task, list[bytes])]
 
         def encode() -> list[list[int]]:
@@ -75,15 +79,19 @@ class RequestTexts:
         Raises RequestError when there is no template, or the template rejects the conversation.
         """
         context = self.status.max_context
-        given: dict[str, Any] = {"messages": [template_input(message) for message in messages], "tools": tools,
-                                 "variables": variables, "add_generation_prompt": add_generation_prompt}
+
+        def conversation() -> dict[str, Any]:
+            return {"messages": [template_input(message) for message in messages], "tools": tools,
+                    "variables": variables, "add_generation_prompt": add_generation_prompt}
 
         if self.body_size <= LARGE_BODY:
             try:
-                return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, given, quick=True))
+                return await self._here(self.body_size,
+                                        lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # for others to wait for
-        packed, end = await self.ask(Render(self._model, context, to_json(given)), tuple[bytes, str])
+        task = Render(self._loaded.described(self.status), context, to_json(conversation()))
+        packed, end = await self.ask(task, tuple[bytes, str])
         return Rendered(_ids(packed), end)
 
     async def _here(self, size: int, work: Callable[[], Result]) -> Result:
@@ -94,7 +102,7 @@ class RequestTexts:
             return await off_loop(True, work)
 
     async def ask(self, task: Task, answer: type[Result]) -> Result:
-        """What a worker process makes of the task. Raises RequestError."""
+        """Return what a worker process makes of the task. Raises RequestError."""
         return await unless_gone(self.http, get_api(self.http).workers.ask(get_group(self.http), task, answer))
 
 

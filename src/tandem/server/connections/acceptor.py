@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import math
 import resource
@@ -21,6 +20,7 @@ from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.log import Seldom
 from tandem.server.connections import connection
 from tandem.server.connections.connection import Connection, refusing
+from tandem.server.limits.quotas import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -209,15 +209,3 @@ class _Counted:
             if not taken[self.group]:
                 del taken[self.group]
             self._gone(self.group)
-
-
-def group_of(address: str) -> str:
-    """Key of the client at an address, for connections, quotas and fair shares: an IPv4 address, or the /64 network
-    that a client of IPv6 has for itself. A text that is no address is its own key."""
-    try:
-        known = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(known, ipaddress.IPv4Address):
-        return address
-    return str(known.ipv4_mapped or known.packed[:8].hex())

@@ -22,8 +22,8 @@ from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
-from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import ReplicaState
+from tandem.server.engines.client import ReplicaState
+from tandem.server.engines.replicas import merged_metrics, merged_status
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.failures import internal_error, refused

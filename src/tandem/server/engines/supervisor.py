@@ -44,7 +44,7 @@ class SupervisorLink:
         self._number = self._fresh_from = 0
         """Number of the last question, and of the first one after the last command: earlier answers are outdated."""
         self.events: deque[Event] = deque(maxlen=KEPT)
-        """What the supervisor has told of its history."""
+        """Latest events of the supervisor."""
 
     async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
         """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
@@ -86,7 +86,7 @@ class SupervisorLink:
             latest = self._answer()
             if latest is not None:
                 # One that drains is never reached, and others wait for its room; a failed one stays for long.
-                known = sum(one.state != "failed" for one in latest.replicas)
+                known = sum(replica.state != "failed" for replica in latest.replicas)
                 await on_replicas(latest)
             if known is not None:
                 with contextlib.suppress(TimeoutError):
@@ -116,6 +116,6 @@ class SupervisorLink:
             if isinstance(message, supervisor.ReplicaList):
                 latest = message if message.number >= self._fresh_from else latest
                 known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
-                self.events.extend(one for one in message.events if one.number > known)
+                self.events.extend(event for event in message.events if event.number > known)
             elif isinstance(message, supervisor.ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)

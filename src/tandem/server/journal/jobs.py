@@ -21,9 +21,8 @@ from starlette.types import ASGIApp
 
 from tandem.borders import start_task
 from tandem.errors import OverloadedError, RequestError, TooLargeError, UnavailableError
-from tandem.server.context import Api
+from tandem.server.context import Api, new_id
 from tandem.server.failures import cancelled, internal_error
-from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call, reply_of
 from tandem.server.journal.journal import Entry, Journal
 from tandem.server.journal.writer import Writer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -19,6 +20,21 @@ BUSY_RETRY_S = 1.0
 
 RATE_HEADERS: Final = tuple(f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens")
                             for kind in ("limit", "remaining", "reset"))
+
+
+def group_of(address: str) -> str:
+    """Key of the client at an address, for connections, quotas and fair shares.
+
+    It is an IPv4 address, or the /64 network that a client of IPv6 has for itself; a text that is no address is its
+    own key.
+    """
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv4Address):
+        return address
+    return str(known.ipv4_mapped or known.packed[:8].hex())
 
 
 class Quotas:

@@ -81,6 +81,8 @@ class Lease:
         self._client = client
         self._clock = clock
         self._over = False
+        self.meters = bool(client.limits.tokens_per_minute)
+        """True if the client's tokens are limited, so that `spend` matters."""
         self.weight = client.limits.weight
         """Its share of the engine, beside those of others."""
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import envelope
-from tandem.server.generation.generate import Delta, Generation
+from tandem.server.generation import Delta, Generation
 from tandem.server.responses.schemas import Function, ResponsesRequest, qualified
 from tandem.server.sse import AnswerWriter, json_response, named_event
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -77,9 +77,9 @@ class Answering(AnswerWriter):
         self.stored = False
         """It is written down, or about to be."""
 
-    async def whole(self, answers: list[Delta]) -> Response:
+    async def whole(self, answer: Delta) -> Response:
         """Return the response object."""
-        self.take(answers[0])
+        self.take(answer)
         await self.end()
         return json_response(self.response())
 

@@ -15,15 +15,14 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError, UnavailableError
+from tandem.server.acquire import acquire
 from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
-from tandem.server.chats.start import start_chat
+from tandem.server.chats.plan import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group
+from tandem.server.context import get_api, get_group, new_id
 from tandem.server.engines.served_model import Served
 from tandem.server.fields.ignored import note_ignored
-from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import new_id
 from tandem.server.journal.jobs import Job, get_jobs, request_digest
 from tandem.server.journal.journal import Entry
 from tandem.server.lists import page
@@ -32,7 +31,7 @@ from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, Json, OutputItems, error_event
 from tandem.server.responses.schemas import ResponsesRequest, as_parts
 from tandem.server.responses.translate import NAMES, chat_request
-from tandem.server.sse import answered, encode_json, json_response, named_event
+from tandem.server.sse import encode_json, json_response, named_event, streamed
 from tandem.server.validation import in_words
 
 logger = logging.getLogger(__name__)
@@ -54,20 +53,16 @@ async def responses(http: Request) -> Response:
         kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job, kept),
-                             stream=fields.stream and job is None,
-                             error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
-
-
-async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: Job | None,
-                  kept: bytes | None) -> Response:
-    """`kept`: the body that is to be stored with the response."""
+    served = await acquire(http, fields.model, stream=fields.stream and job is None,
+                           error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
     answer = await _start(http, served, fields, job)
     if kept is not None:
         answer.keep = lambda: _keep(http, kept, answer)
     if job is not None:
         return await background.work(job, answer)
-    return await answered(answer.generation, answer, stream=fields.stream)
+    if fields.stream:
+        return await streamed(answer.generation, answer)
+    return await answer.whole((await answer.generation.collect())[0])
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
@@ -77,9 +72,9 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     created = time.time() if job is None else job.entry.created
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation, model = await start_chat(http, served, chat, response_id)
+        plan, generation = await start_chat(http, served, chat, response_id)
     output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
-    return Answering(fields, generation, model, output, int(created))
+    return Answering(fields, generation, generation.model, output, int(created))
 
 
 @router.get("/v1/responses/{response_id}", openapi_extra=_STREAMS)

@@ -25,8 +25,7 @@ from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.cache.schemas import WarmRequest
-from tandem.server.chats.fitting import encode_fitting
-from tandem.server.chats.prompt import rendered
+from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses

@@ -36,14 +36,14 @@ DISK_CAPACITY = 65536
 LONG = 512
 """Tokens to compute from which a prompt disturbs those who decode."""
 SLOWER = 2.0
-"""How many times as long a replica for prefill may take for a prompt as the one where it goes on."""
+"""A replica for prefill may take this many times as long for a prompt as the one where the request continues."""
 AGAIN = 16
-"""Of those that it would take too long for, every so manieth goes there all the same: paces change."""
+"""Every so many prompts that would take too long there, one goes there all the same: speeds change."""
 LATER = 4.0
-"""How many times as late the first token may come from there, with what waits at either, for each who is answered where
-the prompt goes on and would be held up."""
+"""The first token may come this many times as late from there, queues counted, for each request that is decoded where
+the prompt would otherwise be computed."""
 KEY_TOKENS = 8192
-"""What it is worth, in tokens of work, that requests with one key are together."""
+"""Value, in tokens of work, of keeping requests with one key together."""
 
 _RANK = {"ready": 0, "recovering": 1}
 """States in which a replica takes requests; a rank above 0 only while none of a lower one can. One that loads for the
@@ -67,7 +67,7 @@ class SentPrefixes:
         return len(self._blocks)
 
     def note(self, hashes: Sequence[bytes]) -> None:
-        """A prompt with these blocks was sent. Of its blocks the last is forgotten first: it needs the others."""
+        """Record a prompt that was sent. Its last block is forgotten first: it needs the others."""
         for digest in reversed(hashes):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
@@ -84,55 +84,73 @@ class SentPrefixes:
         return count * BLOCK_SIZE
 
     def clear(self) -> None:
-        """The replica's cache is gone."""
+        """Forget all blocks: the replica's cache is gone."""
         self._blocks.clear()
 
 
-@dataclass
-class _AtReplica:
-    """One request at a replica."""
+@dataclass(eq=False)
+class Placement:
+    """One request at the replica that was chosen for it, until `end`."""
 
     replica: int
+    state: ReplicaLoad
     max_tokens: int
     prefill: int
     """Prompt tokens to compute; 0 from the first output on."""
     done: int
-    """Output tokens."""
+    """Output tokens so far."""
     kept: int = 0
-    """Prompt tokens that others have written where the replica reads them, and it has not in memory."""
+    """Leading tokens that others wrote where this replica reads them, and that it does not have in memory."""
     leaves: bool = False
-    """It goes on elsewhere once its prompt is computed."""
+    """True when it continues elsewhere once its prompt is computed."""
 
     @property
     def left(self) -> int:
+        """Tokens of work that are expected."""
         if self.leaves and self.prefill:
             return self.prefill
         output = min(self.max_tokens - self.done, max(EXPECTED_OUTPUT - self.done, TAIL))
         return self.prefill + max(output, 0)
 
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` more of output; nothing after `end`."""
+        if self in self.state.placements:
+            before = self.left
+            self.prefill = 0
+            self.done += tokens
+            self.state.load += self.left - before
 
-@dataclass
-class _Replica:
+    def end(self) -> None:
+        """Take the request off its replica. Safe to call again."""
+        if self in self.state.placements:
+            self.state.placements.remove(self)
+            self.state.load -= self.left
+
+
+@dataclass(eq=False)
+class ReplicaLoad:
+    """A replica as the router knows it: state, disk, role, and what is placed there."""
+
     state: str = "silent"
     sent: SentPrefixes = field(default_factory=SentPrefixes)
     store: str = ""
-    """What its disk is called; empty for none."""
+    """Name of its disk; empty for none."""
     saves: float = 0.0
-    """Share of the time to compute a prompt that reading it from there saves."""
+    """Share of the time to compute a prompt that reading it from disk saves."""
     reach: frozenset[str] = frozenset()
-    """Directories that it reads from, with those that others lend."""
+    """Directories that it reads from, including those that others lend."""
     lent_saves: float = 0.0
-    """As `saves`, of what others lend."""
+    """Share that reading from directories of others saves."""
     role: Role = "both"
     pace: float = 0.0
-    """Tokens of prompts that it computes in a second; 0: not known."""
+    """Prompt tokens per second; 0: unknown."""
     room: int = 0
-    """Longest prefix, in tokens, that it can have from elsewhere."""
+    """Longest prefix, in tokens, that it can take from elsewhere."""
     load: int = 0
-    """Sum of what is left of its jobs."""
-    jobs: int = 0
+    """Sum of `left` over its placements."""
+    placements: set[Placement] = field(default_factory=set)
     last: int = 0
-    """When it was last chosen, counted in choices."""
+    """Number of the choice that took it last."""
 
 
 class Router:
@@ -141,10 +159,9 @@ class Router:
     def __init__(self, *, affinity: bool = True) -> None:
         """`affinity`: the engines have prefix caches, so where a prompt's beginning was sent before matters."""
         self._affinity = affinity
-        self._replicas: dict[int, _Replica] = {}
+        self._replicas: dict[int, ReplicaLoad] = {}
         self._stores: dict[str, SentPrefixes] = {}
-        """What was sent to any replica with this disk."""
-        self._jobs: dict[str, _AtReplica] = {}
+        """Prefixes sent to any replica with this disk."""
         self._choices = 0
         self._slow = 0
         """Prompts for which a replica for prefill was too slow."""
@@ -153,13 +170,11 @@ class Router:
 
     def join(self, replica: int) -> None:
         """A new replica; it gets nothing before `set_state` says that it can."""
-        self._replicas.setdefault(replica, _Replica())
+        self._replicas.setdefault(replica, ReplicaLoad())
 
     def leave(self, replica: int) -> None:
-        """It is gone for good. Unknown ones are ignored; its requests are ended too."""
+        """Remove a replica for good; unknown ones are ignored."""
         self._replicas.pop(replica, None)
-        for request_id in [key for key, job in self._jobs.items() if job.replica == replica]:
-            del self._jobs[request_id]
 
     def set_state(self, replica: int, state: str) -> None:
         """`ready`, `recovering`, or one in which it takes nothing (`starting`, `draining`, `failed`, `silent`)."""
@@ -170,20 +185,22 @@ class Router:
 
     def set_disk(self, replica: int, store: str, saves: float, reach: Iterable[str] = (),
                  lent_saves: float = 0.0) -> None:
-        """Where it keeps prompts (directories, with blanks between them), alike for replicas that read what one another
-        writes; empty for nowhere. `saves`: share of the time to compute a prompt that reading it from there saves.
-        `reach`: directories that it reads from, with those that others lend it, of which the share is `lent_saves`."""
+        """Set where a replica keeps prompts: directories with blanks between them, empty for nowhere.
+
+        Replicas that read what one another writes have the same. `saves`: share of the time to compute a prompt that
+        reading it from there saves. `reach`: directories that it reads from, including those that others lend it, for
+        which the share is `lent_saves`.
+        """
         known = self._replicas[replica]
         known.store, known.saves, known.reach, known.lent_saves = store, saves, frozenset(reach), lent_saves
 
     def set_role(self, replica: int, role: Role, pace: float = 0.0, room: int = 0) -> None:
-        """What it is for, how many tokens of prompts it computes in a second (0 while that is not known), and the
-        longest prefix that it has room for."""
+        """Set its role, its prompt tokens per second (0: unknown), and the longest prefix that it has room for."""
         known = self._replicas[replica]
         known.role, known.pace, known.room = role, pace, room
 
     def reads(self, replica: int, store: str) -> bool:
-        """It can have what replicas with this store have written."""
+        """True if it can read what replicas with this store have written."""
         known = self._replicas[replica]
         return store != "" and (store == known.store or known.reach.issuperset(store.split()))
 
@@ -193,19 +210,19 @@ class Router:
 
     def requests(self, replica: int) -> int:
         """Requests at a replica."""
-        return self._replicas[replica].jobs
+        return len(self._replicas[replica].placements)
 
     # --- requests ---
 
-    def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = (), key: str = "", on_disk: bool = True, may_leave: bool = False,
-              written: Mapping[str, int] | None = None) -> int | None:
+    def place(self, tokens: Sequence[int], max_tokens: int, *, done: int = 0, avoid: Collection[int] = (),
+              key: str = "", on_disk: bool = True, may_leave: bool = False,
+              written: Mapping[str, int] | None = None) -> Placement | None:
         """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
 
         `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
         Requests with the same `key` go to the same replica, unless that has `KEY_TOKENS` more work before it.
-        `on_disk`: the prompt is written there. `may_leave`: one replica may compute the prompt, and another go on
-        (`leaves`). `written`: in replicas' stores so many of the tokens are certainly.
+        `on_disk`: the prompt is written there. `may_leave`: one replica may compute the prompt and another continue.
+        `written`: leading tokens that replicas' stores certainly hold, by store.
         """
         candidates = self._candidates(avoid)
         if not candidates:
@@ -214,12 +231,11 @@ class Router:
         hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
-        found = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()} | dict(written or {})
+        on_disks = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()}
         kept, cheap = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
-        for i, (store, tokens_there) in product(candidates, found.items()):
+        for i, (store, tokens_there) in product(candidates, (on_disks | dict(written or {})).items()):
             if self.reads(i, store):
-                one = self._replicas[i]
-                share = one.saves if store == one.store else one.lent_saves
+                share = self._replicas[i].saves if store == self._replicas[i].store else self._replicas[i].lent_saves
                 kept[i] = max(kept[i], tokens_there)
                 cheap[i] = max(cheap[i], int(max(tokens_there - saved[i], 0) * share))
         worth = {i: saved[i] + cheap[i] for i in candidates}
@@ -230,19 +246,24 @@ class Router:
         if len(tokens) - max(saved[best], kept[best]) >= LONG:
             ends = max_tokens - done <= 1
             best, leaves = self._reader(best, work, len(tokens), ends=ends, may_leave=may_leave)
-        self._count(request_id, _AtReplica(best, max_tokens, work[best], done,
-                                           kept[best] if kept[best] > saved[best] else 0, leaves))
-        self._replicas[best].sent.note(hashes)
-        if on_disk and not leaves and (store := self._replicas[best].store):
-            self._stores.setdefault(store, SentPrefixes(DISK_CAPACITY)).note(hashes)
+        chosen = self._replicas[best]
+        placement = Placement(best, chosen, max_tokens, work[best], done, kept[best] if kept[best] > saved[best] else 0,
+                              leaves)
+        chosen.placements.add(placement)
+        chosen.load += placement.left
+        chosen.sent.note(hashes)
+        if on_disk and not leaves and chosen.store:
+            self._stores.setdefault(chosen.store, SentPrefixes(DISK_CAPACITY)).note(hashes)
         self._choices += 1
-        self._replicas[best].last = self._choices
-        return best
+        chosen.last = self._choices
+        return placement
 
     def _reader(self, home: int, work: Mapping[int, int], tokens: int, *, ends: bool,
                 may_leave: bool) -> tuple[int, bool]:
-        """Who computes a long prompt of so many `tokens` that goes on at `home`, which takes so much `work` at each
-        candidate; and whether it leaves afterwards. `ends`: nothing comes after it."""
+        """Choose who computes a long prompt whose request continues at `home`, and whether it leaves afterwards.
+
+        `work`: tokens to compute, by candidate. `ends`: no output follows.
+        """
         known = self._replicas
         if known[home].role == "prefill":
             return home, False
@@ -257,69 +278,37 @@ class Router:
         return home, False
 
     def _follows(self, home: int, reader: int, tokens: int) -> bool:
-        """It can have what the other computes of so many tokens."""
+        """True if `home` can take over `tokens` that `reader` computes."""
         return self.reads(home, self._replicas[reader].store) and self._replicas[home].room >= tokens // PIECE * PIECE
 
     def _bears(self, reader: int, home: int, work: Mapping[int, int]) -> bool:
-        """The first token would not come much later from `reader`."""
+        """True if the first token would not come much later from `reader`."""
         there, here = self._replicas[reader], self._replicas[home]
         ratio = here.pace / there.pace if here.pace and there.pace else 1.0
         if ratio * work[reader] > SLOWER * work[home]:
             self._slow += 1
             return self._slow % AGAIN == 0
-        return ratio * (there.load + work[reader]) <= LATER * max(here.jobs, 1) * (here.load + work[home])
-
-    def leaves(self, request_id: str) -> bool:
-        """The replica that was chosen for it is to compute its prompt, and no more."""
-        job = self._jobs.get(request_id)
-        return job is not None and job.leaves
-
-    def kept(self, request_id: str) -> int:
-        """So many of its tokens have others written where the replica that was chosen for it reads them."""
-        job = self._jobs.get(request_id)
-        return 0 if job is None else job.kept
+        return ratio * (there.load + work[reader]) <= LATER * max(len(here.placements), 1) * (here.load + work[home])
 
     def _candidates(self, avoid: Collection[int]) -> list[int]:
-        ranks = {index: _RANK[one.state] for index, one in self._replicas.items()
-                 if one.state in _RANK and index not in avoid}
+        ranks = {index: _RANK[replica.state] for index, replica in self._replicas.items()
+                 if replica.state in _RANK and index not in avoid}
         best = min(ranks.values(), default=0)
         return [index for index, rank in ranks.items() if rank == best]
-
-    def _count(self, request_id: str, job: _AtReplica) -> None:
-        self.end(request_id)
-        self._jobs[request_id] = job
-        self._replicas[job.replica].load += job.left
-        self._replicas[job.replica].jobs += 1
-
-    def advance(self, request_id: str, tokens: int) -> None:
-        """So many more tokens of a request have come. Unknown requests are ignored."""
-        job = self._jobs.get(request_id)
-        if job is None:
-            return
-        before = job.left
-        job.prefill = 0
-        job.done += tokens
-        self._replicas[job.replica].load += job.left - before
-
-    def end(self, request_id: str) -> None:
-        """A request is over, or has left its replica. Unknown ones are ignored."""
-        job = self._jobs.pop(request_id, None)
-        if job is not None:
-            self._replicas[job.replica].load -= job.left
-            self._replicas[job.replica].jobs -= 1
 
     def check(self) -> None:
         """Raise AssertionError unless the tables agree (for tests)."""
         for index, replica in self._replicas.items():
-            jobs = [job for job in self._jobs.values() if job.replica == index]
-            assert replica.jobs == len(jobs)
-            assert replica.load == sum(job.left for job in jobs) >= 0
-        assert all(job.replica in self._replicas for job in self._jobs.values())
+            assert all(placement.replica == index and placement.state is replica for placement in replica.placements)
+            assert replica.load == sum(placement.left for placement in replica.placements) >= 0
 
 
 def _home(key: str, replicas: Collection[int]) -> int | None:
-    """Where requests with this key go: the same for all apis, and when a replica joins or leaves, few keys move
-    (rendezvous hashing, Thaler and Ravishankar 1998). None for no key, or one replica."""
+    """Return where requests with this key go, None for no key or one replica.
+
+    All apis choose alike, and few keys move when a replica joins or leaves (rendezvous hashing, Thaler and
+    Ravishankar 1998).
+    """
     if not key or len(replicas) < 2:
         return None
     return max(replicas, key=lambda index: hashlib.blake2b(f"{index}:{key}".encode(), digest_size=8).digest())

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from doubles import NamedRouter
 from tandem.config.settings import Role
 from tandem.protocol.pieces import PIECE
-from tandem.router.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER, Router
+from tandem.server.engines.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER
 
 PREFILL, DECODE = 0, 1
 
@@ -16,8 +17,8 @@ PREFILL, DECODE = 0, 1
 WRITTEN = 6000 // PIECE * PIECE
 
 
-def fleet(*roles: Role, pace: float = 1000.0) -> Router:
-    router = Router()
+def fleet(*roles: Role, pace: float = 1000.0) -> NamedRouter:
+    router = NamedRouter()
     for index, role in enumerate(roles):
         router.join(index)
         router.set_state(index, "ready")
@@ -30,9 +31,10 @@ def prompt(count: int, seed: int = 1) -> list[int]:
     return [seed * 1_000_000 + i for i in range(count)]
 
 
-def choose(router: Router, name: str, tokens: list[int], output: int = 100, **more: object) -> tuple[int | None, bool]:
+def choose(router: NamedRouter, name: str, tokens: list[int], output: int = 100,
+           **more: object) -> tuple[int | None, bool]:
     """Who gets it, and whether it leaves again."""
-    where = router.place(name, tokens, output, **{"may_leave": True, **more})  # type: ignore[arg-type]
+    where = router.placed(name, tokens, output, **{"may_leave": True, **more})
     router.check()
     return where, router.leaves(name)
 
