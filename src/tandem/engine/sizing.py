@@ -13,6 +13,7 @@ from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.models.description import ModelDescription
+from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready
 from tandem.scheduler.limits import Limits
@@ -23,7 +24,6 @@ log = logging.getLogger(__name__)
 METAL_QUERIES = 32
 """Most queries of one head of keys, over the tokens of a row, for which MLX's fused attention for short queries takes a
 step on Metal (`sdpa_vector`: tokens times query heads per kv head); more of them are computed without it."""
-GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
 def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
@@ -34,7 +34,7 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     GPU's memory has been full in spite of these limits; each time they are halved.
     """
     chosen = settings.scheduler
-    chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
+    chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)

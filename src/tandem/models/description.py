@@ -7,6 +7,8 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +134,16 @@ class ModelDescription:
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
+
+    @cached_property
+    def layer_sums(self) -> tuple[int, ...]:
+        """Running sums of `layer_bytes`, from 0."""
+        return tuple(accumulate(self.layer_bytes, initial=0))
+
+    @cached_property
+    def whole_sums(self) -> tuple[int, ...]:
+        """Running sums of `whole_bytes`, from 0."""
+        return tuple(accumulate(self.whole_bytes or (0,) * self.num_layers, initial=0))
 
     def cache_share(self, heads: float) -> float:
         """Share of a position's cache that a rank holds which has this share of the kv heads."""

@@ -168,8 +168,9 @@ class Network:
                 raise LayoutError(f"link {item.name} names {missing[0]}, which is not a host", param="link")
             self._pairs[frozenset(names.index(n) for n in item.between)] = item
         self._default = default
-        self.uniform = not self._pairs
-        """All pairs have the same link."""
+        facts = [(m.memory, m.bandwidth, m.flops, m.gpu, m.layer_overhead, m.measured) for m in machines]
+        self.kinds = list(range(len(machines))) if self._pairs else [facts.index(f) for f in facts]
+        """A number per machine: the same for machines that are alike in all but name, where all links are alike."""
 
     def between(self, a: int, b: int) -> Link | None:
         """The link of two machines; None if they are not joined."""

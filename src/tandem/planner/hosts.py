@@ -10,9 +10,10 @@ from tandem.config.sizes import memory_size
 from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.models.description import ModelDescription
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
-from tandem.planner.measured import measured_machine
-from tandem.planner.profile import HostProfile, Profile
+from tandem.planner.profile import Cluster, HostProfile, Profile, measured_machine, with_profile
+from tandem.planner.types import Request
 from tandem.processes.device import this_device
 
 _DEFAULT_LINK = "thunderbolt5-tcp"
@@ -76,6 +77,16 @@ def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = Non
     return links, notes
 
 
+def cluster_of(hosts: Hosts, links: Sequence[str], *, description: ModelDescription, request: Request, fast: bool,
+               profile: Profile | None = None, source: str = "The profile") -> Cluster:
+    """Machines and links as they were named, with the profile's figures, or else with the fences that ranks shall have.
+    """
+    joined, notes = read_links(links, hosts, profile)
+    cluster = with_profile(hosts.machines, joined, profile, description=description, request=request, fast=fast,
+                           backend=hosts.backend, source=source)
+    return replace(cluster, notes=[*hosts.notes, *notes, *cluster.notes])
+
+
 def this_name() -> str:
     """What this machine is called in plans and profiles."""
     return socket.gethostname().split(".")[0] or "this machine"
@@ -135,13 +146,12 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
         if memory > installed:
             raise ConfigError(f"{label}: gpu={found['gpu']} is more than its memory {found['memory']}", param="hosts")
         result = replace(result, memory=memory)
-    if "bandwidth" in found:
-        result = replace(result, bandwidth=_number(found["bandwidth"], label, "bandwidth") * 1e9)
-    if "tflops" in found:
-        result = replace(result, flops=_number(found["tflops"], label, "tflops") * 1e12)
-    if "fence" in found:
-        result = replace(result, fence=_number(found["fence"], label, "fence") / 1e6)
-    return replace(result, measured={"bandwidth", "tflops"} <= found.keys())
+
+    def figure(key: str, default: float) -> float:
+        return _number(found[key], label, key) if key in found else default
+
+    return replace(result, bandwidth=figure("bandwidth", result.bandwidth), flops=figure("tflops", result.flops),
+                   fence=figure("fence", result.fence), measured={"bandwidth", "tflops"} <= found.keys())
 
 
 def _parse_link(text: str) -> Link:
@@ -156,7 +166,7 @@ def _parse_link(text: str) -> Link:
         if key not in _LINK_KEYS:
             raise ConfigError(f"--link {text}: {word!r} is not latency= (us) or bandwidth= (GB/s)", param="link")
         number = _number(value, f"--link {text}", key)
-        found = replace(found, latency=number / 1e6) if key == "latency" else replace(found, bandwidth=number * 1e9)
+        found = replace(found, latency=number) if key == "latency" else replace(found, bandwidth=number)
     if not equals:
         return found
     ends = [name.strip() for name in pair.split(",")]
@@ -166,13 +176,14 @@ def _parse_link(text: str) -> Link:
 
 
 def _number(text: str, label: str, key: str) -> float:
+    """A figure in SI units. Raises ConfigError."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
         raise ConfigError(f"{label}: {key}={text} must be a number above 0", param="hosts")
-    return value
+    return value / 1e6 if key in ("latency", "fence") else value * (1e12 if key == "tflops" else 1e9)
 
 
 def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
