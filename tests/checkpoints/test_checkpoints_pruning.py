@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoints.gguf.convert import new_directory
-from tandem.checkpoints.pruning import kept, used
+from tandem.checkpoints.stored import kept, used
 from tandem.cli.main import main
 from tandem.processes.interpreter import code_command
 
@@ -18,7 +18,7 @@ DAY = 86400
 HOLD = """
 import sys
 from pathlib import Path
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.stored import used
 used(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

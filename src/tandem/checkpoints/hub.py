@@ -16,10 +16,9 @@ from huggingface_hub import HfApi, errors, get_session, hf_hub_url, snapshot_dow
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
-from tandem.checkpoints.index import weight_names
-from tandem.checkpoints.progress import Progress
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.files import Progress, weight_names
 from tandem.checkpoints.safetensors import header_length, read_header
+from tandem.checkpoints.stored import used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 

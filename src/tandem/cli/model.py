@@ -15,9 +15,8 @@ from rich.table import Table
 from tandem.bench.client import get_json
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
-from tandem.checkpoints.inventory import find_stored, remove, stored
-from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import api_key, server_url
 from tandem.cli.screen import screen
 from tandem.errors import ConfigError

@@ -16,8 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tandem.checkpoints.config import read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.progress import Progress, counter
+from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend

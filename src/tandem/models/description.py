@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tandem.checkpoints.config import Watched, eos_token_ids, is_count, read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import LayerCache, index_heads, layer_caches
@@ -173,7 +172,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     if not config.keys() & {"quantization", "quantization_config"} and (files.path / _MODELOPT).is_file():
         config = {**config, "quantization_config": {"quant_method": "modelopt"}}
     quantization = read_quantization(config, files.name)
-    tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
+    tensors = read_tensors(files)
     facts = _Facts(files.path, family, config)
     loaded = loaded_bytes(tensors, quantization.foreign)
     layers, embed, norm, head = _bytes(loaded, facts.num_layers, files.path)

@@ -83,6 +83,7 @@ class Costs:
         self._factors = [footprint.expansion(description, request.dtype, gpu=m.gpu,
                                              dequantize=footprint.dequantizes(request.dequantize, gpu=m.gpu))
                          for m in machines]
+        self._token_bytes = [footprint.token_bytes(description, item, request.kv_dtype) for item in self._items]
         self._reads: dict[int, list[float]] = {}
 
     def changed(self, **changes: Unpack[_Changes]) -> Costs:
@@ -115,8 +116,7 @@ class Costs:
     def kv_bytes(self, part: RankShare) -> float:
         """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
         engine's budget."""
-        each = footprint.token_bytes(self.model, self.item(part.machine), self.request.kv_dtype)
-        return each * self.model.cache_share(part.kv)
+        return self._token_bytes[part.machine] * self.model.cache_share(part.kv)
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
         """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""

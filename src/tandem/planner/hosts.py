@@ -30,12 +30,13 @@ class Hosts:
     notes: list[str] = field(default_factory=list)
     link: str | None = None
     backend: str | None = None
-    """Of the collectives, as the hosts file names it."""
+    """Backend of the collectives, as the hosts file names it."""
 
 
 def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | None = None) -> Hosts:
-    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`. What MLX may use of
-    the memory of one that the profile knows need not be told.
+    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`.
+
+    The profile gives the memory of the machines that it lists.
 
     Raises ConfigError naming the host, the value and what is expected.
     """
@@ -62,8 +63,7 @@ def host_specs(texts: Sequence[str]) -> list[str]:
 
 
 def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = None) -> tuple[list[Link], list[str]]:
-    """Links of `--link`, else the one that the hosts file implies, else a default; and a note where it was assumed and
-    the profile does not know better."""
+    """Links of `--link`, else of the hosts file, else a default, and a note where one is assumed without a profile."""
     links = [_parse_link(text) for text in texts]
     notes = []
     if not any(x.between is None for x in links) and len(hosts.machines) > 1:
@@ -79,8 +79,7 @@ def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = Non
 
 def cluster_of(hosts: Hosts, links: Sequence[str], *, description: ModelDescription, request: Request, fast: bool,
                profile: Profile | None = None, source: str = "The profile") -> Cluster:
-    """Machines and links as they were named, with the profile's figures, or else with the fences that ranks shall have.
-    """
+    """Machines and links as they were named, with the profile's figures, or else with the chosen fences."""
     joined, notes = read_links(links, hosts, profile)
     cluster = with_profile(hosts.machines, joined, profile, description=description, request=request, fast=fast,
                            backend=hosts.backend, source=source)
@@ -88,7 +87,7 @@ def cluster_of(hosts: Hosts, links: Sequence[str], *, description: ModelDescript
 
 
 def this_name() -> str:
-    """What this machine is called in plans and profiles."""
+    """Name of this machine in plans and profiles."""
     return socket.gethostname().split(".")[0] or "this machine"
 
 
@@ -187,7 +186,7 @@ def _number(text: str, label: str, key: str) -> float:
 
 
 def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
-    """What is known of each host. Raises ConfigError for one that stands there twice."""
+    """Known facts of each host. Raises ConfigError for a host that is listed twice."""
     facts = {host.ssh: dict(host.facts) for host in hostfile.hosts}
     if len(facts) < len(hostfile.hosts):
         names = [host.ssh for host in hostfile.hosts]

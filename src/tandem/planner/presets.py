@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.checkpoints.config import read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.errors import ConfigError
 from tandem.models.caches import LayerCache
 from tandem.models.description import ModelDescription, describe, part_of_tensor, text_config
@@ -27,7 +26,7 @@ from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.planner.types import Experts
 
 _PLAIN = 16
-"""Bits of what is not packed."""
+"""Bits of a weight that is not packed."""
 _AFFINE_SCALE = 32
 """Bits of scale and bias of a group, in MLX's affine format."""
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -53,23 +52,20 @@ class Preset(msgspec.Struct, frozen=True):
     experts: tuple[int, int]
     """Routed experts of a layer, and how many of them a token passes through; 0 for a dense model."""
     widths: tuple[int, int, int]
-    """Of the dense MLP, of an expert, of the shared experts together."""
+    """Widths of the dense MLP, of an expert, of the shared experts together."""
     layers: list[tuple[int, int, int, int]]
-    """So many layers with so many weights that can be quantised, others, and weights of routed experts."""
+    """(layers, quantisable weights of each, other weights, weights of routed experts)."""
     embed: int
     head: int
-    """0 where the embedding is used."""
+    """Weights of the head; 0 where the embedding is used."""
     norm: int
     cache: list[tuple[int, int, int, int]]
-    """So many caches with elements for each token, for a sequence whatever its length, and those of the latter that
-    are float32."""
+    """(caches, elements per token, elements per sequence of any length, those of the latter that are float32)."""
     axes: dict[str, tuple[Base, int, int]] = {}
-    """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
+    """The family's own kinds of divided axes -> (what ranks share, units, elements of a unit)."""
     index_heads: int = 0
-    """As `ModelDescription` has it."""
     whole: int = 0
-    """Cache elements of a token, of all layers together, that every rank of a tensor-parallel stage holds beside its
-    heads'."""
+    """Cache elements of a token, over all layers, that every rank of a tensor-parallel stage holds beside its heads'."""
 
 
 class Packing(NamedTuple):
@@ -94,7 +90,7 @@ QUANTS: Mapping[str, Packing | None] = {
     "nvfp4": Packing(4, 16, 8, "nvfp4"),
     "mxfp8": Packing(8, 32, 8, "mxfp8"),
 }
-"""What `--quant` takes. native: 16 bits, except for experts that are published packed."""
+"""Values of `--quant`. native: 16 bits, except for experts that are published packed."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def find(name: str) -> tuple[str, Preset] | None:
 
 
 def planned(name: str, preset: Preset, quant: str) -> Planned:
-    """What the model is with its weights stored as `quant` says. Raises ConfigError for an unknown one."""
+    """The model with its weights stored as `quant` says. Raises ConfigError for an unknown `quant`."""
     if quant not in QUANTS:
         raise ConfigError(f"--quant {quant}: is not one of {', '.join(QUANTS)}", param="quant")
     packing = QUANTS[quant]
@@ -218,7 +214,7 @@ def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | 
     if not count or not used or used > count:
         return None
     layers = [0] * description.num_layers
-    tensors = {name: tensor for header in read_headers(files).values() for name, tensor in header.items()}
+    tensors = read_tensors(files)
     for name, nbytes in loaded_bytes(tensors, read_quantization(config, files.name).foreign).items():
         part = part_of_tensor(name, len(layers))
         if isinstance(part, int) and ROUTED.search(name):

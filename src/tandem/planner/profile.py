@@ -23,7 +23,7 @@ from tandem.system.files import BY_HAND, read_regular
 
 VERSION: Final = 1
 MOST_HOSTS: Final = 64
-"""A plan for so many takes seconds; the time grows with their square."""
+"""Limit on machines: a plan takes time that grows with their square."""
 Weights = Literal["float32", "bfloat16", "float16", "8bit", "4bit"]
 Backend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -48,12 +48,12 @@ class HostProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Name
     device: str
-    """What MLX computed on."""
+    """Device that MLX computed on."""
     gpu: bool
     metal: bool
-    """That GPU is a Mac's."""
+    """The GPU is a Mac's."""
     memory_bytes: Annotated[int, Meta(gt=0)]
-    """What MLX may use there."""
+    """Memory that MLX may use."""
     steps: Annotated[list[Step], Meta(min_length=1)]
 
 
@@ -62,13 +62,13 @@ class Sum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bytes: Annotated[int, Meta(gt=0)]
     alone_us: Time
-    """Of an array that is there."""
+    """Time for an array that is already computed."""
     between_us: Time
     """Between two operations of the device, as a layer has it."""
 
 
 class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins two machines, or two ranks of one machine. Latencies in microseconds, 10**9 bytes a second."""
+    """Link of two machines, or of two ranks of one. Latencies in microseconds, rates in 10**9 bytes a second."""
 
     hosts: tuple[Name, Name]
     backend: Backend
@@ -77,9 +77,9 @@ class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sum_us: Speed
     """A small all_sum between two operations of the device, the fence included."""
     fence_us: Time
-    """The part of it in which the CPU waited for the device, or the device for the CPU."""
+    """Part of `sum_us` in which the CPU waited for the device, or the device for the CPU."""
     sum_gb_per_s: Speed
-    """By which larger sums take longer."""
+    """Rate by which larger sums take longer."""
     hop_us: Speed
     """A small message from stage to stage."""
     hop_gb_per_s: Speed
@@ -87,7 +87,7 @@ class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Versions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it was measured with."""
+    """Versions that the figures were measured with."""
 
     tandem: str
     mlx: str
@@ -107,12 +107,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return next((one for one in self.hosts if one.name == name), None)
 
     def joining(self, a: str, b: str, backend: str) -> list[LinkProfile]:
-        """What was measured between two machines, with either kind of fences."""
+        """Measurements between two machines, with either kind of fences."""
         return [one for one in self.links if sorted(one.hosts) == sorted((a, b)) and one.backend == backend]
 
     @property
     def backend(self) -> str:
-        """That of the links to count where nothing names one: ring, unless others alone were measured."""
+        """Backend of the links to use where nothing names one: ring, unless only others were measured."""
         backends = [one.backend for one in self.links]
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 
@@ -121,7 +121,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return all(self.joining(a, b, backend or self.backend) for a, b in combinations(names, 2))
 
     def merged(self, other: Profile) -> Profile:
-        """With all of `other`, and what it does not have."""
+        """Return a profile with all of `other`, and what is only in this one."""
         names = {one.name for one in other.hosts}
         links = {_key(one) for one in other.links}
         return Profile(tandem_profile=VERSION, versions=other.versions,
@@ -166,7 +166,7 @@ def encode_profile(profile: Profile) -> str:
 
 
 def _trouble(profile: Profile) -> str:
-    """What is wrong with its names, if anything."""
+    """Return the error in a profile's names, or an empty text."""
     names = [one.name for one in profile.hosts]
     if len(names) > MOST_HOSTS:
         return f"has {len(names)} hosts; leave all out but the {MOST_HOSTS} that are wanted"
@@ -200,7 +200,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What to plan with."""
+    """Machines and links to plan with."""
 
     machines: list[Machine]
     links: list[Link]
@@ -243,7 +243,7 @@ def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Pr
 
 
 def measured_machine(host: HostProfile) -> Machine:
-    """A machine of which nothing is known but its profile."""
+    """Machine made of its profile alone."""
     step = host.steps[0]
     return Machine(name=host.name, memory=host.memory_bytes, bandwidth=step.gb_per_s * 1e9, flops=step.tflops * 1e12,
                    gpu=host.gpu, fence=METAL_FENCE if host.metal else 0.0)
@@ -262,7 +262,7 @@ def _computing(machine: Machine, host: HostProfile | None, description: ModelDes
 
 
 def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
-    """Type in which weights are in memory."""
+    """Type of the weights in memory."""
     if description.quantization and not dequantizes(request.dequantize, gpu=gpu):
         return f"{description.quantization['bits']}bit"
     if compute_item(description, request.dtype, gpu=gpu) == 4:
@@ -271,7 +271,7 @@ def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
 
 
 def _nearest(host: HostProfile, wanted: str) -> Step:
-    """What was measured with this type, else with one whose products are computed alike."""
+    """The step measured with this type, else with one whose products are computed alike."""
     quantised = wanted.endswith("bit")
     alike = ("8bit", "4bit") if wanted in ("6bit", "8bit") else ("4bit", "8bit")
     order = (wanted, *(alike if quantised else ("bfloat16", "float16", "float32")))
@@ -280,7 +280,7 @@ def _nearest(host: HostProfile, wanted: str) -> Step:
 
 def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool,
             names: Sequence[str]) -> tuple[list[Link], list[str]]:
-    """The links, with a measured one for each pair that has one and was not given by hand; and what to say of them."""
+    """Links, with a measured one for each pair that was not given by hand, and notes about them."""
     by_hand = {frozenset(one.between) for one in links if one.between}
     found, ways, others = [], [], []
     for a, b in combinations(range(len(machines)), 2):
@@ -307,7 +307,7 @@ def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile
 
 
 def _link(one: LinkProfile) -> Link:
-    """A sum of two ranks takes two messages in a ring, and one in a mesh."""
+    """Link of a profile: a sum of two ranks takes two messages in a ring, and one in a mesh."""
     mesh = one.backend in ("jaccl", "nccl")
     rest = max(one.sum_us - one.fence_us, 0.1)
     return Link(name=f"{one.backend}, measured", latency=rest / (1 if mesh else 2) / 1e6,

@@ -70,7 +70,7 @@ def _key(entry: tuple[float, float, tuple[tuple[int, int], ...]], combine: str) 
 
 @dataclass(frozen=True)
 class _Objective:
-    """What a split should make small."""
+    """Quantity that a split minimises."""
 
     kind: Literal["time", "capacity", "short"]
     combine: Literal["sum", "max"]
@@ -323,7 +323,7 @@ class Solver:
 
 
 def score(prediction: Prediction, goal: Goal) -> float:
-    """What the goal makes small."""
+    """Quantity that the goal minimises."""
     if goal == "latency":
         return prediction.step_single
     return -prediction.tokens if goal == "throughput" else -float(prediction.capacity)

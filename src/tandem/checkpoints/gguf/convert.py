@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tandem.checkpoints.files import Progress, counter
 from tandem.checkpoints.gguf.config import model_config
 from tandem.checkpoints.gguf.header import GGUFTensor, model_stem, parts_of, read_parts
 from tandem.checkpoints.gguf.names import PAIRS, grouped, mlx_names
@@ -34,9 +35,8 @@ from tandem.checkpoints.gguf.tensors import (
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
-from tandem.checkpoints.progress import Progress, counter
-from tandem.checkpoints.pruning import in_use_by_us, used
 from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
+from tandem.checkpoints.stored import in_use_by_us, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 
