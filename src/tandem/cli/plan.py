@@ -75,7 +75,7 @@ def print_plan(
 
 
 def _figures(machines: Sequence[Machine]) -> str:
-    measured = [one.measured for one in machines]
+    measured = [machine.measured for machine in machines]
     return "measured" if all(measured) else "measured and nominal" if any(measured) else "nominal"
 
 
@@ -159,8 +159,8 @@ def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if profile is None or not profile.hosts:
         return this_machine()
     if len(profile.hosts) > 1:
-        arguments.hosts = [one.name for one in profile.hosts]  # the command that is printed names them
-    return Hosts(machines=[measured_machine(one) for one in profile.hosts])
+        arguments.hosts = [host.name for host in profile.hosts]  # the command that is printed names them
+    return Hosts(machines=[measured_machine(host) for host in profile.hosts])
 
 
 def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:

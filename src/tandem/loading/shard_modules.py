@@ -192,11 +192,9 @@ class Cutter:
         if last == "global_scale":
             return None
         d = self._description
-        part = part_of(cut, self._shard, d)
-        if cut.axis == "columns":
-            return Slice(-1, part, bias=last not in _MATRIX)
-        axes = {"rows": -2 if last in _MATRIX else -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(axes[cut.axis], part, exact=self._sharding is None or is_exact(self._sharding, cut, d))
+        axes = {"rows": -2 if last in _MATRIX else -1, "columns": -1, "first": 0, "heads": -2, "last": -1}
+        return Slice(axes[cut.axis], part_of(cut, self._shard, d), bias=cut.axis == "columns" and last not in _MATRIX,
+                     exact=self._sharding is None or _is_exact(self._sharding, cut, d))
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
@@ -233,7 +231,7 @@ def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDe
     return Cutter(root, sharding.cut_of, shard, description, sharding=sharding)
 
 
-def is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
+def _is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
     """An axis has as many entries in all layers as its parts say; else some layers have a multiple of them."""
     heads = sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds)
     return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})

@@ -19,13 +19,11 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
-from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
-from tandem.loading.memory import on_cuda
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
-from tandem.loading.recurrence import bound_recurrences
+from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
     Cutter,
     EmbeddingAsHead,
@@ -40,7 +38,6 @@ from tandem.loading.shard_modules import (
     rows_of,
     sum_outputs,
 )
-from tandem.loading.splits import split_by_slices
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription, part_of_tensor
@@ -388,10 +385,7 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
 def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     """mlx-lm's model with random weights, which stay lazy and are never computed."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
-    let_caches_attend()
-    bound_recurrences()
-    if on_cuda():
-        split_by_slices()
+    patch_mlx_lm()
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

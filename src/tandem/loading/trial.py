@@ -26,11 +26,10 @@ from tandem.loading.frame import Frame
 from tandem.loading.memory import resident_bytes
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.loading.weights import one_line
-from tandem.models.cuts import uncut
 from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
 from tandem.models.families.table import family_of, module_of
-from tandem.models.partition import split_layers
+from tandem.models.partition import split_layers, uncut
 from tandem.processes.child import receive_payload, watch_lifeline
 
 STEPS = (11, 16, 1, 1)

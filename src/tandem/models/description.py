@@ -12,17 +12,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.checkpoints.config import Watched, eos_token_ids, is_count, read_config
+from tandem.checkpoints.config import Watched, eos_token_ids, is_count, nested_text, read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import LayerCache, index_heads, layer_caches
-from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, family_of, module_of
 from tandem.models.kv_types import kept_by_position, kv_groups
+from tandem.models.partition import uncut
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -237,15 +237,11 @@ def _nearest(name: object) -> str:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """A config with the entries of its text model, where that is nested in it, beside its own."""
-    nested = config.get("text_config")
-    if not isinstance(nested, dict):
-        return config
-    return {**config, **nested, "model_type": config.get("model_type")}
+    return {**config, **nested_text(config), "model_type": config.get("model_type")}
 
 
 def _layer_type(path: Path, name: str) -> str:
-    nested = read_config(path).get("text_config")
-    inner = nested.get("model_type") if isinstance(nested, dict) else None
+    inner = nested_text(read_config(path)).get("model_type")
     return inner if name in _OF_SEVERAL and isinstance(inner, str) and inner in SHARDING else name
 
 

@@ -240,7 +240,7 @@ class Costs:
         return wait + (n - 1) / n * size / link.bandwidth
 
     def _fence(self, link: Link, machines: Sequence[int]) -> float:
-        return link.fence if link.fence is not None else max(self.machines[one].fence for one in machines)
+        return link.fence if link.fence is not None else max(self.machines[machine].fence for machine in machines)
 
     def hop(self, source: Sequence[int], target: Sequence[int], rows: int) -> float:
         """Seconds to hand the hidden states of `rows` from one stage to the next; inf if they are not joined."""

@@ -70,7 +70,7 @@ def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = Non
         if hosts.link:
             links.append(link(hosts.link))
         elif not links:
-            if profile is None or not profile.knows([one.name for one in hosts.machines], hosts.backend):
+            if profile is None or not profile.knows([machine.name for machine in hosts.machines], hosts.backend):
                 notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines"
                              f"{'' if profile is None else ' whose link was not measured'}.")
             links.append(link(_DEFAULT_LINK))

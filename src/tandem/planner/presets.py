@@ -65,7 +65,7 @@ class Preset(msgspec.Struct, frozen=True):
     """The family's own kinds of divided axes -> (what ranks share, units, elements of a unit)."""
     index_heads: int = 0
     whole: int = 0
-    """Cache elements of a token, over all layers, that every rank of a tensor-parallel stage holds beside its heads'."""
+    """Cache elements of a token, over all layers, that every rank of a stage holds beside its heads'."""
 
 
 class Packing(NamedTuple):

@@ -104,16 +104,16 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def host(self, name: str) -> HostProfile | None:
         """The machine of that name."""
-        return next((one for one in self.hosts if one.name == name), None)
+        return next((host for host in self.hosts if host.name == name), None)
 
     def joining(self, a: str, b: str, backend: str) -> list[LinkProfile]:
         """Measurements between two machines, with either kind of fences."""
-        return [one for one in self.links if sorted(one.hosts) == sorted((a, b)) and one.backend == backend]
+        return [link for link in self.links if sorted(link.hosts) == sorted((a, b)) and link.backend == backend]
 
     @property
     def backend(self) -> str:
         """Backend of the links to use where nothing names one: ring, unless only others were measured."""
-        backends = [one.backend for one in self.links]
+        backends = [link.backend for link in self.links]
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 
     def knows(self, names: Sequence[str], backend: str | None) -> bool:
@@ -122,11 +122,11 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def merged(self, other: Profile) -> Profile:
         """Return a profile with all of `other`, and what is only in this one."""
-        names = {one.name for one in other.hosts}
-        links = {_key(one) for one in other.links}
+        names = {host.name for host in other.hosts}
+        links = {_key(link) for link in other.links}
         return Profile(tandem_profile=VERSION, versions=other.versions,
-                       hosts=[*(one for one in self.hosts if one.name not in names), *other.hosts],
-                       links=[*(one for one in self.links if _key(one) not in links), *other.links])
+                       hosts=[*(host for host in self.hosts if host.name not in names), *other.hosts],
+                       links=[*(link for link in self.links if _key(link) not in links), *other.links])
 
 
 class _Head(Struct):
@@ -167,7 +167,7 @@ def encode_profile(profile: Profile) -> str:
 
 def _trouble(profile: Profile) -> str:
     """Return the error in a profile's names, or an empty text."""
-    names = [one.name for one in profile.hosts]
+    names = [host.name for host in profile.hosts]
     if len(names) > MOST_HOSTS:
         return f"has {len(names)} hosts; leave all out but the {MOST_HOSTS} that are wanted"
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -175,7 +175,7 @@ def _trouble(profile: Profile) -> str:
     if garbled := next((name for name in names if not name.isprintable()), None):
         return f"host {garbled!r}: the name has characters that cannot be printed; write it anew"
     for host in profile.hosts:
-        kinds = [one.weights for one in host.steps]
+        kinds = [step.weights for step in host.steps]
         if double := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             return f"host {host.name} has {double} twice in steps; leave one out"
     seen = set()
@@ -220,19 +220,19 @@ def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Pr
     fenced, counted = with_fences(machines, fast)
     if profile is None:
         return Cluster(machines=fenced, links=list(links), notes=[counted] if counted else [])
-    names = names or [one.name for one in machines]
+    names = names or [machine.name for machine in machines]
     backend = backend or profile.backend
     notes: list[str] = []
-    computing = [_computing(one, profile.host(name), description, request, notes)
-                 for one, name in zip(fenced, names, strict=True)]
-    taken = [name for one, was, name in zip(computing, fenced, names, strict=True) if one is not was]
+    computing = [_computing(machine, profile.host(name), description, request, notes)
+                 for machine, name in zip(fenced, names, strict=True)]
+    taken = [name for machine, was, name in zip(computing, fenced, names, strict=True) if machine is not was]
     joined, said = _joined(machines, links, profile, backend, fast, names)
     if taken:
         notes.insert(0, f"{source} gives the speed of {_listed(taken)}.")
     notes += said
     if unknown := [name for name in names if profile.host(name) is None]:
         notes.append(f"{source} does not know {_listed(unknown)}: what is given or assumed of such a host is counted.")
-    ends = {frozenset(one.between): one for one in joined if one.between}
+    ends = {frozenset(link.between): link for link in joined if link.between}
     pairs = {frozenset((machines[a].name, machines[b].name)): f"{names[a]} - {names[b]}"
              for a, b in combinations(range(len(machines)), 2)}
     if missing := [words for pair, words in pairs.items() if pair not in ends]:
@@ -275,13 +275,13 @@ def _nearest(host: HostProfile, wanted: str) -> Step:
     quantised = wanted.endswith("bit")
     alike = ("8bit", "4bit") if wanted in ("6bit", "8bit") else ("4bit", "8bit")
     order = (wanted, *(alike if quantised else ("bfloat16", "float16", "float32")))
-    return min(host.steps, key=lambda one: order.index(one.weights) if one.weights in order else len(order))
+    return min(host.steps, key=lambda step: order.index(step.weights) if step.weights in order else len(order))
 
 
 def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool,
             names: Sequence[str]) -> tuple[list[Link], list[str]]:
     """Links, with a measured one for each pair that was not given by hand, and notes about them."""
-    by_hand = {frozenset(one.between) for one in links if one.between}
+    by_hand = {frozenset(link.between) for link in links if link.between}
     found, ways, others = [], [], []
     for a, b in combinations(range(len(machines)), 2):
         ends = machines[a].name, machines[b].name
@@ -289,12 +289,12 @@ def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile
         if frozenset(ends) in by_hand or not measured:
             continue
         metal = any(host is not None and host.metal for host in (profile.host(names[a]), profile.host(names[b])))
-        one = next((x for x in measured if x.fast_sync == fast or not metal), measured[0])
-        alike = one.fast_sync == fast or not metal
+        figures = next((x for x in measured if x.fast_sync == fast or not metal), measured[0])
+        alike = figures.fast_sync == fast or not metal
         ways.append(f"{names[a]} - {names[b]}")
         if not alike:
             others.append(ways[-1])
-        link = replace(_link(one), between=ends)
+        link = replace(_link(figures), between=ends)
         found.append(link if alike else replace(link, fence=None))
     said = []
     if found:
@@ -306,13 +306,13 @@ def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile
     return [*links, *found], said
 
 
-def _link(one: LinkProfile) -> Link:
+def _link(figures: LinkProfile) -> Link:
     """Link of a profile: a sum of two ranks takes two messages in a ring, and one in a mesh."""
-    mesh = one.backend in ("jaccl", "nccl")
-    rest = max(one.sum_us - one.fence_us, 0.1)
-    return Link(name=f"{one.backend}, measured", latency=rest / (1 if mesh else 2) / 1e6,
-                bandwidth=one.sum_gb_per_s * 1e9, mesh=mesh, fence=one.fence_us / 1e6, hop_latency=one.hop_us / 1e6,
-                hop_bandwidth=one.hop_gb_per_s * 1e9)
+    mesh = figures.backend in ("jaccl", "nccl")
+    rest = max(figures.sum_us - figures.fence_us, 0.1)
+    return Link(name=f"{figures.backend}, measured", latency=rest / (1 if mesh else 2) / 1e6,
+                bandwidth=figures.sum_gb_per_s * 1e9, mesh=mesh, fence=figures.fence_us / 1e6,
+                hop_latency=figures.hop_us / 1e6, hop_bandwidth=figures.hop_gb_per_s * 1e9)
 
 
 def _listed(names: Sequence[str]) -> str:
