@@ -41,7 +41,7 @@ class ModelFiles:
 
     path: Path
     name: str
-    """What people call it: directory name, GGUF file name without suffix, or hub id."""
+    """Name for people: directory name, GGUF file name without suffix, or hub id."""
     headers: Path | None = None
     """Directory with a copy of the header of every weight file, where not all weights are on this machine."""
     weights: tuple[Path, ...] = ()

@@ -73,7 +73,7 @@ def _unknown(model: str, path: Path) -> ModelNotFound:
 
 
 def _beside(path: Path) -> list[str]:
-    """Models in the same directory, as somebody would write them who writes `path`."""
+    """Models in the same directory, written as `path` is."""
     try:
         found = [one for one in path.parent.iterdir() if one.suffix == ".gguf" or (one / "config.json").is_file()]
     except OSError:
@@ -82,7 +82,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def name_of(model: str) -> str:
-    """What people call a model, before it is made available: `ModelFiles.name` of what `resolve` will give."""
+    """Name of a model before it is made available: `ModelFiles.name` of the result of `resolve`."""
     path = Path(model).expanduser()
     if model == "demo" or not path.exists():
         return DEMO if model == "demo" else model
@@ -129,7 +129,7 @@ def _hub_model(repo: str, revision: str | None, progress: Progress | None, *, we
 
 
 def hub_model(hub: str) -> ModelFiles:
-    """What `resolve` without weights gave on another machine, on this one; `hub` is that of its `ModelFiles`.
+    """Find here the model that `resolve` without weights found on another machine; `hub` is its `ModelFiles.hub`.
 
     Raises `ModelNotFound`.
     """

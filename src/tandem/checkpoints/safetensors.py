@@ -32,7 +32,7 @@ class TensorInfo:
     """One tensor as the header describes it."""
 
     dtype: str
-    """Such as BF16, U32."""
+    """safetensors' name of the type: BF16, U32 ..."""
     shape: tuple[int, ...]
     nbytes: int
     offset: int = 0

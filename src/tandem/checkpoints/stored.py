@@ -58,7 +58,7 @@ def demo_path() -> Path:
 
 
 def used(path: Path) -> None:
-    """Note that this process needs the entry: now, and until it ends."""
+    """Mark the entry as used by this process: now, and until it ends."""
     with suppress(OSError):
         if path not in _open:
             _open[path] = in_use_by_us(path)
@@ -74,7 +74,7 @@ def in_use_by_us(path: Path) -> int:
 
 
 def in_use(path: Path) -> bool:
-    """A process that runs needs it."""
+    """Whether a running process uses the entry."""
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -140,7 +140,7 @@ class Frame:
     # ---- inside
 
     def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[Any, ...]:
-        """What layer `layer` returned, out of what has travelled."""
+        """Output of layer `layer`, made of the values that a stage received."""
         return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
 
     def _as_sent(self, out: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -224,7 +224,7 @@ class Frame:
         return used, [len(one.out) - 1 for one in seen], gift_of, parcel
 
     def _kept_caches(self) -> list[int]:
-        """Those of the own layers; on the first stage also those that belong to no layer, but to what comes before."""
+        """Caches of the own layers; on the first stage also those of no layer, which the embedding uses."""
         kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
             kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
@@ -258,22 +258,22 @@ class _Reached(BaseException):
 
 
 class _Given:
-    """What the stage before sent. Apart from the frame, so that stand-ins do not keep the frame and its weights."""
+    """Values from the previous stage. Apart from the frame, so that stand-ins do not keep the frame and its weights."""
 
     values: tuple[Any, ...] = ()
     gifts: Sequence[Any] = ()
     """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
     out: Any = None
-    """What the last own layer returned."""
+    """Output of the last own layer."""
 
     def as_output(self, extras: int) -> Any:
-        """As a layer returns it that has so many values besides hidden states."""
+        """The values as a layer returns them that has `extras` values besides hidden states."""
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
 
 
 class _Gifts:
-    """Those of one layer: numbers of gifts by place or name of the argument."""
+    """Forwarded inputs of one layer: place or name of the argument -> number of the input."""
 
     def __init__(self, given: _Given, numbers: Mapping[int | str, int]) -> None:
         self._given, self._numbers = given, numbers
@@ -465,7 +465,7 @@ class _Elsewhere:
 
 
 def _kind(cache: Any) -> Any:
-    """What makes two caches alike: class, window, number of states; of a list, those of its members."""
+    """Key that is equal for caches that are alike: class, window, number of states; for a list, keys of its members."""
     if isinstance(cache, CacheList):
         return tuple(_kind(one) for one in cache.caches)
     sizes = (getattr(cache, name, None) for name in ("max_size", "keep", "chunk_size"))

@@ -43,7 +43,7 @@ class Quantized(NamedTuple):
         return self.codes, self.scales, self.biases
 
     def expanded(self) -> mx.array:
-        """As numbers again, in the type of computation."""
+        """Return the numbers, in the type of computation."""
         return mx.dequantize(*self.parts, group_size=self.groups.size, bits=self.groups.bits)
 
 

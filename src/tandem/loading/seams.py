@@ -53,8 +53,7 @@ def patch_mlx_lm() -> None:
 
 def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any,
             sinks: mx.array | None = None) -> mx.array:
-    """As mlx-lm's function, whose place it takes: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or
-    quantised ones, which say so."""
+    """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
     own = getattr(cache, "attend", None)
     out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks) if own is not None else None
     if out is not None:

@@ -47,7 +47,7 @@ class Around(nn.Module):
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
-        """The module's, where this has none: models ask their layers' attention whether it is local, and such."""
+        """Return the module's attribute: models ask their layers' attention whether it is local, and such."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -77,7 +77,7 @@ class TakesSum(nn.Module):
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, x: mx.array) -> mx.array:
-        """What the module makes of inputs [B, L, W], summed over the ranks."""
+        """Outputs of the module for inputs [B, L, W] summed over the ranks."""
         return self.module(self._tensor_parallel.sum(x))
 
 
@@ -127,7 +127,7 @@ class NormOverRanks(nn.Module):
         self._width, self._tensor_parallel = width, tensor_parallel
 
     def __call__(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
-        """This rank's part [..., W] of what the norm gives for all parts together."""
+        """Return this rank's part [..., W] of the norm of all parts together."""
         gate_last = getattr(self.norm, "norm_before_gate", False)
         if gate is not None and not gate_last:
             x = nn.silu(gate) * x
@@ -157,7 +157,7 @@ class OwnExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Slice:
-    """What to take of a parameter: pieces of one axis; or, for a bias that counts once, all or zeros."""
+    """Part of a parameter to keep: pieces of one axis; or, for a bias that counts once, all or zeros."""
 
     axis: int
     part: Part
@@ -182,7 +182,7 @@ class Cutter:
         self._description = description
 
     def slice_of(self, name: str) -> Slice | None:
-        """What to take of parameter `name`; None for all of it. Raises `UnsupportedModel` for an unknown name."""
+        """Return the part of parameter `name` to keep; None for all. Raises `UnsupportedModel` for an unknown name."""
         base, _, last = name.rpartition(".")
         cut = self._cut(base, name)
         if cut is None:
@@ -197,7 +197,7 @@ class Cutter:
                      exact=self._sharding is None or _is_exact(self._sharding, cut, d))
 
     def take(self, name: str, array: mx.array) -> mx.array:
-        """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
+        """Return this rank's part of a stored parameter, lazily; shares no memory with the whole."""
         found = self.slice_of(name)
         if found is None:
             return array
@@ -426,7 +426,7 @@ class EmbeddingAsHead(nn.Module):
 
 
 def rows_of(embedding: nn.Module, rows: range) -> nn.Module:
-    """The same embedding with some of its rows, to be used as a head: shares memory with the whole one."""
+    """Return a copy of an embedding with some of its rows, for use as a head: shares memory with the whole one."""
     part = copy.copy(embedding)
     part.update({name: array[rows.start : rows.stop] for name, array in embedding.parameters().items()})
     return part

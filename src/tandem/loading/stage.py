@@ -60,7 +60,7 @@ _STEP = KVCache.step
 
 
 class CacheBytes(NamedTuple):
-    """What a sequence takes in a stage's caches."""
+    """Bytes of a sequence in a stage's caches."""
 
     position: int
     """Bytes of one position, in all layers together. Layers with a window count as if they had none."""
@@ -90,13 +90,13 @@ class StageModel:
         self.dtype = dtype
         """Type of the activations that stages hand on."""
         self.shard = shard
-        """This rank's part of each layer; None for all of it."""
+        """Part of each layer that this rank holds; None for all of it."""
         self.one_by_one = family_of(description.family).one_by_one or _changing_rope(frame.model)
         """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
         self.modules = modules
-        """What is loaded: layers by number, others by path."""
+        """Loaded modules: layers by number, others by path."""
         self._frame = frame
         self._kv: tuple[Groups | None, ...] = ()
 
@@ -195,7 +195,7 @@ class StageModel:
         return caches
 
     def caches_of_all_stages(self) -> list[Any]:
-        """As `make_caches`, for every layer of the model: the same on each rank."""
+        """Fresh caches for every layer of the model, as `make_caches`: alike on each rank."""
         return list(make_prompt_cache(self._frame.model))
 
 

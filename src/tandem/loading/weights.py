@@ -62,7 +62,7 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
 
 
 MLX_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, MemoryError, SystemError)
-"""As what C++ exceptions reach Python: MLX has none of its own."""
+"""Python errors that C++ exceptions become: MLX has none of its own."""
 
 
 def load_file(path: Path) -> Weights:

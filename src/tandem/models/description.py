@@ -1,4 +1,4 @@
-"""What a model is, read from `config.json` and the headers of its weight files. No weights are read, no mlx."""
+"""Description of a model, from `config.json` and the headers of its weight files. No weights are read, no mlx."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DIVIDES = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
 """Types in which text models of several types are nested."""
 _MODELOPT = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt may say how it has quantised a model."""
+"""File in which NVIDIA's ModelOpt describes how it has quantised a model."""
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -63,7 +63,7 @@ _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """The facts that placement, admission and loading need."""
+    """Facts that placement, admission and loading need."""
 
     family: str
     """`model_type` of config.json."""
@@ -90,8 +90,8 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json."""
     whole_bytes: tuple[int, ...] = ()
-    """Those bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers,
-    norms. Empty where none are known."""
+    """Bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers, norms.
+    Empty where none are known."""
     mlp_width: int = 0
     """Intermediate width of the dense MLPs; this and the next three are 0 where the family has no such thing, or
     cannot be divided for tensor parallelism."""
@@ -109,13 +109,13 @@ class ModelDescription:
     state_elements: float = 0.0
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
     float32_elements: float = 0.0
-    """Those of them that are float32, whatever the model computes in."""
+    """Elements of `state_elements` that are float32, whatever the model computes in."""
     no_drafts: str = ""
     """Why drafts that were not accepted cannot be taken back; empty where they can."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     whole_elements: float = 0.0
-    """Those of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
+    """Elements of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
     index_heads: int = 0
     """Heads of an index that chooses positions: their scores over all positions are stored."""
     kv_groups: tuple[tuple[int, float], ...] = ()
@@ -131,8 +131,8 @@ class ModelDescription:
     left_out: tuple[str, ...] = ()
     """Senses that config.json describes and that are not loaded: `vision`, `audio`."""
     generates: bool = True
-    """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
-    embedding then stands in for the projection."""
+    """Whether there is an output projection. A model stored without one (as sentence-transformers does) only embeds;
+    the embedding then stands in for the projection."""
 
     @cached_property
     def layer_sums(self) -> tuple[int, ...]:
@@ -300,7 +300,7 @@ class _Facts:
         return self.number(self.key(_KV_KEYS), self.num_heads)
 
     def shares(self, name: str) -> dict[str, Any]:
-        """What tensor parallelism divides besides heads, in layers of type `name`."""
+        """Fields of `ModelDescription` that tensor parallelism divides besides heads, in layers of type `name`."""
         sharding = SHARDING.get(name)
         if sharding is None:
             return {}
@@ -349,7 +349,7 @@ def stored_bare(names: Iterable[str], layers: str) -> bool:
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:
-    """What a stored tensor belongs to: a layer, the embedding, the output projection, or the rest (the final norm).
+    """Part that a stored tensor belongs to: a layer, the embedding, the head, or the rest (the final norm).
 
     None for layers that are not loaded (multi-token prediction).
     """

@@ -60,7 +60,7 @@ def split_layers(
 
 
 def _together(uncut: frozenset[int]) -> str:
-    """Such as `layers 13 to 34 share keys and values and stay in one stage`."""
+    """Words like `layers 13 to 34 share keys and values and stay in one stage`."""
     first = min(uncut) - 1
     last = next(i for i in range(first + 1, max(uncut) + 2) if i not in uncut) - 1
     more = ", as others do" if max(uncut) > last else ""

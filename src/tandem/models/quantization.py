@@ -38,12 +38,12 @@ class Foreign:
     block: tuple[int, int] = (128, 128)
     """Rows and columns that share a scale, for fp8 in blocks."""
     zero_offset: int = 0
-    """What is to be added to stored zero points."""
+    """Number to add to stored zero points."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Of one model."""
+    """Quantisation of one model."""
 
     settings: dict[str, Any] | None = None
     """MLX's (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""

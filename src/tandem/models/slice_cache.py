@@ -40,7 +40,7 @@ class Source(Protocol):
     """A machine that has the model."""
 
     def files(self) -> list[BlobFile]:
-        """Its files."""
+        """Files of the model on that machine."""
         ...
 
     def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:

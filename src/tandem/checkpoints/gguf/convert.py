@@ -115,7 +115,7 @@ class _Writer:
         """Type numbers of what stays packed, by module path."""
 
     def parts(self, tensor: GGUFTensor) -> Iterator[PendingTensor]:
-        """What becomes of a tensor of the file."""
+        """Tensors to write for a tensor of the file."""
         axis = max(len(tensor.shape) - 2, 0)
         names = list(mlx_names(tensor.name, self.architecture, tensor.shape[axis], self._config))
         for name, order in names:
