@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoints.gguf.convert import new_directory
-from tandem.checkpoints.stored import kept, used
+from tandem.checkpoints.stored import kept, new_directory, used
 from tandem.cli.main import main
 from tandem.processes.interpreter import code_command
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from tandem.checkpoints.files import Progress
 from tandem.checkpoints.generation_config import FILE
-from tandem.checkpoints.stored import demo_path
+from tandem.checkpoints.stored import demo_path, new_directory
 from tandem.errors import BrokenModel, ModelNotFound
 from tandem.processes.interpreter import module_command
 
@@ -38,7 +38,7 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     if (target / "config.json").is_file():
         complete_demo(target)
         return target
-    from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
+    from tandem.checkpoints.gguf.convert import convert_gguf
 
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
         source = _download(Path(scratch), progress)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.env import cache_dir, variable
-from tandem.errors import ModelNotFound, UsageError
+from tandem.errors import ModelError, ModelNotFound, UsageError
 
 KINDS = {"slices": "*", "headers": "*/*", "gguf": "*"}
 """Directory in the cache of each kind that is kept -> pattern of its entries."""
@@ -84,6 +85,38 @@ def in_use(path: Path) -> bool:
         finally:
             os.close(descriptor)
     return False
+
+
+@contextmanager
+def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
+    """A temporary directory that becomes `target` if the block succeeds, and vanishes if it fails.
+
+    When another process has made `target` meanwhile, which then has something at the path `proof`, that stays. Raises
+    `ModelError` when the disk cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ModelError(
+            f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE"
+        ) from error
+    using = in_use_by_us(temporary)
+    try:
+        yield temporary
+        if not (target / proof).exists():
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.chmod(0o755)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                if not (target / proof).exists():
+                    raise
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written: {error.strerror or error}", param="TANDEM_CACHE") from error
+    finally:
+        os.close(using)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # ---- what is kept

@@ -29,7 +29,8 @@ class Adapted(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Inputs [..., I] to outputs [..., O]."""
         z = (x @ self.lora_a) @ self.lora_b
-        return self.linear(x) + (self._scale * z).astype(x.dtype)
+        outputs: mx.array = self.linear(x) + (self._scale * z).astype(x.dtype)
+        return outputs
 
 
 class AdapterLoader:

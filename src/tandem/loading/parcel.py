@@ -62,23 +62,23 @@ class Parcel:
 
     hidden: Form
     carried: tuple[Form, ...] = ()
-    gifts: tuple[Form, ...] = ()
+    forwarded: tuple[Form, ...] = ()
 
     @property
     def width(self) -> int:
         """Elements of a position in all."""
-        return sum(form.width for form in (self.hidden, *self.carried, *self.gifts))
+        return sum(form.width for form in (self.hidden, *self.carried, *self.forwarded))
 
     def packed(self, values: Sequence[mx.array]) -> mx.array:
         """Values in the order of their forms; without the last ones if there are fewer."""
-        forms = (self.hidden, *self.carried, *self.gifts)[: len(values)]
+        forms = (self.hidden, *self.carried, *self.forwarded)[: len(values)]
         parts = [form.packed(value) for form, value in zip(forms, values, strict=True)]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def unpacked(self, array: mx.array) -> tuple[mx.array, ...]:
         """Values in the order of their forms, as many as `array` has room for."""
         found, start = [], 0
-        for form in (self.hidden, *self.carried, *self.gifts):
+        for form in (self.hidden, *self.carried, *self.forwarded):
             if start < array.shape[-1]:
                 found.append(form.unpacked(array[..., start : start + form.width]))
                 start += form.width

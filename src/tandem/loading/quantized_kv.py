@@ -133,4 +133,5 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
         mask = mx.expand_dims(mask, -3)
     if mask.dtype == mx.bool_:
         return mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    return scores + mask.astype(scores.dtype)
+    masked: mx.array = scores + mask.astype(scores.dtype)
+    return masked

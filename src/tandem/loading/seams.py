@@ -55,12 +55,12 @@ def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float,
             sinks: mx.array | None = None) -> mx.array:
     """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
     own = getattr(cache, "attend", None)
-    out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks) if own is not None else None
-    if out is not None:
-        return out
-    if isinstance(keys, Quantized):
-        return quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    return _of_mlx_lm(queries, keys, values, cache, scale, mask, sinks)
+    out: mx.array | None = None
+    if own is not None:
+        out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if out is None and isinstance(keys, Quantized):
+        out = quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return _of_mlx_lm(queries, keys, values, cache, scale, mask, sinks) if out is None else out
 
 
 def let_caches_attend() -> None:
@@ -114,7 +114,7 @@ class _Waiting:
         if not goes_on:
             self._before = None
         elif self._tokens % AHEAD == 0:
-            mx.async_eval(state)
+            mx.async_eval(state)  # type: ignore[no-untyped-call,unused-ignore]
             if self._before is not None:
                 mx.eval(self._before)
             self._before = state

@@ -78,7 +78,8 @@ class TakesSum(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Outputs of the module for inputs [B, L, W] summed over the ranks."""
-        return self.module(self._tensor_parallel.sum(x))
+        outputs: mx.array = self.module(self._tensor_parallel.sum(x))
+        return outputs
 
 
 class OwnWidth(nn.Module):
@@ -95,7 +96,8 @@ class OwnWidth(nn.Module):
         inner, own = self.attention, copy.copy(self.attention)
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(own, name, _fixed(getattr(inner, name)(x)))
-        return own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
+        outputs: mx.array = own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
+        return outputs
 
 
 def _fixed(value: mx.array) -> Callable[[mx.array], mx.array]:
@@ -135,7 +137,8 @@ class NormOverRanks(nn.Module):
         squares = self._tensor_parallel.sum(wide.square().sum(axis=-1, keepdims=True))
         eps = getattr(self.norm, "eps", None) or self.norm.variance_epsilon
         y = (wide * mx.rsqrt(squares / self._width + eps) * self.norm.weight).astype(x.dtype)
-        return nn.silu(gate) * y if gate is not None and gate_last else y
+        gated: mx.array = nn.silu(gate) * y if gate is not None and gate_last else y
+        return gated
 
 
 class OwnExperts(nn.Module):
@@ -404,7 +407,8 @@ class SharedHead(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V]; or, of an embedding, tokens [B, L] to hidden states."""
         if self._embedding is not None:
-            return self._embedding(x)
+            states: mx.array = self._embedding(x)
+            return states
         return self._tensor_parallel.gather_last(self.rows(x), self._sizes)
 
     def as_linear(self, h: mx.array) -> mx.array:
@@ -418,11 +422,12 @@ class EmbeddingAsHead(nn.Module):
     def __init__(self, model: nn.Module, path: str) -> None:
         """`path` is that of the embedding in `model`."""
         super().__init__()
-        self._embedding = lambda: at(model, path)
+        self._embedding: Callable[[], nn.Module] = lambda: at(model, path)
 
     def __call__(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V]."""
-        return self._embedding().as_linear(h)
+        logits: mx.array = self._embedding().as_linear(h)
+        return logits
 
 
 def rows_of(embedding: nn.Module, rows: range) -> nn.Module:

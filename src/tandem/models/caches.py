@@ -201,7 +201,7 @@ def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
 
 def _global(config: Mapping[str, Any], i: int) -> bool:
     size = config["layer_group_size"]
-    return (i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size
+    return bool((i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size)
 
 
 def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
