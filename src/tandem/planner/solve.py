@@ -146,10 +146,6 @@ class Solver:
         placed = (self._stage(g, a, b, streams, objective) for g, (a, b) in zip(groups, ranges, strict=True))
         return tuple(stage for stage in placed if stage is not None)
 
-    def _sharing(self, group: tuple[int, ...]) -> int:
-        """Machines of a stage that share out experts whole."""
-        return len(group) if len(group) > 1 and self.divider.whole_experts(len(group)) else 1
-
     def _placed(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
         """Layers start..stop on `group`. Ranges in the middle of layers that are alike differ in length only."""
         if self._alike and start and stop < self._layers:
