@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tandem.config.dotenv_file import read_dotenv
+from tandem.config.legacy import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, Option, by_name, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables

@@ -21,7 +21,7 @@ from tandem.diagnostics.doctor.session import PROBE
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
-from tandem.planner.manual import parse_layout
+from tandem.planner.layouts import parse_layout
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _MOST_PORTS = 1000

@@ -82,7 +82,7 @@ COMMANDS = {
     },
     "several machines": {
         "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
-                        machines.add_plan, Later("plan.command:run")),
+                        machines.add_plan, Later("plan:run")),
         "hosts": Command("Find machines, pair with them, write the hosts file, and install Tandem on them.",
                          machines.add_hosts, Later("hosts.command:run")),
         "agent": Command("Wait on this machine for heads that it is paired with, to run ranks for them.",

@@ -14,9 +14,8 @@ from rich.table import Table
 
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
-from tandem.checkpoints.inventory import find_stored, remove, stored
-from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
 from tandem.cli.screen import models_table, screen, size
 from tandem.errors import ConfigError

@@ -337,11 +337,12 @@ class NamedModel:
     """One further model, as `also` or a table [models.NAME] describes it."""
 
     name: str
-    """What clients ask for."""
+    """Name that clients ask for."""
     values: dict[str, Any]
-    """What differs from the other settings: by field name, `keep` and `unload_after` among them, typed as in TOML."""
+    """Values that differ from the other settings: by field name, `keep` and `unload_after` among them, typed as in
+    TOML."""
     source: str
-    """Where it stands, as messages name it."""
+    """Place of the entry, as messages name it."""
 
     def label(self, field: str) -> str:
         """A field as messages name it."""

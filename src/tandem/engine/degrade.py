@@ -12,8 +12,8 @@ from tandem.engine.layout import GangLayout, plan_layout
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.machines import hosts_for, named_backend
 from tandem.planner.hardware import METAL_FENCE, Link, Machine
-from tandem.planner.measured import Cluster, with_profile
 from tandem.planner.plan import plan
+from tandem.planner.profile import Cluster, with_profile
 from tandem.planner.types import Request
 from tandem.protocol.control import Ready
 

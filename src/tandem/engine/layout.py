@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.fingerprint import fingerprint
+from tandem.checkpoints.files import ModelFiles, fingerprint
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings

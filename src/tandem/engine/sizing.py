@@ -19,6 +19,7 @@ from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.kv.budget import held_sequences, kv_capacity
 from tandem.log import Seldom
 from tandem.models.description import ModelDescription
+from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.pieces import BLOCK_SIZE
@@ -37,7 +38,6 @@ EASE, SHED = 0.85, 0.95
 MARGIN = 0.03
 """Least distance of `EASE` above `--memory-fraction`, since a full KV cache is no trouble. The share must fall as far
 below it until all is well again."""
-GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
 def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
@@ -48,7 +48,7 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     halve all limits, because a GPU's memory was full in spite of them.
     """
     chosen = settings.scheduler
-    chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
+    chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)

@@ -32,7 +32,7 @@ from tandem.loading.parcel import dtype_name
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import kv_bytes_per_token, slice_bytes, token_bytes
+from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
@@ -55,7 +55,7 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
-    dequantize = _dequantizes(spec)
+    dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
     shard = shard_of(spec, description, dequantize)
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
@@ -67,21 +67,14 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     return stage
 
 
-def _dequantizes(spec: StageSpec) -> bool:
-    return spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
-
-
 def _fuses(spec: StageSpec) -> bool:
     return spec.fuse_projections == "on" or (spec.fuse_projections == "auto" and on_gpu())
 
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
-    description, dequantize = describe(files), _dequantizes(spec)
-    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=on_gpu())
-    if spec.samples and spec.draft_path:
-        draft = describe(_draft_files(spec))
-        need += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=on_gpu())
+    draft = describe(_draft_files(spec)) if spec.samples and spec.draft_path else None
+    need = rank_weights(describe(files), spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
     if need > allowed:
         raise OutOfMemory(
@@ -110,7 +103,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
-                       dequantize=_dequantizes(spec), fuse=_fuses(spec))
+                       dequantize=dequantizes(spec.dequantize, gpu=on_gpu()), fuse=_fuses(spec))
     log.info("Draft model loaded: %s", files.name)
     return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
 
@@ -140,7 +133,7 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Ca
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
         return None, ""
     description = describe(files)
-    shard = shard_of(spec, description, _dequantizes(spec))
+    shard = shard_of(spec, description, dequantizes(spec.dequantize, gpu=on_gpu()))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from tandem.checkpoints.files import METADATA, ModelFiles
-from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.errors import RankFailure, TransportError
 from tandem.models.description import describe

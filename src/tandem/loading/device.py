@@ -1,6 +1,6 @@
-"""What MLX computes on here, as JSON: `python -m tandem.loading.device`. `processes/device.py` asks it.
+"""Device of MLX on this machine, as JSON: `python -m tandem.loading.device`, which `processes/device.py` runs.
 
-An argument `cpu` or `gpu` is what ranks are told with `--device`.
+An argument `cpu` or `gpu` is the ranks' `--device`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Quantized(NamedTuple):
         return self.codes, self.scales, self.biases
 
     def expanded(self) -> mx.array:
-        """As numbers again, in the type of computation."""
+        """Return the numbers, in the type of computation."""
         return mx.dequantize(*self.parts, group_size=self.groups.size, bits=self.groups.bits)
 
 
@@ -144,4 +144,5 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
         mask = mx.expand_dims(mask, -3)
     if mask.dtype == mx.bool_:
         return mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    return scores + mask.astype(scores.dtype)
+    masked: mx.array = scores + mask.astype(scores.dtype)
+    return masked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from tandem.launchers.machines import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
-from tandem.models.shard import held_kv_heads, plan_shards
+from tandem.models.footprint import rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
 from tandem.supervision.replica_process import replica_settings
@@ -90,7 +88,8 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
             sizes = [_weights(layout, spec, machines.gpu, sequences) for spec in specs]
             # The ranks of a machine get equal parts of it.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
-            per_token[name] = per_token.get(name, 0) + sum(_kv(layout, spec, machines.gpu) for spec in specs)
+            per_token[name] = per_token.get(name, 0) + sum(
+                rank_position(layout.description, spec, _draft(spec), gpu=machines.gpu) for spec in specs)
     if not machines.memory:
         return Footprint(weights, {}, 0, context)
     if unknown := weights.keys() - budget.keys():
@@ -135,31 +134,10 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 
 def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
-    """Return the bytes of weights, and of the recurrent states of `sequences` sequences."""
-    dequantize = _dequantizes(spec, gpu)
-    more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
-    states = state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu)
-    more += int(sequences * spec.share * states)
-    if (draft := _draft(spec)) is not None:
-        more += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=gpu)
-    return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)
-
-
-def _dequantizes(spec: StageSpec, gpu: bool) -> bool:
-    return spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
-
-
-def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
-    """Return the KV bytes of a position on one rank."""
-    count = len(range(*spec.layers))
-    heads = layout.description.num_kv_heads
-    whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
-    draft = _draft(spec)
-    more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    shards = plan_shards(layout.description, spec.tp_size, weights=spec.tensor_split,
-                         dequantize=_dequantizes(spec, gpu), expert_parallel=spec.expert_parallel)
-    share = held_kv_heads(layout.description, shards[spec.tp_rank]) / heads
-    return more + math.ceil(whole * layout.description.cache_share(share))
+    """Bytes of weights, and of the recurrent states of so many sequences."""
+    adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
+    states = rank_states(layout.description, spec, sequences, gpu=gpu)
+    return adapter + states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:

@@ -27,11 +27,10 @@ from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
 from tandem.launchers.ssh import named_machine
-from tandem.models.description import describe
-from tandem.planner.experts import read_experts
 from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
-from tandem.planner.manual import parse_layout
+from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
+from tandem.planner.presets import planned_files
 from tandem.planner.types import NothingFits, Request
 from tandem.system.metal import gpu_memory
 
@@ -282,11 +281,10 @@ def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | Non
         return f"there is no copy of {evidence.model} on {evidence.here} to plan with"
     layout = request.layout or ("single" if len(names) == 1 else f"pp={len(names)}")
     try:
-        files = resolve(evidence.model if evidence.model == "demo" else copy.path)
-        description = describe(files)
+        model = planned_files(resolve(evidence.model if evidence.model == "demo" else copy.path))
         asked = Request(context=request.context, streams=request.streams, layouts=(parse_layout(layout),))
         machines = [machine_of(name, evidence.facts[name]) for name in names]
-        answer = plan(description, machines, [LINKS["10gbe"]], asked, experts=read_experts(files, description))
+        answer = plan(model.description, machines, [LINKS["10gbe"]], asked, experts=model.experts)
     except NothingFits as refusal:
         answer = refusal.plan
     except UsageError as error:

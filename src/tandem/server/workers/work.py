@@ -14,13 +14,10 @@ from pydantic_core import from_json
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import RequestError, UsageError
 from tandem.guided.grammar import grammar_of
-from tandem.models.description import describe
-from tandem.planner.as_json import plan_json
-from tandem.planner.commands import Plainly, caveats, commands, serve_flags
-from tandem.planner.experts import read_experts
-from tandem.planner.hardware import with_fences
-from tandem.planner.hosts import read_hosts, read_links
+from tandem.planner.explain import Named, caveats, commands, plan_json, serve_flags
+from tandem.planner.hosts import cluster_of, read_hosts
 from tandem.planner.plan import plan
+from tandem.planner.presets import planned_files
 from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
@@ -77,24 +74,22 @@ def _packed(tokens: Sequence[int]) -> bytes:
 
 def _compared(task: Compare) -> bytes:
     """The planner's answer as JSON. Raises UsageError."""
-    files = resolve(task.model, revision=task.revision, weights=False)
+    model = planned_files(resolve(task.model, revision=task.revision, weights=False))
     wanted = Request(context=task.context, streams=task.streams, goal=cast("Goal | None", task.goal))
-    cluster = read_hosts(task.hosts, None)
-    links, notes = read_links(task.link, cluster)
-    description = describe(files)
-    machines, counted = with_fences(cluster.machines, fast=False)  # as `tandem plan` does
+    cluster = cluster_of(read_hosts(task.hosts, None), task.link, description=model.description, request=wanted,
+                         fast=False)  # as `tandem plan` does
+    machines, notes = cluster.machines, cluster.notes
     try:
-        found = plan(description, machines, links, wanted, experts=read_experts(files, description))
+        found = plan(model.description, machines, cluster.links, wanted, experts=model.experts)
     except NothingFits as refusal:
         found = refusal.plan
-    told = [*cluster.notes, *notes, *([counted] if counted else [])]
-    asked = Plainly(task.model, task.revision, task.hosts)
+    named = Named(model=task.model, revision=task.revision, hosts=task.hosts)
     layout = None if found.chosen is None else found.chosen.layout
-    flags = [] if layout is None else serve_flags(found, asked)
+    flags = [] if layout is None else serve_flags(found, wanted, named)
     return msgspec.json.encode({
         **plan_json(found, machines),
-        "notes": told if layout is None else [*told, *caveats(layout, machines)],
-        "layers": description.num_layers,
+        "notes": notes if layout is None else [*notes, *caveats(layout, machines)],
+        "layers": model.description.num_layers,
         "serve": None if layout is None else flags,
-        "commands": [] if layout is None else commands(layout, flags, machines, asked),
+        "commands": [] if layout is None else commands(layout, flags, machines, named),
     })

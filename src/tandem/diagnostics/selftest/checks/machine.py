@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.files import read_headers
 from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import WANTED
 from tandem.diagnostics.doctor.examine import Question, examine, findings

@@ -8,7 +8,6 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,20 +16,16 @@ from rich.table import Table
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.screen import screen
 from tandem.errors import ConfigError
-from tandem.models.description import ModelDescription, describe
+from tandem.models.description import ModelDescription
 from tandem.models.kv_types import require_quantizable
-from tandem.planner.as_json import plan_json
-from tandem.planner.commands import caveats, commands, serve_flags
-from tandem.planner.experts import read_experts
+from tandem.planner.explain import Named, caveats, commands, plan_json, rate, serve_flags
 from tandem.planner.hardware import GIB, Machine
-from tandem.planner.hosts import Hosts, read_hosts, read_links, this_machine
-from tandem.planner.manual import parse_layout
-from tandem.planner.measured import Cluster, measured_machine, with_profile
+from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine
+from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
-from tandem.planner.presets import Planned, find, planned, presets
-from tandem.planner.profile import Profile, read_profile
+from tandem.planner.presets import Planned, find, planned, planned_files, presets
+from tandem.planner.profile import Cluster, Profile, measured_machine, read_profile
 from tandem.planner.types import Candidate, LayoutPlan, NothingFits, Prediction, Request, Stage
-from tandem.planner.words import rate
 
 _SHOWN = 10
 """Rows of the table without --all; a few of them are layouts that do not fit."""
@@ -42,11 +37,12 @@ _DISCLAIMER = (
 
 
 def print_plan(
-    console: Console, plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace, notes: Sequence[str]
+    console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool
 ) -> None:
     """The layouts compared, the one chosen and why, and how to serve with it."""
     streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
-    title = f"{arguments.model}: {streams} of {plan.context:,} tokens, for {plan.goal}"
+    machines = cluster.machines
+    title = f"{named.model}: {streams} of {plan.context:,} tokens, for {plan.goal}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("Layout", overflow="fold", ratio=3)
@@ -58,17 +54,17 @@ def print_plan(
         table.add_column(f"tokens/s\n{plan.streams} streams", justify="right")
     table.add_column("prompt\ntokens/s", justify="right")
     table.add_column("Why", overflow="fold", ratio=4)
-    rows = plan.candidates if arguments.all else _best(plan)
+    rows = plan.candidates if all_rows else _best(plan)
     for candidate in rows:
         table.add_row(*_row(candidate, plan, machines), style=None if candidate.fits else "dim")
     console.print(table)
     if left := len(plan.candidates) - len(rows):
         console.print(f"{left} more layouts were compared (--all shows them).", markup=False)
-    for line in (*plan.reasons, *notes, _DISCLAIMER.format(figures=_figures(machines))):
+    for line in (*plan.reasons, *cluster.notes, _DISCLAIMER.format(figures=_figures(machines))):
         console.print(line, markup=False)
     if plan.chosen is not None and plan.chosen.layout is not None:
-        flags = serve_flags(plan, arguments)
-        for line in commands(plan.chosen.layout, flags, machines, arguments):
+        flags = serve_flags(plan, request, named)
+        for line in commands(plan.chosen.layout, flags, machines, named):
             console.print(line, markup=False, style="bold", soft_wrap=True)
         for line in caveats(plan.chosen.layout, machines):
             console.print(line, markup=False)
@@ -79,13 +75,8 @@ def print_plan(
 
 
 def _figures(machines: Sequence[Machine]) -> str:
-    measured = [one.measured for one in machines]
+    measured = [machine.measured for machine in machines]
     return "measured" if all(measured) else "measured and nominal" if any(measured) else "nominal"
-
-
-def as_json(plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan in types that JSON has, with the flags that serve it."""
-    return {**plan_json(plan, machines), "serve": None if plan.chosen is None else serve_flags(plan, arguments)}
 
 
 def _best(plan: LayoutPlan) -> list[Candidate]:
@@ -125,14 +116,17 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read_profile(arguments.profile) if arguments.profile else None
     model = _model(arguments)
     request = _request(arguments, model.description)
-    cluster = _cluster(arguments, profile, model.description, request)
-    notes = [model.note, *cluster.notes] if model.note else cluster.notes
+    cluster = cluster_of(_hosts(arguments, profile), arguments.link or [], description=model.description,
+                         request=request, fast=arguments.fast_sync != "off", profile=profile,
+                         source=str(arguments.profile))
+    if model.note:
+        cluster.notes.insert(0, model.note)
     try:
         answer = plan(model.description, cluster.machines, cluster.links, request, experts=model.experts)
     except NothingFits as refusal:
-        _show(arguments, refusal.plan, cluster, notes)
+        _show(arguments, refusal.plan, cluster, request)
         raise
-    _show(arguments, answer, cluster, notes)
+    _show(arguments, answer, cluster, request)
     return 0
 
 
@@ -149,9 +143,7 @@ def _model(arguments: argparse.Namespace) -> Planned:
             f"one of the models of docs/planning.md{_meant(arguments.model)}",
             param="quant",
         )
-    files = resolve(arguments.model, revision=arguments.revision, weights=False)
-    description = describe(files)
-    return Planned(description, read_experts(files, description), "")
+    return planned_files(resolve(arguments.model, revision=arguments.revision, weights=False))
 
 
 def _meant(model: str) -> str:
@@ -161,24 +153,14 @@ def _meant(model: str) -> str:
     return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
-def _cluster(arguments: argparse.Namespace, profile: Profile | None, description: ModelDescription, request: Request
-             ) -> Cluster:  # fmt: skip
-    """Machines and links as they were named, with the profile's figures, or else with the fences that are set."""
-    hosts = _hosts(arguments, profile)
-    links, notes = read_links(arguments.link or [], hosts, profile)
-    found = with_profile(hosts.machines, links, profile, description=description, request=request,
-                         fast=arguments.fast_sync != "off", backend=hosts.backend, source=str(arguments.profile))
-    return dataclasses.replace(found, notes=[*hosts.notes, *notes, *found.notes])
-
-
 def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if arguments.hosts or arguments.hostfile:
         return read_hosts(arguments.hosts or [], arguments.hostfile, profile)
     if profile is None or not profile.hosts:
         return this_machine()
     if len(profile.hosts) > 1:
-        arguments.hosts = [one.name for one in profile.hosts]  # the command that is printed names them
-    return Hosts(machines=[measured_machine(one) for one in profile.hosts])
+        arguments.hosts = [host.name for host in profile.hosts]  # the command that is printed names them
+    return Hosts(machines=[measured_machine(host) for host in profile.hosts])
 
 
 def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
@@ -202,12 +184,14 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
     )
 
 
-def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, notes: list[str]) -> None:
+def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, request: Request) -> None:
     machines = cluster.machines
+    named = Named(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Named)})
     if arguments.json:
-        facts: dict[str, Any] = {"model": arguments.model, "machines": [dataclasses.asdict(m) for m in machines],
-                                 "links": [dataclasses.asdict(link) for link in cluster.links]}
-        print(json.dumps({**facts, **as_json(answer, machines, arguments), "notes": notes}, indent=2))
+        serve = None if answer.chosen is None else serve_flags(answer, request, named)
+        print(json.dumps({"model": named.model, "machines": [dataclasses.asdict(m) for m in machines],
+                          "links": [dataclasses.asdict(link) for link in cluster.links],
+                          **plan_json(answer, machines), "serve": serve, "notes": cluster.notes}, indent=2))
         return
     console = screen(highlight=False)
-    print_plan(console, answer, machines, arguments, notes)
+    print_plan(console, answer, cluster, request, named, all_rows=arguments.all)
