@@ -22,7 +22,6 @@ NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
     "server/waiting.py unless": "both are awaited there, and their results taken",
     "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
-    "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",

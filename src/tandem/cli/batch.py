@@ -23,7 +23,7 @@ from tandem.borders import start_thread
 from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
 from tandem.printable import printable
-from tandem.server.batches.lines import Line, parse_line
+from tandem.server.store.lines import Line, parse_lines
 from tandem.system.files import read_regular
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
@@ -78,20 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_requests(path: Path) -> list[Line]:
     """The requests of a file. Raises UsageError naming the line at fault."""
-    lines: dict[str, Line] = {}
-    for number, text in enumerate(_bytes(path, "input").splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = parse_line(text)
-            if line.custom_id in lines:
-                raise ValueError(f"custom_id '{line.custom_id}' is there twice")
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: {error}", param="input") from None
-        lines[line.custom_id] = line
+    lines: list[Line] = []
+    for number, line in parse_lines(_bytes(path, "input").splitlines()):
+        if isinstance(line, ValueError):
+            raise UsageError(f"{path}, line {number}: {line}", param="input")
+        lines.append(line)
     if not lines:
         raise UsageError(f"{path}: there are no requests in it", param="input")
-    return list(lines.values())
+    return lines
 
 
 def _bytes(path: Path, param: str) -> bytes:

@@ -19,12 +19,13 @@ from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
 from tandem.server.failures import CANCELLED
-from tandem.server.journal.jobs import Job, Jobs, StoredReply, get_jobs
-from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering, Json, empty_response
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
+from tandem.server.store.calls import StoredReply
+from tandem.server.store.jobs import Job, Jobs, get_jobs
+from tandem.server.store.journal import Entry
 
 ROUTE = "/v1/responses"
 _PREFIX, _JOB_PREFIX = "resp_", "req-"

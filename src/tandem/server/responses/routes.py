@@ -24,8 +24,6 @@ from tandem.server.engines.served_model import Served
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import new_id
-from tandem.server.journal.jobs import Job, get_jobs, request_digest
-from tandem.server.journal.journal import Entry
 from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background
@@ -33,6 +31,8 @@ from tandem.server.responses.answering import Answering, Json, OutputItems, erro
 from tandem.server.responses.schemas import ResponsesRequest, as_parts
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import answered, encode_json, json_response, named_event
+from tandem.server.store.jobs import Job, get_jobs, request_digest
+from tandem.server.store.journal import Entry
 from tandem.server.validation import in_words
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tandem.borders import start_task
 from tandem.errors import RequestError, UnavailableError
-from tandem.server.journal.journal import Journal, told
+from tandem.server.store.journal import Journal, told
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class Writer:
             self._task = start_task(self._work(), name="journal")
         return await future
 
-    async def tidy(self, keep_s: float) -> bool:
-        """See Journal. What goes wrong is said in the log."""
-        return await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s)) is True
+    async def tidy(self, keep_s: float, lines_bytes: int = 0) -> bool:
+        """Call `Journal.tidy`. A failure is logged."""
+        return await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s, lines_bytes)) is True
 
     async def close(self) -> None:
         """Do what has been asked for, and close the journal."""
