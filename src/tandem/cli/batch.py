@@ -11,9 +11,10 @@ import urllib.error
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,7 +24,7 @@ from tandem.borders import start_thread
 from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
 from tandem.printable import printable
-from tandem.server.store.lines import Line, parse_lines
+from tandem.server.store.lines import Line, answer_line, parse_lines
 from tandem.system.files import read_regular
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
@@ -31,12 +32,13 @@ AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
 MOST = 4 << 30
 """Bytes of a file of requests, or of answers."""
-Json = dict[str, Any]
+Answer = tuple[int, bytes | str]
+"""HTTP status and line of an answer, or why there is none."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Whom to ask, and how patiently."""
+    """Address of the server, and limits of a request to it."""
 
     url: str
     key: str
@@ -61,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     with _opened(target) as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("", total=len(lines), completed=len(done))
         missing = len(todo)
-        for record, why in _results(server, todo, arguments.concurrency):
-            if record is None:
-                lost = why
+        for status, answer in _results(server, todo, arguments.concurrency):
+            if isinstance(answer, str):
+                lost = answer
                 continue
-            out.write(json.dumps(record).encode() + b"\n")
+            out.write(answer)
             out.flush()
-            refused += record["response"]["status_code"] >= 400
+            refused += status >= 400
             missing -= 1
             progress.advance(bar)
     print(f"{len(lines) - missing} of {len(lines)} answered ({len(done)} before, {refused} refused now): {target}")
@@ -124,13 +126,13 @@ def _opened(target: Path) -> BinaryIO:
         raise UsageError(message, param="output") from None
 
 
-def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:
-    """Answers as they come; None with the reason for a request that got none.
+def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[Answer]:
+    """Yield answers as they come.
 
     The threads are daemons, so that an interrupted command does not wait for what they wait for.
     """
     work: queue.SimpleQueue[Line] = queue.SimpleQueue()
-    results: queue.SimpleQueue[tuple[Json | None, str]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     for line in todo:
         work.put(line)
 
@@ -148,37 +150,32 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
         yield results.get()
 
 
-def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
-    """The answer to one request, after as many tries as it takes and `retries` allow."""
+def _ask(server: Server, line: Line) -> Answer:
+    """Return the answer to a request, after as many tries as it takes and `retries` allow."""
     why = ""
     for attempt in range(server.retries + 1):
         wait = min(2.0**attempt, LONGEST_WAIT_S)
         try:
             status, headers, raw = _post(server, line)
             if status not in AGAIN:
-                return _record(line, status, json.loads(raw)), ""
+                json.loads(raw)
+                return status, answer_line(f"batch_req_{uuid.uuid4().hex}", line.custom_id, status, raw)
             why = f"{line.custom_id}: HTTP {status}: {raw[:200].decode(errors='replace')}"
             if status == 401:
-                return None, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
+                return status, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
             after = headers.get("retry-after", "")
             wait = min(float(after), LONGEST_WAIT_S) if after.isdigit() else wait
         except (OSError, HTTPException, ValueError) as error:
             why = f"{line.custom_id}: {error}"
         if attempt < server.retries:
             time.sleep(wait)
-    return None, why
+    return 0, why
 
 
-def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
+def _post(server: Server, line: Line) -> tuple[int, Message, bytes]:
     try:
         with open_url(server.url + line.url, server.key, line.body, timeout_s=server.timeout_s) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
-
-
-def _record(line: Line, status: int, body: Any) -> Json:
-    request_id = body.get("id", "") if isinstance(body, dict) else ""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}

@@ -101,7 +101,7 @@ def wanted_events(http: Request) -> int | None:
 
 
 async def kept(http: Request, name: str) -> Stored | None:
-    """A response of this client that is kept, None if there is none with this id."""
+    """Return a response of this client that is kept, or None."""
     jobs = get_jobs(http)
     if jobs is None or not name.startswith(_PREFIX):
         return None
@@ -110,7 +110,7 @@ async def kept(http: Request, name: str) -> Stored | None:
 
 
 async def find(http: Request, name: str) -> Stored:
-    """As `kept`. Raises NotFoundError."""
+    """Return a response of this client that is kept. Raises NotFoundError."""
     if (stored := await kept(http, name)) is not None:
         return stored
     raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'store' or 'background' true "
@@ -125,6 +125,10 @@ class Stored:
     entry: Entry
     job: Job | None
     """None when it was over before."""
+
+    async def request(self) -> bytes:
+        """Body of the request. Raises JournalError, and ServerError when it is damaged."""
+        return await self.jobs.write(self.jobs.journal.request, self.entry)
 
     async def response(self, http: Request) -> Json:
         """The response object as it is now. Raises RequestError when the server ends."""

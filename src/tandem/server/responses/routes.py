@@ -109,7 +109,7 @@ async def delete(http: Request, response_id: str) -> Response:
 async def input_items(http: Request, response_id: str) -> Response:
     """The items that a kept response was made from, those of the responses before it among them, in pages."""
     stored = await background.find(http, response_id)
-    body = await stored.jobs.request(stored.entry)
+    body = await stored.request()
     items = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
     return json_response(page(items, http, newest_first=True))
 
@@ -131,7 +131,7 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
         raise RequestError(f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
                            "that is completed or incomplete can be continued.", param="previous_response_id",
                            code="invalid_value")
-    past = await stored.jobs.request(stored.entry)
+    past = await stored.request()
     large = len(past) + len(raw) > LARGE
     whole = await off_loop(large, _joined, past, response["output"], raw)
     limit = get_api(http).max_body
@@ -148,8 +148,8 @@ def _joined(past: bytes, output: list[Json], raw: bytes) -> bytes:
     return encode_json(body)
 
 
-def _items(given: str | list[Json]) -> list[Json]:
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+def _items(content: str | list[Json]) -> list[Json]:
+    return [{"type": "message", "role": "user", "content": content}] if isinstance(content, str) else content
 
 
 def _keeps(http: Request, fields: ResponsesRequest) -> bool:
@@ -176,7 +176,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     try:
         entry = Entry(0, background.job_id(answer.generation.request_id), get_group(http), "",
                       request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
-        await jobs.keep(entry, raw, answer.last_event())
+        await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
     except UnavailableError as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
         answer.stored = False

@@ -137,7 +137,7 @@ async def list_files(http: Request) -> Response:
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(http: Request, file_id: str) -> Response:
-    """What is known of a file."""
+    """Return OpenAI's file object."""
     return json_response(_file(http, file_id).shown())
 
 
@@ -149,8 +149,8 @@ async def file_content(http: Request, file_id: str) -> Response:
     headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
     path = _batches(http).files.path(file.id)
     with on_disk():
-        found = path.stat()
-    return _Content(path, media_type="application/octet-stream", headers=headers, stat_result=found)
+        status = path.stat()
+    return _Content(path, media_type="application/octet-stream", headers=headers, stat_result=status)
 
 
 @router.delete("/v1/files/{file_id}")

@@ -101,7 +101,7 @@ class _Running:
     asked: int = 0
     """Lines that are asked for now."""
     waiting: set[Job] = field(default_factory=set)
-    """Those of them that are refused for now."""
+    """Jobs of lines that are refused for now."""
 
     def pause(self, job: Job, refusal: StoredReply | None) -> None:
         """Note that a line waits, or for None that it is tried again; the batch shows why all of its lines wait."""
@@ -134,7 +134,6 @@ class Batches(Records[BatchRecord]):
 
     async def start(self) -> None:
         """Resume the batches of an earlier process. Raises JournalError."""
-        await self.files.start()
         batches = self._open()
         for batch_id, owner in await self._jobs.write(self._jobs.journal.batches_with_lines):
             if not any(batch.id == batch_id for batch in batches):

@@ -46,7 +46,7 @@ HEADER = 100
 """Bytes of SQLite's header."""
 _CONSTANT = slice(0, 24), slice(44, 92)
 _OF_HEADERS = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)
-"""What SQLite says of a wrong header, among other things."""
+"""SQLite's codes for a wrong header, among other faults."""
 MOST_CHANGED = 512
 """Bytes behind the header in which a first page of ours may differ from a new one's; another database's differs in
 more."""

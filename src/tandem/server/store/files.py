@@ -112,7 +112,7 @@ class Files(Records[File]):
                  ) -> None:  # fmt: skip
         """Read the records, and remove bytes without a record but for those of the ids `reading`.
 
-        Raises ConfigError when the directory cannot be used.
+        Records without bytes expire. Raises ConfigError when the directory cannot be used.
         """
         super().__init__(jobs, File)
         self.directory = directory
@@ -128,13 +128,11 @@ class Files(Records[File]):
             for path in directory.iterdir():
                 if path.suffix != ".data" or not (path.stem in self._records or self.reading[path.stem]):
                     path.unlink()
-            self._lost = [name for name in self._records if not self.path(name).exists()]
+            for file in self._records.values():
+                if not self.path(file.id).exists():
+                    file.expires_at = 0.0
         except OSError as error:
             raise ConfigError(f"--journal: cannot use {directory}: {error.strerror}", param="journal") from None
-
-    async def start(self) -> None:
-        """Remove records without bytes. Raises JournalError."""
-        await self.remove(*self._lost)
 
     def close(self) -> None:
         """End the thread."""
@@ -145,7 +143,7 @@ class Files(Records[File]):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def path(self, file_id: str) -> Path:
-        """Where the bytes of a file are."""
+        """Path of a file's bytes."""
         return self.directory / f"{file_id}.data"
 
     def check_room(self, owner: str, more: int = 0) -> None:

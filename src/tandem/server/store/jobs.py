@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from fastapi import Request
 from msgspec.structs import replace
@@ -102,7 +102,7 @@ class Jobs:
         assert server.journal is not None
         self.app: ASGIApp | None = None
         """The routes, behind keys and journal."""
-        self.root: Any = None
+        self.root: object = None
         """The application, as routes expect it in their scope."""
         self._api = api
         self._keep_s = server.journal_keep_hours * 3600
@@ -177,7 +177,7 @@ class Jobs:
             del self._coming[entry.id]
             if not counted and refusal is None and (accepted is None or accepted.id != entry.id):
                 self._api.quotas.give_back(group)
-        # Calls are answered in their order: had a job for it just ended, the answer would have been found.
+        # Calls are answered in their order: the answer of a job that has just ended is part of the entry.
         if accepted.status is None and accepted.id not in self._jobs:
             self._run(accepted, waited_for=not background)
         elif background and accepted.digest == entry.digest and (job := self._jobs.get(accepted.id)) is not None:
@@ -206,14 +206,6 @@ class Jobs:
             raise UnavailableError("The request is left for the next start of the server.", retry_after=10.0,
                                    code="shutting_down")
         return StoredReply(entry.status, await self.write(self.journal.reply, entry))
-
-    async def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
-        """Store a request that has been answered with status 200. Raises JournalError."""
-        await self.write(self.journal.keep, entry, body, answer)
-
-    async def request(self, entry: Entry) -> bytes:
-        """Body of a request. Raises JournalError, and ServerError when it is damaged."""
-        return await self.write(self.journal.request, entry)
 
     async def forget(self, entry: Entry) -> None:
         """Stop a request that still runs, and delete it with its answer. Raises JournalError."""
@@ -277,7 +269,7 @@ class Jobs:
                 reply = reply_of(error)
             if job.cancelled.is_set():
                 return reply_of(cancelled())
-            if job.waited_for or reply.retry_s is None or self._api.draining:
+            if job.waited_for or reply.retry_s is None:
                 return reply
             job.on_pause(reply)
             with contextlib.suppress(TimeoutError):
