@@ -190,6 +190,7 @@ class Batches(Records[BatchRecord]):
     # --- one batch ---
 
     def _begin(self, batch: BatchRecord) -> None:
+        batch.errors = []  # of an earlier try
         running = self._running[batch.id] = _Running(batch)
         if batch.status == "cancelling":
             running.stop.set()

@@ -20,7 +20,7 @@ from tandem.server.store.database import NOT_OURS, code_of, open_whole, pragma, 
 
 MOST_FREE = 16 * 2**20
 """Bytes of free pages from which on, when they outweigh the others, pages are given back to the disk."""
-PAGES_AT_ONCE, ROWS_AT_ONCE = 4096, 256
+PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 256
 """Pages that are given back, and rows that are read or dropped, in one call."""
 BYTES_AT_ONCE = 2**22
 """About as many bytes of answers are read in one call."""
