@@ -176,7 +176,7 @@ def opened(place):
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_until, place, tmp_path, killed):
+def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_until, place, tmp_path, killed, caplog):
     server = keeps()
     begun = half_done(server, engine, wait_until, 200)
     if killed:
@@ -205,6 +205,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_u
     assert not [path for path in left if path.exists()]
     seeds = {request.params.seed for request in engine.submitted.values()}
     assert len(seeds) == 200, "a line that is asked again draws the same text"
+    assert "damaged" not in caplog.text, "lines that the end of a server leaves open are not looked for in vain"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
