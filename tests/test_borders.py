@@ -22,7 +22,6 @@ NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
     "server/waiting.py unless": "both are awaited there, and their results taken",
     "server/acquire.py _wait_in_stream": "awaited there, and its result taken",
-    "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
     "llm/llm.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",

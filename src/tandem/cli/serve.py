@@ -37,8 +37,8 @@ from tandem.protocol.events import History
 from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.chats.texts import check_templates
 from tandem.server.connections.tls import Certificate
-from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
+from tandem.server.store.journal import make_directory
 from tandem.supervision.api import ApiProcess
 from tandem.supervision.control_socket import ControlServer, control_path
 from tandem.supervision.engines import EngineSet

@@ -23,8 +23,6 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, new_id
 from tandem.server.engines.served_model import Served
 from tandem.server.fields.ignored import note_ignored
-from tandem.server.journal.jobs import Job, get_jobs, request_digest
-from tandem.server.journal.journal import Entry
 from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background
@@ -32,6 +30,8 @@ from tandem.server.responses.answering import Answering, Json, OutputItems, erro
 from tandem.server.responses.schemas import ResponsesRequest, as_parts
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import encode_json, json_response, named_event, streamed
+from tandem.server.store.jobs import Job, get_jobs, request_digest
+from tandem.server.store.journal import Entry
 from tandem.server.validation import in_words
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ async def delete(http: Request, response_id: str) -> Response:
 async def input_items(http: Request, response_id: str) -> Response:
     """The items that a kept response was made from, those of the responses before it among them, in pages."""
     stored = await background.find(http, response_id)
-    body = await stored.jobs.request(stored.entry)
+    body = await stored.request()
     items = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
     return json_response(page(items, http, newest_first=True))
 
@@ -126,7 +126,7 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
         raise RequestError(f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
                            "that is completed or incomplete can be continued.", param="previous_response_id",
                            code="invalid_value")
-    past = await stored.jobs.request(stored.entry)
+    past = await stored.request()
     large = len(past) + len(raw) > LARGE
     whole = await off_loop(large, _joined, past, response["output"], raw)
     limit = get_api(http).max_body
@@ -143,8 +143,8 @@ def _joined(past: bytes, output: list[Json], raw: bytes) -> bytes:
     return encode_json(body)
 
 
-def _items(given: str | list[Json]) -> list[Json]:
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+def _items(content: str | list[Json]) -> list[Json]:
+    return [{"type": "message", "role": "user", "content": content}] if isinstance(content, str) else content
 
 
 def _keeps(http: Request, fields: ResponsesRequest) -> bool:
@@ -171,7 +171,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     try:
         entry = Entry(0, background.job_id(answer.generation.request_id), get_group(http), "",
                       request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
-        await jobs.keep(entry, raw, answer.last_event())
+        await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
     except UnavailableError as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
         answer.stored = False

@@ -17,7 +17,9 @@ import pytest
 
 from system_packages import require
 from tandem.errors import ConfigError, ServerError, UnavailableError
-from tandem.server.journal.journal import Entry, Journal, told
+from tandem.server.store.batches import BatchRecord
+from tandem.server.store.files import File
+from tandem.server.store.journal import KEPT_OPEN, LINE, Entry, Journal, told
 
 
 def accept(journal, name, body=b"{}", refusal=None, **changes):
@@ -142,7 +144,7 @@ def test_torn_anywhere(tmp_path):
 KILLED = """
 import sys
 from pathlib import Path
-from tandem.server.journal.journal import Entry, Journal
+from tandem.server.store.journal import Entry, Journal
 journal = Journal(Path(sys.argv[1]))
 start = int(sys.argv[2])
 for number in range(start, start + 10**6):
@@ -292,7 +294,7 @@ def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
     data[at:at + 8] = b"\xff" * 8
     path.write_bytes(data)
     with monkeypatch.context() as patch:
-        patch.setattr(f"tandem.server.journal.database.{step}", interrupted)
+        patch.setattr(f"tandem.server.store.database.{step}", interrupted)
         with pytest.raises(Interrupted):
             Journal(tmp_path / "j")
     again = Journal(tmp_path / "j")
@@ -340,10 +342,79 @@ def test_files_of_another_kind_are_left_alone(tmp_path):
         Journal(tmp_path)
     assert path.read_bytes() == data
     path.unlink()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-x.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has files and batches of an earlier version .* move the directory"):
+        Journal(tmp_path)
+    assert not path.exists()
+    shutil.rmtree(tmp_path / "files")
     (tmp_path / "journal").write_bytes(b"tandem journal 1\nabcd")
     with pytest.raises(ConfigError, match="of an earlier version of Tandem, .* give another directory, or move"):
         Journal(tmp_path)
     assert (tmp_path / "journal").read_bytes() == b"tandem journal 1\nabcd" and not path.exists()
+
+
+def test_a_journal_of_the_version_before_is_read_on(journal, tmp_path):
+    journal._database.executescript("DROP TABLE records; PRAGMA user_version = 1")
+    journal.close()
+    path = snapshot(journal.path.parent, tmp_path / "copy")
+    for _ in range(2):
+        with contextlib.closing(Journal(path.parent)) as again:
+            assert contents(again) == HELD
+            with again.transaction():
+                again.put(record("file-1"))
+    assert not path.with_name("journal.damaged").exists()
+
+
+def record(name, **changes):
+    return File(**{"id": name, "owner": "g", "created_at": 1.0, "filename": "a", "purpose": "batch", "bytes": 3,
+                   "expires_at": 9.0, **changes})
+
+
+def test_records_are_replaced_kept_in_a_repair_and_not_shown_when_damaged(tmp_path):
+    """As the rows of requests are."""
+    journal = Journal(tmp_path / "j")
+    for number in range(200):
+        answer(journal, accept(journal, f"r{number}", b"<%03d>" % number * 400), 200, b"ok")
+    with journal.transaction():
+        for number in range(3):
+            journal.put(record(f"file-{number}"))
+        journal.put(record("file-1", bytes=7))
+        journal.remove("file-0", "file-none")
+    kept = [record("file-1", bytes=7), record("file-2")]
+    assert journal.records(File) == kept and journal.records(BatchRecord) == []
+    journal.close()
+    path = tmp_path / "j" / "journal.db"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"<150>" * 200) // 4096 * 4096
+    data[at:at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with contextlib.closing(Journal(tmp_path / "j")) as again:
+        assert again.records(File) == kept and path.with_name("journal.damaged").exists()
+        again._database.execute("UPDATE records SET body = CAST(replace(body, 'batch', 'BATCH') AS BLOB) "
+                                "WHERE id = 'file-2'")
+        assert again.records(File) == kept[:1]
+
+
+def test_lines_of_batches_are_no_requests_of_clients(journal):
+    """They are found, taken up and dropped with their batch alone."""
+    lines = [(Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * 10)
+             for number in range(3)]
+    with journal.transaction():
+        journal.add_lines(lines)
+    entries = journal.open_lines("batch_1", "g", 0)
+    assert [entry.id for entry in entries] == ["line0", "line1", "line2"]
+    assert journal.open_lines("batch_1", "h", 0) == [] == journal.open_lines("batch_2", "g", 0)
+    answer(journal, entries[1], 200, b"yes")
+    for name in ("batch_1", "line0"):
+        assert find(journal, name, everybody=True) is None
+    assert [entry.id for entry in journal.pending()] == ["r3"]
+    journal.tidy(0.0)
+    assert journal.count_lines("batch_1", "g") == (1, 0, 33) and find(journal, "r0") is None
+    assert [entry.id for entry in journal.open_lines("batch_1", "g", entries[0].number)] == ["line2"]
+    assert journal.batches_with_lines() == [("batch_1", "g")]
+    assert [journal.drop_lines("batch_1", "g"), journal.drop_lines("batch_1", "g")] == [True, False]
+    assert find(journal, "r3") is not None
 
 
 def test_one_server_at_a_time(journal):
@@ -442,7 +513,7 @@ def test_old_answers_expire_open_requests_do_not_and_their_room_is_given_back(tm
     accept(journal, "open", created=1000.0)
     answer(journal, accept(journal, "new", created=4500.0), 200, b"")
     before = journal.size()
-    for _ in range(8):
+    for _ in range(20):
         journal.tidy(1000.0)
     assert find(journal, "old0") is None and find(journal, "old59") is None
     assert find(journal, "open").status is None and find(journal, "new").status == 200
@@ -455,6 +526,9 @@ def test_the_oldest_answers_are_found_without_reading_the_others(journal):
     plans = []
     journal._database.set_trace_callback(plans.append)
     find(journal, "key-r0")
+    journal.open_lines("batch_1", "g", 0)
+    journal.count_lines("batch_1", "g")
+    journal.drop_lines("batch_1", "g")
     journal.tidy(1e9)
     journal._database.set_trace_callback(None)
     queries = {query for query in plans if query.lstrip().startswith(("SELECT", "DELETE"))}

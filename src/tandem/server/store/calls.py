@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
 
 from msgspec import Struct
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from tandem.errors import RequestError
 from tandem.server.context import Api
@@ -32,8 +32,8 @@ class StoredReply(Struct, frozen=True):
         return min(float(dict(self.headers).get(b"retry-after", b"1")), LONGEST_PAUSE_S)
 
 
-def post_scope(root: Any, route: str, group: str, size: int) -> dict[str, Any]:
-    """The ASGI scope of a POST with a JSON body of so many bytes to the application `root`, for a trusted client."""
+def post_scope(root: object, route: str, group: str, size: int) -> Scope:
+    """Return the ASGI scope of a POST of `size` bytes of JSON to the application `root`, from a trusted client."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(size).encode())]
     return {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
@@ -42,11 +42,11 @@ def post_scope(root: Any, route: str, group: str, size: int) -> dict[str, Any]:
         "tandem.trusted": True}
 
 
-async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group: str, gone: asyncio.Event,
-               more: dict[str, Any]) -> StoredReply:
-    """The response of `app` to a POST for a client, also when the routes raise an exception.
+async def call(api: Api, app: ASGIApp, root: object, route: str, body: bytes, group: str, gone: asyncio.Event,
+               more: Mapping[str, object]) -> StoredReply:
+    """Return the response of `app` to a POST for a client, also when the routes raise an exception.
 
-    `gone`: whoever wanted it has left. `more` goes into the scope.
+    `gone` is set when the client has left. `more` goes into the scope.
     """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     response: list[Message] = []
@@ -60,7 +60,7 @@ async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group
     async def send(message: Message) -> None:
         response.append(message)
 
-    scope = post_scope(root, route, group, len(body)) | more
+    scope = {**post_scope(root, route, group, len(body)), **more}
     del body  # it may be large, and the answer may take long
     try:
         await app(scope, receive, send)
@@ -68,13 +68,13 @@ async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group
         return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
     except RequestError as error:
         return reply_of(error)
-    except Exception as error:  # noqa: BLE001 - an edge as in the gate: whoever waits must be told
+    except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
         return reply_of(internal_error(error, route))
     finally:
         api.release(scope)
 
 
 def reply_of(error: RequestError) -> StoredReply:
-    """An error as the server answers it."""
+    """Return an error as the response that the server gives."""
     response = error_response(error)
     return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))

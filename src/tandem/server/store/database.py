@@ -1,6 +1,6 @@
-"""The journal's database: its tables, the settings on which its promises rest, and a checksum for each row.
+"""The journal's database: tables, SQLite settings that its promises rest on, a checksum for each row, and repair.
 
-SQLite's pages have none: without it, what a disk has changed would be shown to a client.
+SQLite's pages have no checksums: without one, a row that the disk has changed would be shown to a client.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from tandem.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 NOT_OURS = "is not a journal that this version can read; move it away"
-_MARKS = (0x54644A6C, 1)
-"""application_id and user_version, by which a file is known as ours."""
-COLUMNS = {"requests": 11, "answers": 4}
-"""How many each table has; the first is the number of the request."""
+APPLICATION_ID, VERSION = 0x54644A6C, 2
+"""SQLite's application_id and user_version, which tell a journal from other databases. Version 1 has no `records`."""
+TABLES = {"requests": ("requests", 11), "answers": ("requests", 4), "records": ("records", 5)}
+"""For each table the one whose AUTOINCREMENT numbers its rows, and its number of columns. `number` is the first."""
 _SCHEMA = f"""
-PRAGMA application_id = {_MARKS[0]};
-PRAGMA user_version = {_MARKS[1]};
+PRAGMA application_id = {APPLICATION_ID};
 CREATE TABLE requests(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL,
     key TEXT NOT NULL, digest BLOB NOT NULL, route TEXT NOT NULL, created REAL NOT NULL, background INTEGER NOT NULL,
     outline BLOB NOT NULL, seal BLOB NOT NULL, body BLOB NOT NULL);
@@ -36,13 +35,18 @@ CREATE UNIQUE INDEX by_id ON requests(id);
 CREATE INDEX by_key ON requests(key, owner) WHERE key != '';
 CREATE INDEX by_time ON requests(created);
 """
+_SINCE_VERSION_1 = f"""
+PRAGMA user_version = {VERSION};
+CREATE TABLE records(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
+    seal BLOB NOT NULL, body BLOB NOT NULL);
+"""
 _VACUUM = "auto_vacuum = INCREMENTAL"
 PAGE = 4096
 HEADER = 100
 """Bytes of SQLite's header."""
 _CONSTANT = slice(0, 24), slice(44, 92)
 _OF_HEADERS = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)
-"""What SQLite says of a wrong header, among other things."""
+"""SQLite's codes for a wrong header, among other faults."""
 MOST_CHANGED = 512
 """Bytes behind the header in which a first page of ours may differ from a new one's; another database's differs in
 more."""
@@ -58,15 +62,18 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
     database = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
     try:
         database.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
-        old = pragma(database, "schema_version") > 0
-        if old and (pragma(database, "application_id"), pragma(database, "user_version")) != _MARKS:
+        old, version = pragma(database, "schema_version") > 0, pragma(database, "user_version")
+        if old and (pragma(database, "application_id") != APPLICATION_ID or not 1 <= version <= VERSION):
             raise ConfigError(f"--journal: {path} {NOT_OURS}", param="journal")
         new = () if old else (_VACUUM,)
+        missing = ("" if old else _SCHEMA) + ("" if version == VERSION else _SINCE_VERSION_1)
         for setting in (*new, "journal_mode = WAL", "journal_size_limit = 16777216", "foreign_keys = ON",
                         "cell_size_check = ON", "fullfsync = ON", "checkpoint_fullfsync = ON",
                         f"synchronous = {'FULL' if durable else 'NORMAL'}"):
             database.execute(f"PRAGMA {setting}").fetchall()
-        database.executescript(f"BEGIN IMMEDIATE; {'' if old else _SCHEMA} COMMIT")  # takes the lock, and keeps it
+        database.executescript(f"BEGIN IMMEDIATE; {missing} COMMIT")  # takes the lock, and keeps it
+        if old and missing:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # `_wrong_header` reads the file itself
     except BaseException:
         database.close()
         raise
@@ -77,7 +84,7 @@ def first_page(pages: int) -> bytes:
     """SQLite's first page, with header and schema, of a journal of so many pages. None of them counts as free."""
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute(f"PRAGMA {_VACUUM}")
-        database.executescript(_SCHEMA)
+        database.executescript(_SCHEMA + _SINCE_VERSION_1)
         page = bytearray(database.serialize()[:PAGE])
     page[18:20] = b"\2\2"  # WAL
     page[28:32] = pages.to_bytes(4, "big")
@@ -173,8 +180,8 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> tuple[int, int]:
     new.execute("PRAGMA foreign_keys = OFF")
     with new:
         new.execute("BEGIN IMMEDIATE")
-        for table, width in COLUMNS.items():
-            for number in _numbers(old):
+        for table, (counter, width) in TABLES.items():
+            for number in _numbers(old, counter):
                 try:
                     rows = old.execute(f"SELECT * FROM {table} WHERE number = ?", (number,)).fetchall()
                 except sqlite3.DatabaseError:
@@ -187,9 +194,10 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> tuple[int, int]:
     return kept, lost
 
 
-def _numbers(old: sqlite3.Connection) -> range:
+def _numbers(old: sqlite3.Connection, counter: str) -> range:
+    """The numbers of rows in the tables that `counter` numbers, as far as they can be read."""
     ends: list[int] = []
-    for table in COLUMNS:
+    for table in (table for table, (numbered_by, _) in TABLES.items() if numbered_by == counter):
         for end in ("min", "max"):
             with contextlib.suppress(sqlite3.DatabaseError):
                 ends += filter(None, old.execute(f"SELECT {end}(number) FROM {table}").fetchone())
@@ -197,5 +205,6 @@ def _numbers(old: sqlite3.Connection) -> range:
         return range(0)
     first, last = max(min(ends), 1), max(ends)
     with contextlib.suppress(sqlite3.DatabaseError):  # a number that the disk has changed may be any: none is larger
-        last = min(last, *old.execute("SELECT seq FROM sqlite_sequence WHERE name = 'requests'").fetchone() or (last,))
+        row = old.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (counter,)).fetchone()
+        last = min(last, *row or (last,))
     return range(first, last + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import Field, field_validator
@@ -13,10 +13,6 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tandem.errors import NotFoundError, RequestError
-from tandem.server.batches import upload
-from tandem.server.batches.files import KEEP_S, File, on_disk
-from tandem.server.batches.records import BatchRecord
-from tandem.server.batches.runner import Batches
 from tandem.server.body import read_body
 from tandem.server.context import get_api, get_group, new_id
 from tandem.server.failures import error_response, refused
@@ -25,12 +21,13 @@ from tandem.server.lists import page
 from tandem.server.openai.messages import Strict
 from tandem.server.openapi import documented
 from tandem.server.sse import json_response
+from tandem.server.store.batches import Batches, BatchRecord
+from tandem.server.store.files import KEEP_S, LONGEST_S, SHORTEST_S, File, on_disk
 from tandem.server.validation import parse_bytes
 
 router = APIRouter()
 MAX_BODY = 65536
 HOUR_S = 3600.0
-Json = dict[str, Any]
 
 
 class _Content(FileResponse):
@@ -61,7 +58,7 @@ class ExpiresAfter(Strict):
     """When results are dropped."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=upload.SHORTEST_S, le=upload.LONGEST_S)]
+    seconds: Annotated[int, Field(ge=SHORTEST_S, le=LONGEST_S)]
 
 
 class BatchRequest(Strict):
@@ -125,7 +122,7 @@ async def create_file(http: Request) -> Response:
     api = get_api(http)
     api.check_open()
     limit = int(api.settings.server.max_file_mb * 2**20)
-    file = await upload.take(http, batches.files, get_group(http), limit)
+    file = await batches.files.take(http, get_group(http), limit)
     return json_response(file.shown())
 
 
@@ -139,7 +136,7 @@ async def list_files(http: Request) -> Response:
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(http: Request, file_id: str) -> Response:
-    """What is known of a file."""
+    """Return OpenAI's file object."""
     return json_response(_file(http, file_id).shown())
 
 
@@ -151,8 +148,8 @@ async def file_content(http: Request, file_id: str) -> Response:
     headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
     path = _batches(http).files.path(file.id)
     with on_disk():
-        found = path.stat()
-    return _Content(path, media_type="application/octet-stream", headers=headers, stat_result=found)
+        status = path.stat()
+    return _Content(path, media_type="application/octet-stream", headers=headers, stat_result=status)
 
 
 @router.delete("/v1/files/{file_id}")
@@ -160,7 +157,7 @@ async def delete_file(http: Request, file_id: str) -> Response:
     """Keep nothing of a file; a batch that runs over it goes on."""
     file = _file(http, file_id)
     with on_disk():
-        _batches(http).files.drop(file.id)
+        await _batches(http).files.drop(file.id)
     return json_response({"id": file.id, "object": "file", "deleted": True})
 
 
@@ -182,8 +179,7 @@ async def create_batch(http: Request) -> Response:
                   completion_window=fields.completion_window, created_at=now, metadata=fields.metadata,
                   expires_at=now + HOUR_S * int(fields.completion_window[:-1]),
                   keep_s=float(keep.seconds) if keep is not None else KEEP_S)
-    with on_disk():
-        await batches.create(batch)
+    await batches.create(batch)
     return json_response(batch.shown())
 
 
@@ -204,6 +200,5 @@ async def retrieve_batch(http: Request, batch_id: str) -> Response:
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Stop a batch; answers that are there stay."""
     batch = _batch(http, batch_id)
-    with on_disk():
-        await _batches(http).cancel(batch)
+    await _batches(http).cancel(batch)
     return json_response(batch.shown())

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
+import sqlite3
 import stat
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
 
 from tandem.errors import ConfigError, RequestError
-from tandem.server.batches import runner
-from tandem.server.batches.files import Files
+from tandem.server.store import batches
+from tandem.server.store.files import Files
+from tandem.server.store.journal import Journal
 
 CHAT = "/v1/chat/completions"
 BODIES = {
@@ -71,7 +75,8 @@ def error_of(response, status=400):
 
 @pytest.mark.parametrize("endpoint", BODIES)
 def test_a_batch_from_upload_to_results(keeps, engine, wait_until, endpoint, place):
-    client = keeps().openai()
+    server = keeps()
+    client = server.openai()
     lines = [line(str(number), endpoint) for number in range(40)]
     file = upload(client, *lines, line("bad", endpoint, nonsense=1), "", name="../../etc/été.jsonl")
     assert (file.filename, file.purpose, file.object) == ("../../etc/été.jsonl", "batch", "file")
@@ -96,7 +101,8 @@ def test_a_batch_from_upload_to_results(keeps, engine, wait_until, endpoint, pla
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept if path.parent.name == "files"), kept
     assert stat.S_IMODE((place / "files").stat().st_mode) == 0o700
-    wait_until(lambda: not list(Path(place).rglob("batch_*.in")))
+    wait_until(lambda: not server.app.state.jobs.lines_bytes)
+    assert not server.app.state.jobs.journal.batches_with_lines()
 
 
 def test_lists_come_in_pages(keeps, engine, wait_until):
@@ -140,8 +146,8 @@ def test_two_batches_go_on_together_and_one_is_cancelled(keeps, engine, wait_unt
 
 
 def test_what_waits_is_cancelled_and_what_is_late_expires(keeps, engine, wait_until, monkeypatch):
-    monkeypatch.setattr(runner, "RUNNING", 1)
-    monkeypatch.setattr("tandem.server.batches.routes.HOUR_S", 0.1)
+    monkeypatch.setattr("tandem.server.store.jobs.LINES_AT_ONCE", 1)
+    monkeypatch.setattr("tandem.server.store.batch_routes.HOUR_S", 0.1)
     client = keeps().openai()
     engine.hold = True
     late = begin(client, line("a"), line("b"))
@@ -156,60 +162,94 @@ def test_what_waits_is_cancelled_and_what_is_late_expires(keeps, engine, wait_un
     assert one["error"]["code"] == "batch_cancelled"
 
 
-def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, place):
-    server = keeps()
-    client = server.openai()
+def half_done(server, engine, wait_until, lines):
+    """A batch of which some lines are answered, and the others wait for the engine."""
     engine.outputs = 8 * len(engine.reply)
-    begun = begin(client, *(line(str(number), temperature=1.0) for number in range(200)))
-    wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 3, 240.0)
+    client = server.openai()
+    begun = begin(client, *(line(str(number), temperature=1.0) for number in range(lines)))
+    wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 5, 240.0)
+    return begun
+
+
+def opened(place):
+    return contextlib.closing(Journal(place))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_until, place, tmp_path, killed, caplog):
+    server = keeps()
+    begun = half_done(server, engine, wait_until, 200)
+    if killed:
+        wait_until(lambda: engine.outputs == 0)
+        shutil.copytree(place, tmp_path / "after")  # what a kill -9 leaves
+        place = tmp_path / "after"
     server.stop()
-    [output] = (place / "files").glob("batch_*.output")
-    before = output.read_bytes()
-    output.write_bytes(before + b"\0" * 40 + b"\n" + before.splitlines()[0][:40])  # torn, as by a loss of power
+    with opened(place) as journal:
+        [(name, owner)] = journal.batches_with_lines()
+        kept = {entry.id: (entry.status, body) for entry, body in journal.answered_lines(name, owner, 0) if body}
+    assert name == begun.id and 5 < len(kept) < 200 and {status for status, _ in kept.values()} == {200}
     asked = len(engine.submitted)
-    left = [place / "files" / name for name in ("upload-x.tmp", "batch_x.in", "batch_x.output")]
+    left = [place / "files" / name for name in ("upload-x.tmp", "batch_x.output.tmp", "file-x.data")]
     for path in left:
         path.write_bytes(b"left behind")
     engine.outputs = None
-    client = keeps().openai()
+    client = serve(journal=str(place)).openai()
     done = over(client, begun, wait_until)
     assert done.status == "completed" and done.request_counts.completed == 200
     answers = results(client, done.output_file_id)
     assert set(answers) == set(map(str, range(200)))
-    kept = b"".join(one.partition(b" ")[2] for one in before.splitlines(keepends=True))
-    assert client.files.content(done.output_file_id).content.startswith(kept)
-    assert len(engine.submitted) - asked == 200 - len(before.splitlines())
+    by_id = {one["id"]: one["response"] for one in answers.values()}
+    for name, (status, body) in kept.items():
+        assert (by_id[name]["status_code"], by_id[name]["body"]) == (status, json.loads(body))
+    assert len(engine.submitted) - asked == 200 - len(kept)
     assert not [path for path in left if path.exists()]
     seeds = {request.params.seed for request in engine.submitted.values()}
     assert len(seeds) == 200, "a line that is asked again draws the same text"
+    assert "damaged" not in caplog.text, "lines that the end of a server leaves open are not looked for in vain"
 
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_what_the_disk_changes_in_results_is_computed_again(keeps, engine, wait_until, place, stopped, caplog):
     server = keeps()
-    client = server.openai()
-    engine.outputs = 8 * len(engine.reply)
-    begun = begin(client, *(line(str(number)) for number in range(80)))
-    wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 5, 240.0)
+    begun = half_done(server, engine, wait_until, 80)
+
+    def damage(database):
+        database.execute("""UPDATE answers SET body = CAST(replace(body, 'content', 'CONTENT') AS BLOB) WHERE number IN
+            (SELECT number FROM answers LIMIT 2)""")
+
     if stopped:
         server.stop()
-    [output] = (place / "files").glob("batch_*.output")
-    data = output.read_bytes()
-    at = data.index(b'"content":"') + len(b'"content":"')
-    text = data[at:data.index(b'"', at)].decode()
-    with output.open("r+b") as file:
-        for place_of in (at, data.index(b'"content":"', at) + len(b'"content":"') + 1):
-            file.seek(place_of)
-            file.write(bytes([data[place_of] ^ 1]))
+        with opened(place) as journal:
+            damage(journal._database)
+        server = keeps()
+    else:
+        damage(server.app.state.jobs.journal._database)
     engine.outputs = None
-    if stopped:
-        client = keeps().openai()
+    client = server.openai()
     done = over(client, begun, wait_until)
     assert (done.status, done.request_counts.completed) == ("completed", 80)
     answers = results(client, done.output_file_id)
     assert set(answers) == set(map(str, range(80)))
-    assert {one["response"]["body"]["choices"][0]["message"]["content"] for one in answers.values()} == {text}
+    assert len({one["response"]["body"]["choices"][0]["message"]["content"] for one in answers.values()}) == 1
     assert "2 lines of" in caplog.text
+
+
+def test_lines_that_the_disk_has_lost_are_told(keeps, engine, wait_until, place):
+    """Whose they are stands in no other place by then."""
+    server = keeps()
+    client = server.openai()
+    begun = half_done(server, engine, wait_until, 200)
+    client.files.delete(client.batches.retrieve(begun.id).input_file_id)
+    server.stop()
+    with opened(place) as journal:
+        journal._database.execute("UPDATE requests SET outline = 'x' WHERE number = (SELECT min(number) FROM requests)")
+        journal._database.execute("DELETE FROM requests WHERE number = (SELECT max(number) FROM requests)")
+    engine.outputs = None
+    client = keeps().openai()
+    done = over(client, begun, wait_until)
+    assert (done.status, done.request_counts.completed) == ("completed", 198)
+    assert len(results(client, done.output_file_id)) == 198
+    assert (done.errors.data[0].code, done.errors.data[0].message.split()[0]) == ("lines_lost", "2")
 
 
 def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until):
@@ -223,9 +263,9 @@ def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until)
 
 
 def test_a_client_over_its_limit_holds_up_no_other_clients_batches(keeps, engine, wait_until, monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "RUNNING", 1)
-    monkeypatch.setattr(runner, "AT_ONCE", 1)
-    monkeypatch.setattr("tandem.server.journal.calls.LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr("tandem.server.store.jobs.LINES_AT_ONCE", 1)
+    monkeypatch.setattr(batches, "LINES_AT_ONCE", 1)
+    monkeypatch.setattr("tandem.server.store.calls.LONGEST_PAUSE_S", 0.05)
     keys = tmp_path / "keys"
     keys.write_text("sk-limited requests_per_minute=1\nsk-free\n")
     keys.chmod(0o600)
@@ -246,9 +286,9 @@ def test_a_client_over_its_limit_holds_up_no_other_clients_batches(keeps, engine
 
 
 def test_lines_that_were_refused_are_asked_for_again_once_each(keeps, engine, wait_until, monkeypatch):
-    monkeypatch.setattr(runner, "AT_ONCE", 3)
-    monkeypatch.setattr("tandem.server.batches.records.READ_AHEAD", 4)
-    monkeypatch.setattr("tandem.server.journal.calls.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(batches, "LINES_AT_ONCE", 3)
+    monkeypatch.setattr("tandem.server.store.journal.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr("tandem.server.store.calls.LONGEST_PAUSE_S", 0.01)
     client = keeps().openai()
     begun = begin(client, *(line(str(number)) for number in range(60)))
     for _ in range(4):
@@ -281,8 +321,8 @@ def test_a_file_at_fault_fails_the_batch_and_says_why(keeps, engine, wait_until,
 
 
 def test_limits_of_lines(keeps, engine, wait_until, monkeypatch):
-    monkeypatch.setattr("tandem.server.batches.records.MOST_LINES", 3)
-    monkeypatch.setattr(runner, "MOST_OPEN", 1)
+    monkeypatch.setattr("tandem.server.store.batches.MOST_LINES", 3)
+    monkeypatch.setattr(batches, "MOST_OPEN", 1)
     client = keeps(max_body_mb=0.001).openai()
     done = over(client, begin(client, *(line(str(number)) for number in range(9))), wait_until)
     assert "line 4: a file may hold 3 requests" in done.errors.data[0].message
@@ -296,8 +336,13 @@ def test_limits_of_lines(keeps, engine, wait_until, monkeypatch):
         begin(client, line("a"))
 
 
+def client_files(place, max_bytes=1e9, records=()):
+    jobs = SimpleNamespace(journal=SimpleNamespace(records=lambda kind: list(records)), lines_bytes=Counter())
+    return Files(jobs, place, max_bytes=max_bytes, sync=False)
+
+
 def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engine, place, monkeypatch):
-    monkeypatch.setattr(runner, "MOST_OPEN", 3)
+    monkeypatch.setattr(batches, "MOST_OPEN", 3)
     client = keeps().openai()
     engine.hold = True
     body = {"input_file_id": upload(client, line("a")).id, "endpoint": CHAT, "completion_window": "24h"}
@@ -305,15 +350,11 @@ def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engi
         made = list(threads.map(
             lambda _: httpx.post(f"{client.base_url}batches", json=body, trust_env=False, timeout=240), range(12)))
     assert sorted(one.status_code for one in made) == [200] * 3 + [400] * 9
-    files = Files(place / "two", max_bytes=100, sync=False)
-    (first, out), (second, other) = files.begin("a"), files.begin("b")
-    files.grow("a", first, 60)
+    files = client_files(place / "two", max_bytes=100)
+    files._coming = {"first": 60}
+    files.check_room("a", 40)
     with pytest.raises(RequestError, match="--files-max-gb"):
-        files.grow("b", second, 60)
-    files.end(second)
-    files.grow("a", first, 90)
-    out.close()
-    other.close()
+        files.check_room("a", 60)
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -423,16 +464,16 @@ def test_sizes_and_room_are_bounded(keeps, place, monkeypatch):
         endless = (whole if not number else b"\r\n" * 500 for number in range(1000))
         answer = server.http.post("/v1/files", content=endless, headers={
             "content-type": "multipart/form-data; boundary=b"})
-        assert answer.status_code == 413, "what is no part of the form counts too"
+        assert answer.status_code == 413, answer.text + "what is no part of the form counts too"
     for _ in range(2):
         assert form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 9000)}).status_code == 200
     full = error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 9000)}))
     assert (full["code"], "--files-max-gb" in full["message"]) == ("files_limit_exceeded", True)
-    monkeypatch.setattr("tandem.server.batches.files.MOST_FILES", 2)
+    monkeypatch.setattr("tandem.server.store.files.MOST_FILES", 2)
     assert error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x")}))["code"] == "too_many_files"
     batch = {"input_file_id": server.openai().files.list().data[0].id, "endpoint": CHAT, "completion_window": "24h"}
     assert error_of(server.http.post("/v1/batches", json=batch))["code"] == "too_many_files", "it makes files too"
-    assert len(list((place / "files").iterdir())) == 4
+    assert len(list((place / "files").iterdir())) == 2
 
 
 def test_each_key_has_its_own(keeps, wait_until):
@@ -466,23 +507,20 @@ def test_the_remedy_without_a_journal(shared):
         assert "--journal DIR" in error_of(response)["message"]
 
 
-def test_files_expire(keeps, place, monkeypatch):
+def test_files_expire(keeps, place, monkeypatch, wait_until):
     server = keeps()
     client = server.openai()
     file = upload(client, line("a"), expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at - file.created_at == 3600
     lasting = upload(client, line("a"))
     assert lasting.expires_at - lasting.created_at == 30 * 86400
-    server.stop()
     now = file.created_at + 3700
-    monkeypatch.setattr("tandem.server.batches.files.time.time", lambda: now)
-    files = Files(place / "files", max_bytes=1e9, sync=False)
-    files.drop_expired()
-    assert [one.id for one in files.of(None)] == [lasting.id]
-    assert len(list((place / "files").iterdir())) == 2
+    monkeypatch.setattr("tandem.server.store.files.time.time", lambda: now)
+    wait_until(lambda: [one.id for one in client.files.list()] == [lasting.id])
+    wait_until(lambda: len(list((place / "files").iterdir())) == 1)
 
 
-def test_files_that_are_taken_away_are_told(keeps, engine, wait_until, place):
+def test_files_that_are_taken_away_are_told_and_disturb_no_batch_that_runs(keeps, engine, wait_until, place):
     server = keeps()
     client = server.openai()
     begun = begin(client, *(line(str(number)) for number in range(5)))
@@ -493,13 +531,17 @@ def test_files_that_are_taken_away_are_told(keeps, engine, wait_until, place):
     wait_until(lambda: len(engine.submitted) > before)
     shutil.move(place / "files", place / "away")
     engine.hold = False
-    wait_until(lambda: client.batches.retrieve(waits.id).errors, 240.0)
-    assert client.batches.retrieve(waits.id).status == "in_progress", "a disk may come back"
     content = server.http.get(f"/v1/files/{begun.input_file_id}/content")
     assert error_of(content, 503)["code"] == "disk_error"
     assert error_of(form(server, {"purpose": "batch"}, FILE), 503)["code"] == "disk_error"
+    lost = client.batches.create(input_file_id=begun.input_file_id, endpoint=CHAT, completion_window="24h")
+    wait_until(lambda: client.batches.retrieve(waits.id).errors and client.batches.retrieve(lost.id).errors, 240.0)
+    assert (client.batches.retrieve(waits.id).status, client.batches.retrieve(lost.id).status) == (
+        "finalizing", "validating"), "a disk may come back"
     (place / "files").mkdir(mode=0o700)
     done = over(client, waits, wait_until)
+    assert (done.status, done.errors) == ("completed", None) and len(results(client, done.output_file_id)) == 600
+    done = over(client, lost, wait_until)
     assert (done.status, done.errors.data[0].code) == ("failed", "files_lost")
     assert over(client, begin(client, line("a")), wait_until).status == "completed"
 
@@ -508,7 +550,7 @@ def test_a_file_that_cannot_be_deleted_is_still_there(keeps, monkeypatch):
     server = keeps()
     file = upload(server.openai(), line("a"))
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.server.batches.files.Path.unlink", refuse)
+        patch.setattr("tandem.server.store.files.Path.unlink", refuse)
         assert error_of(server.http.delete(f"/v1/files/{file.id}"), 503)["code"] == "disk_error"
     assert server.http.get(f"/v1/files/{file.id}").status_code == 200
     assert server.http.delete(f"/v1/files/{file.id}").json()["deleted"]
@@ -535,42 +577,49 @@ def test_a_full_disk_is_told_and_waited_for(keeps, engine, wait_until, monkeypat
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
     trouble[0] = False
     file = upload(client, line("a"), line("a"))
-    trouble[0] = True
     batch = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
-    assert error_of(server.http.post("/v1/batches", json=batch), 503)["code"] == "disk_full"
-    assert not list((place / "files").glob("batch_*")), "nothing is left of a batch that was not accepted"
-    trouble[0] = False
-    failing = [runner.write_record]
+    journal = server.app.state.jobs.journal
 
-    def write(path, record, *, sync):
-        if record.status == "failed" and failing:
-            failing.pop()
-            raise full
-        write_record(path, record, sync=sync)
+    def on_full_disk(name, when=lambda *_: True):
+        call = getattr(journal, name)
 
-    write_record = runner.write_record
-    monkeypatch.setattr(runner, "write_record", write)
+        def fails(*arguments):
+            if when(*arguments):
+                raise sqlite3.OperationalError("full")
+            return call(*arguments)
+
+        monkeypatch.setattr(journal, name, fails)
+
+    on_full_disk("put")
+    assert error_of(server.http.post("/v1/batches", json=batch), 503)["code"] == "journal_unavailable"
+    assert not list(client.batches.list()), "nothing is left of a batch that was not accepted"
+    monkeypatch.undo()
+    failing = [True]
+    on_full_disk("put", lambda record: record.status == "failed" and failing and failing.pop())
     failed = over(client, client.batches.create(**batch), wait_until)
     assert (failed.status, failed.errors.data[0].line, failing) == ("failed", 2, [])
+    monkeypatch.undo()
     engine.hold = True
     begun = begin(client, *(line(str(number)) for number in range(5)))
     wait_until(lambda: engine.submitted)
-    append = runner.Results.append
-    monkeypatch.setattr(runner.Results, "append", lambda self, kind, lines: (_ for _ in ()).throw(full))
+    on_full_disk("answer")
     engine.hold = False
     wait_until(lambda: client.batches.retrieve(begun.id).errors, 240.0)
     waiting = client.batches.retrieve(begun.id)
-    assert (waiting.status, waiting.errors.data[0].code) == ("in_progress", "disk_full")
-    monkeypatch.setattr(runner.Results, "append", append)
+    assert (waiting.status, waiting.errors.data[0].code) == ("in_progress", "journal_unavailable")
+    assert "The batch waits: The journal cannot be used" in waiting.errors.data[0].message
+    asked = len(engine.submitted)
+    monkeypatch.undo()
     done = over(client, begun, wait_until)
     assert (done.status, done.errors, done.request_counts.completed) == ("completed", None, 5)
     assert set(results(client, done.output_file_id)) == set(map(str, range(5)))
+    assert len(engine.submitted) == asked, "what was answered is not asked again"
 
 
 def test_a_directory_that_cannot_be_used_is_said_at_the_start(tmp_path):
     (tmp_path / "files").write_text("in the way")
     with pytest.raises(ConfigError, match="--journal: cannot use"):
-        Files(tmp_path / "files", max_bytes=1e9, sync=False)
+        client_files(tmp_path / "files")
 
 
 def test_a_file_object_may_be_streamed_in(keeps):

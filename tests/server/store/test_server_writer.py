@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from tandem.errors import UnavailableError
-from tandem.server.journal.journal import Entry, Journal, JournalError
-from tandem.server.journal.writer import Writer
+from tandem.server.store.journal import Entry, Journal, JournalError
+from tandem.server.store.writer import Writer
 
 
 def entry(number, key=None):

@@ -21,17 +21,18 @@ from tandem.server.body import read_body
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import Api, get_group
 from tandem.server.failures import refused
-from tandem.server.journal.jobs import Jobs, StoredReply, get_jobs, request_digest
-from tandem.server.journal.journal import Entry
 from tandem.server.responses.background import ROUTE as RESPONSES
 from tandem.server.sse import encode_json, json_response
+from tandem.server.store.calls import StoredReply
+from tandem.server.store.jobs import Jobs, get_jobs, request_digest
+from tandem.server.store.journal import Entry
 
 router = APIRouter()
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 LONGEST_KEY = 255
 
 
-class Keeper:
+class Idempotency:
     """ASGI middleware between gate and routes."""
 
     def __init__(self, app: ASGIApp, api: Api, jobs: Jobs) -> None:

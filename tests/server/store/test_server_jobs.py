@@ -13,7 +13,7 @@ import threading
 import httpx
 import pytest
 
-from tandem.server.journal.journal import JournalError
+from tandem.server.store.journal import JournalError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTE = "/v1/chat/completions"
@@ -279,7 +279,7 @@ def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, eng
 
 
 def test_too_many_open_requests_are_refused_and_a_known_key_is_not(serve, engine, place, monkeypatch, wait_until):
-    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 4)
+    monkeypatch.setattr("tandem.server.store.jobs.MOST_OPEN", 4)
     server = serve(journal=place)
     first = ask(server, "done")
     engine.hold = True
@@ -299,7 +299,7 @@ def statuses(server, key, times, **fields):
 
 
 def test_one_client_never_has_all_places_of_the_journal(serve, engine, place, monkeypatch):
-    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 8)
+    monkeypatch.setattr("tandem.server.store.jobs.MOST_OPEN", 8)
     server = serve(journal=place, api_key=("one", "two", "three"))
     engine.hold = True
     assert statuses(server, "one", 5) == [202] * 4 + [429]
@@ -405,7 +405,7 @@ def test_work_that_breaks_is_told_and_ends(serve, place, wait_until, fault, pref
 
 def test_a_writer_that_breaks_is_told_too(serve, place, monkeypatch):
     server = serve(journal=place)
-    journal = server.app.state.jobs._journal
+    journal = server.app.state.jobs.journal
 
     def broken(*_, **__):
         raise MemoryError
@@ -421,7 +421,7 @@ def test_a_writer_that_breaks_is_told_too(serve, place, monkeypatch):
 
 def test_a_locked_journal_is_waited_for_in_the_background(serve, place, monkeypatch, wait_until):
     server = serve(journal=place)
-    journal = server.app.state.jobs._journal
+    journal = server.app.state.jobs.journal
     tried = threading.Event()
 
     def locked(*_):
@@ -429,7 +429,7 @@ def test_a_locked_journal_is_waited_for_in_the_background(serve, place, monkeypa
         raise sqlite3.OperationalError("locked")
 
     monkeypatch.setattr(journal, "request", locked)
-    monkeypatch.setattr("tandem.server.journal.writer.told", lambda _: JournalError("locked", retry_after=0.1))
+    monkeypatch.setattr("tandem.server.store.writer.told", lambda _: JournalError("locked", retry_after=0.1))
     name = ask(server, prefer="respond-async").json()["id"]
     assert tried.wait(240)
     assert status(server, name) == "in_progress"
@@ -444,7 +444,7 @@ def test_looking_does_not_read_what_was_asked(serve, engine, place, wait_until, 
     response = server.http.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
     wait_until(lambda: len(engine.submitted) == 2)
     reads = []
-    journal = server.app.state.jobs._journal
+    journal = server.app.state.jobs.journal
     monkeypatch.setattr(journal, "request", reads.append)
     assert status(server, "k") == "in_progress"
     assert server.http.get(f"/v1/responses/{response}").json()["status"] == "in_progress"
@@ -456,7 +456,7 @@ def test_looking_does_not_read_what_was_asked(serve, engine, place, wait_until, 
 
 def test_a_slow_disk_holds_up_nobody_else(serve, engine, place, monkeypatch):
     server = serve(journal=place)
-    journal = server.app.state.jobs._journal
+    journal = server.app.state.jobs.journal
     accept, stuck, go_on = journal.accept, threading.Event(), threading.Event()
 
     def slow(*arguments, **options):
