@@ -1,4 +1,4 @@
-"""docs/machines.md: a new user's way from two Macs and a cable to an answer, command by command as it stands there.
+"""docs/two-machines.md: a new user's way from two Macs and a cable to an answer, command by command as it stands there.
 
 The Macs are network namespaces on Linux that take themselves for Macs (fake_mac/README.md), both called `Mac`, as macOS
 calls them; each has a hardware id of its own, a network that both share, and a cable to the other.

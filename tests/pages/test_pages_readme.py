@@ -72,9 +72,9 @@ def test_package_indexes_get_no_relative_link() -> None:
         assert re.findall(r"\]\((?!https?:)|srcset|src=\"(?!https:)", made) == []
         assert "[MLX](https://github.com/ml-explore/mlx)" in made
     assert at_home.count("](http") == text.count("](")
-    assert "[The page at /ui](https://github.com/o/r/blob/v1/docs/page.md)" in at_home
+    assert "[The page at /ui](https://github.com/o/r/blob/v1/docs/terminal.md)" in at_home
     assert 'src="https://github.com/o/r/raw/v1/docs/images/tandem-light.svg"' in at_home
-    assert "- The page at /ui (`docs/page.md`): chat" in elsewhere
+    assert "- The page at /ui (`docs/terminal.md`): chat" in elsewhere
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,6 +1,6 @@
 """The check that a layout of several ranks computes what it should, over its real links, before it serves.
 
-Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of a whole prefill chunk
+Links can corrupt in silence, often only when a prompt is long (docs/checks.md). So one prompt of a whole prefill chunk
 and a little more is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch,
 on all lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, what every rank
 computes is compared in every step (`tandem.engine.quorum`).

@@ -116,7 +116,7 @@ def _add_comm(parser: argparse.ArgumentParser) -> None:
                         "its hosts, in place of ranks on this machine.")
     add_as_for_serve(parser, "remote_python")
     parser.add_argument("--fast-sync", choices=("on", "off"), default="off", help="MLX's fast fences on ranks of Macs, "
-                        "which can lock a GPU up (docs/machines.md) [off]")
+                        "which can lock a GPU up (docs/two-machines.md) [off]")
     parser.add_argument("--sizes", default="4K,64K,1M,16M", metavar="LIST", help="bytes of a message [4K,64K,1M,16M]")
     parser.add_argument("--num-iters", type=int, default=50, metavar="N", help="messages of each size [50]")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each group of ranks "

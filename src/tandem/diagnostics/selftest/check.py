@@ -54,7 +54,7 @@ class Check:
     proves: str
     """Statement that holds when it is ok."""
     public: bool = field(default=False, kw_only=True)
-    """True if it stands in docs/where.md; docs/firstlight.md has all."""
+    """True if it stands in docs/checks.md; docs/checks.md has all."""
     hosts: bool = field(default=False, kw_only=True)
     """True if it needs a hosts file."""
     risky: bool = field(default=False, kw_only=True)

@@ -126,7 +126,7 @@ def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: F
 
 
 def platform_of(facts: Figures) -> str:
-    """Return the column of docs/where.md that these facts belong to."""
+    """Return the column of docs/checks.md that these facts belong to."""
     system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
     if not facts.get("gpu"):
         return f"{system}, CPU"

@@ -160,7 +160,7 @@ def _keeps(http: Request, fields: ResponsesRequest) -> bool:
 
 
 def _needs_journal(param: str, other: str) -> RequestError:
-    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/journal.md), or {other}."
+    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
