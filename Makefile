@@ -1,5 +1,5 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check soak readme lint vllm-env test-vllm test-clients release clean
+.PHONY: help setup serve test check soak readme docs lint vllm-env test-vllm test-clients release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,10 @@ soak:  ## an hour of random faults, features and bad neighbours combined (ARGS="
 readme:  ## run every command of README.md, and check what it answers
 	@scripts/setup
 	@scripts/readme $(ARGS)
+
+docs:  ## build the documentation site into build/site; a link that leads nowhere is an error
+	@scripts/setup
+	@.venv/bin/mkdocs build --strict --quiet
 
 lint:  ## lint, types and import contracts
 	@scripts/lint

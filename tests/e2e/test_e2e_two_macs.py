@@ -20,7 +20,7 @@ from macs import FAKE_MAC, TOOLS, answers, recorded
 from netns import Machines
 from tandem.testing import tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "machines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "two-machines.md"
 INSTALL = ["make setup", "source .venv/bin/activate"]
 """What scripts/release tries, and scripts/setup of every checkout: it needs a package index."""
 MOST = 8
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="only in a checkout")
 
 def commands(heading: str) -> list[str]:
     """The commands of the blocks below a heading, up to the next one."""
-    section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n### ")[0]
+    section = PAGE.read_text().split(f"#### {heading}\n")[1].split("\n#### ")[0]
     blocks = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 
