@@ -6,12 +6,14 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -148,3 +150,14 @@ def test_a_request_reads_down() -> None:
                             timeout=240, check=True).stdout
     files, changes, whole = map(int, re.findall(r"\d+", traced))
     assert files <= 35 and changes <= 120 and whole <= 85, traced
+
+
+def test_the_lock_is_of_these_requirements() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    [ours] = [one for one in tomllib.loads((root / "uv.lock").read_text())["package"] if one["name"] == "mlx-tandem"]
+    named = {Requirement(line).name.replace("_", "-") + str(Requirement(line).specifier) for line in [
+        *project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]}
+    locked = {one["name"] + str(Requirement(f"x{one.get('specifier', '')}").specifier)
+              for one in ours["metadata"]["requires-dist"]}
+    assert locked == named, "run `uv lock`"
