@@ -161,3 +161,22 @@ def test_the_lock_is_of_these_requirements() -> None:
     locked = {one["name"] + str(Requirement(f"x{one.get('specifier', '')}").specifier)
               for one in ours["metadata"]["requires-dist"]}
     assert locked == named, "run `uv lock`"
+
+
+@pytest.mark.parametrize(("source", "remedy"), [
+    ('"""It is no more."""', "begins with 'It'"),
+    ('"""The same by store."""', "begins with 'The same'"),
+    ('class A:\n    b: int\n    """What a rank is told."""', "begins with 'What a rank is'"),
+    ("def f(gangs: int) -> None: ...", "for gang say rank group"),
+    ("class LaneBatch: ...", "for lane say micro-batch"),
+])
+def test_words_that_are_refused(source: str, remedy: str) -> None:
+    assert [remedy in said for _, said in script("wording").mistakes(source)] == [True]
+
+
+@pytest.mark.parametrize("source", [
+    '"""Return the tokens."""', '"""Tokens written, per KV store."""', '"""Items of a queue."""',
+    "planes = in_flight = FRAMES_IN_FLIGHT = 1", 'text = "It is a string, and no docstring"',
+])
+def test_words_that_are_taken(source: str) -> None:
+    assert list(script("wording").mistakes(source)) == []
