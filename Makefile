@@ -1,5 +1,5 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check soak readme docs lint vllm-env test-vllm test-clients release clean
+.PHONY: help setup serve test check quick soak readme docs lint vllm-env test-vllm test-clients release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,10 @@ test:  ## every test, including the slow ones and those with the demo model
 
 check:  ## lint, types, import contracts and the quick tests
 	@scripts/check
+
+quick:  ## lint and the quick tests of what has changed since the last commit (ARGS="COMMIT" for another)
+	@scripts/setup
+	@scripts/quick $(ARGS)
 
 soak:  ## an hour of random faults, features and bad neighbours combined (ARGS="--seed 7 --minutes 600" for another storm)
 	@scripts/soak $(ARGS)

@@ -180,3 +180,17 @@ def test_words_that_are_refused(source: str, remedy: str) -> None:
 ])
 def test_words_that_are_taken(source: str) -> None:
     assert list(script("wording").mistakes(source)) == []
+
+
+@pytest.mark.parametrize(("changed", "tests"), [
+    ("src/tandem/router/router.py", ["tests/router/test_a.py"]),
+    ("src/tandem/router/inner/deep.py", ["tests/router/test_a.py"]),
+    ("tests/router/test_b.py", ["tests/router/test_b.py"]),
+    ("tests/router/conftest.py", ["tests/router"]),
+    ("docs/kv.md", ["tests/pages/test_pages_readme.py"]),
+    ("LICENSE", []),
+])
+def test_what_changed_is_tested(changed: str, tests: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tests" / "router").mkdir(parents=True)
+    (tmp_path / "tests" / "router" / "test_a.py").touch()
+    assert script("quick").tests_of(Path(changed), tmp_path) == [Path(name) for name in tests]
