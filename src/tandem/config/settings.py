@@ -123,7 +123,7 @@ class ParallelSettings:
     """What ranks compute on. auto: what TANDEM_DEVICE says on a rank's machine, else a GPU where MLX has one."""
     fast_sync: Literal["auto", "on", "off"] = "off"
     """MLX's fast fences (MLX_METAL_FAST_SYNCH) on ranks of Macs: a sum over ranks waits about 4 us for the GPU and not
-    180. MLX warns of them: they have locked GPUs up until the Mac was restarted (docs/two-machines.md). auto: where ranks
+    180. MLX warns of them: they have locked GPUs up until a restart (docs/two-machines.md). auto: where ranks
     share layers; on: everywhere, and refused where no Mac's GPU computes; off: never, whatever the environment says."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""

@@ -58,7 +58,8 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
     api, jobs = get_api(http), get_jobs(http)
     if jobs is None:
-        raise RequestError("'background' needs a journal: start the server with --journal DIR (docs/background-work.md), or "
+        raise RequestError("'background' needs a journal: start the server with --journal DIR "
+                           "(docs/background-work.md), or "
                            "leave it out and wait for the answer or stream it.", param="background",
                            code="unsupported_parameter")
     await translated(http, lambda: chat_request(fields))

@@ -91,7 +91,8 @@ def _batches(http: Request) -> Batches:
     """Raises RequestError without a journal."""
     batches = cast("Batches | None", http.app.state.batches)
     if batches is None:
-        raise RequestError("Files and batches need a journal: start the server with --journal DIR (docs/background-work.md), or "
+        raise RequestError("Files and batches need a journal: start the server with --journal DIR "
+                           "(docs/background-work.md), or "
                            "use `tandem batch`.", code="unsupported_operation")
     return batches
 
