@@ -1,4 +1,4 @@
-"""`tandem up`, `restart`, `down` and `logs`: a server in the background."""
+"""`tandem up`, `restart`, `down`, `logs` and `replica`: a server that runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from dataclasses import replace
 
 import msgspec
 
+from tandem.cli.address import local_port, server_url
 from tandem.cli.processes import prepared
+from tandem.cli.screen import replicas_table, screen
 from tandem.cli.serve import GRACE_S, checked
 from tandem.cli.startup import farewell, progress_lines
-from tandem.cli.status import Look, look_at
+from tandem.cli.status import Look, as_json, look_at, look_at_port
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
+from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
 from tandem.supervision.children import MODULE
+from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_names
 
 POLL_S = 0.2
@@ -191,3 +195,25 @@ def _tail(place: Background, count: int) -> list[str]:
     with place.log.open(errors="replace") as file:
         lines = file.readlines()
     return lines[-count:] if count else []
+
+
+def run_replica(arguments: argparse.Namespace) -> int:
+    """List the replicas of a running server, add one, or drain one. Raises UsageError."""
+    port = local_port(server_url(arguments))
+    if arguments.action == "list":
+        screen(markup=False).print(replicas_table(as_json(look_at_port(port))["replicas"]))
+    elif arguments.action == "add":
+        reply = ask(control_path(port), AddReplica(arguments.role))
+        assert isinstance(reply, Done)
+        print(f"replica {reply.replica} is starting; it takes requests when `tandem replica list` shows it as ready")
+    else:
+        _drain(port, arguments.replica)
+    return 0
+
+
+def _drain(port: int, replica: int) -> None:
+    others = [other.state for other in look_at_port(port).replicas if other.info.replica != replica]
+    if others and "ready" not in others:
+        raise UsageError(f"no other replica than {replica} is ready ({', '.join(others)}); wait until one is")
+    ask(control_path(port), DrainReplica(replica))
+    print(f"replica {replica} drains: it gets no new requests and ends when it has none left")

@@ -100,7 +100,7 @@ COMMANDS = {
         "top": Command("Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
                        bench.add_top, Later("top:run")),
         "replica": Command("See, add and drain the replicas of a running `tandem serve`.", servers.add_replica,
-                           Later("replica:run")),
+                           Later("lifecycle:run_replica")),
         "cache": Command("See, warm and drop the prefixes that a running server keeps, in memory and on disk.",
                          servers.add_cache, Later("cache.command:run")),
         "batch": Command("Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch,
