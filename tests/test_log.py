@@ -4,8 +4,8 @@ import ast
 import errno
 import io
 import logging
-import re
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
