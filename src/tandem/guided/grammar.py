@@ -86,4 +86,5 @@ def _context_free(text: str) -> dict[str, Any]:
     found = given.get("grammars") if isinstance(given, dict) else None
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
         raise ValueError("a grammar in JSON must have a list 'grammars' of objects")
-    return given
+    grammars: dict[str, Any] = given
+    return grammars

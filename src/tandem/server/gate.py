@@ -128,4 +128,5 @@ def _presented_key(headers: Headers) -> str | None:
 
 def _route(scope: dict[str, Any] | Scope) -> str:
     """The route's pattern, not the path, which anyone can make up without end."""
-    return getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched")
+    route: str = getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched")
+    return route

@@ -62,7 +62,7 @@ class Worker:
             connection = self._started()
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(task)
-            reply = _decode(connection.recv_bytes())
+            reply: Reply = _decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._ended() from None
         except (OSError, SpawnError) as error:  # no memory, no descriptor
