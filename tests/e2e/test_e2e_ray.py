@@ -284,7 +284,7 @@ def test_replicas_spread_and_a_later_node_carries_another(cluster: Cluster, mode
         nodes = re.findall(r"ranks go to Ray nodes (\S+)", server.log)
         assert sorted(nodes) == [HEAD, "127.0.0.3"]
         server.replica("add")
-        wait_until(lambda: "replica 2 cannot start" in server.log)
+        wait_until(lambda: "Replica 2 cannot start" in server.log)
         assert "1 rank(s) need a device each" in server.log
         cluster.add("127.0.0.4", {"accelerator_type:M4-Max": 1}, gpus=1)  # what Ray says of a Mac by itself
         try:

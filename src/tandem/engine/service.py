@@ -245,5 +245,5 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("EngineStopped at once: requests under way are lost")
+        log.warning("Stopped at once: requests under way are lost")
         return 128 + signal.SIGTERM

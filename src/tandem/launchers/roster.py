@@ -263,7 +263,8 @@ class Roster:
                          "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
                          join.facts.cores, join.facts.memory_bytes / 2**30)
                 self._changed.notify_all()
-        self._end.post(identity, hosts.Welcome(self._heartbeat))
+            # Within the lock: others post to a member that they see, and a host drops what comes before this.
+            self._end.post(identity, hosts.Welcome(self._heartbeat))
 
     def _objection(self, join: hosts.Join) -> str | None:
         """Return why the rank host cannot be admitted, or None; use up its ticket."""

@@ -130,6 +130,12 @@ def guarded_lifeline(platform: str = sys.platform) -> Iterator[None]:
         guard.wait()
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
     """In the child: when the parent is gone call `on_loss`, or exit at once if there is none.
 
@@ -143,6 +149,6 @@ def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
             os._exit(1)
         on_loss()
 
-    if on_loss is None and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if on_loss is None:
+        die_with_parent()
     start_thread(wait, name="lifeline")

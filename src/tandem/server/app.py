@@ -94,6 +94,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await api.client.start()
     batches: Batches | None = app.state.batches
     if jobs is not None and batches is not None:
+        await batches.count()
         await jobs.start()
         await batches.start()
     # Where there are several models, each gets its tokenizer when it is loaded.

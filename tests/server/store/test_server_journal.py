@@ -19,7 +19,7 @@ from system_packages import require
 from tandem.errors import ConfigError, ServerError, UnavailableError
 from tandem.server.store.batches import BatchRecord
 from tandem.server.store.files import File
-from tandem.server.store.journal import KEPT_OPEN, LINE, Entry, Journal, told
+from tandem.server.store.journal import KEPT_OPEN, LINE, LINE_BYTES, Entry, Journal, told
 
 
 def accept(journal, name, body=b"{}", refusal=None, **changes):
@@ -410,11 +410,26 @@ def test_lines_of_batches_are_no_requests_of_clients(journal):
         assert find(journal, name, everybody=True) is None
     assert [entry.id for entry in journal.pending()] == ["r3"]
     journal.tidy(0.0)
-    assert journal.count_lines("batch_1", "g") == (1, 0, 33) and find(journal, "r0") is None
+    assert journal.count_lines("batch_1", "g") == (1, 0, 33 + 3 * LINE_BYTES) and find(journal, "r0") is None
     assert [entry.id for entry in journal.open_lines("batch_1", "g", entries[0].number)] == ["line2"]
     assert journal.batches_with_lines() == [("batch_1", "g")]
     assert [journal.drop_lines("batch_1", "g"), journal.drop_lines("batch_1", "g")] == [True, False]
     assert find(journal, "r3") is not None
+
+
+@pytest.mark.parametrize("size", [200, 1500, 4200])
+def test_lines_of_batches_cost_nobody_an_answer(tmp_path, size):
+    with contextlib.closing(Journal(tmp_path / "j", max_bytes=2**20, clock=lambda: 1000.0)) as journal:
+        for number in range(20):
+            answer(journal, accept(journal, f"r{number}", key=""), 200, b"yes")
+        with journal.transaction():
+            journal.add_lines([(Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * size)
+                               for number in range(1500)])
+        for entry in journal.open_lines("batch_1", "g", 0):
+            answer(journal, entry, 200, b"y" * size)
+        *_, taken = journal.count_lines("batch_1", "g")
+        assert not journal.tidy(1e9, taken)
+        assert all(find(journal, f"r{number}") is not None for number in range(20))
 
 
 def test_one_server_at_a_time(journal):

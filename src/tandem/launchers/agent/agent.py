@@ -64,6 +64,8 @@ class Session:
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = self._written = 0
         """Bytes for its input; a thread changes each."""
+        self._takes_input = True
+        """False once the program has ended or closed its input; bytes for it are dropped."""
         self.drained = False
         """True when it has closed its output."""
         self.heard = time.monotonic()
@@ -85,6 +87,7 @@ class Session:
                 stdin.write(data)
                 stdin.flush()
                 self._written += len(data)
+        self._takes_input = False
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -96,6 +99,8 @@ class Session:
 
     def write(self, data: bytes) -> bool:
         """Queue bytes for its standard input; none close it, after those before. False when too many wait."""
+        if not self._takes_input:
+            return True
         self._queued += len(data)
         self._input.put(data)
         return self._queued - self._written <= MOST_UNREAD

@@ -39,6 +39,7 @@ from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
 from tandem.launchers.ray.driver import sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses, choose, shortage
+from tandem.processes.child import die_with_parent
 from tandem.processes.interpreter import module_command
 from tandem.protocol.payloads import RANK_HOST
 from tandem.protocol.placement import (
@@ -228,9 +229,10 @@ def _run_there(address: str, node_id: str, module: str) -> None:
     actor = ray.remote(Program).options(num_cpus=0, max_concurrency=2, scheduling_strategy=strategy).remote(module)
 
     def pass_on() -> None:
-        while data := os.read(0, 65536):
-            ray.get(actor.write.remote(data))
-        actor.write.remote(b"")
+        with contextlib.suppress(ray.exceptions.RayError):  # the main thread meets it too, and says why
+            while data := os.read(0, 65536):
+                ray.get(actor.write.remote(data))
+            actor.write.remote(b"")
 
     start_thread(pass_on, name="input")
     try:
@@ -341,6 +343,7 @@ def _requests() -> Iterator[bytes]:
 
 def _place_ranks(address: str, start_units: str, lock: str) -> None:
     """Run a driver until standard input ends."""
+    die_with_parent()
     link = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what Ray prints goes elsewhere
     requests = _requests()

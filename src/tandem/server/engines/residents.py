@@ -116,16 +116,15 @@ class Residents:
     async def _listed(self, latest: ReplicaList) -> None:
         """Take the supervisor's list."""
         self.budget = latest.budget
-        for info in latest.models:
-            place = self._places.get(info.model)
-            if place is None:
-                continue
+        listed = [(self._places[info.model], info) for info in latest.models if info.model in self._places]
+        for place, info in listed:  # without a pause: a command that is given meanwhile must stand
             before = place.info
             if info.state == "failed" and (before is None or before.state != "failed" or place.told):
                 place.failed_at = _now()
                 self._refuse(place, _failure(info))
             place.info, place.told = info, False
             place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
+        for place, info in listed:
             await place.served.client.update([replica for replica in latest.replicas if replica.model == info.model])
         self.alive = True
         self._changed.set()

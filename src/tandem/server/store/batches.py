@@ -27,7 +27,7 @@ from tandem.server.failures import internal_error
 from tandem.server.store.calls import StoredReply
 from tandem.server.store.files import KEEP_S, File, Files, Records, disk_trouble
 from tandem.server.store.jobs import LINES_AT_ONCE, Job, Jobs
-from tandem.server.store.journal import BYTES_AT_ONCE, KEPT_OPEN, LINE, ROWS_AT_ONCE, ClientRecord, Entry
+from tandem.server.store.journal import BYTES_AT_ONCE, KEPT_OPEN, LINE, LINE_BYTES, ROWS_AT_ONCE, ClientRecord, Entry
 from tandem.server.store.lines import Json, answer_line, failure_line, line_id, parse_lines
 from tandem.server.waiting import Stopped, end_tasks, unless
 from tandem.system.files import open_private
@@ -129,15 +129,23 @@ class Batches(Records[BatchRecord]):
         self._api = api
         self._accepting = asyncio.Lock()
         self._running: dict[str, _Running] = {}
+        self._leftovers: asyncio.Task[None] | None = None
 
     # --- life ---
 
-    async def start(self) -> None:
-        """Resume the batches of an earlier process. Raises JournalError."""
-        batches = self._open()
+    async def count(self) -> None:
+        """Count the bytes of all lines, which the journal's limit leaves out, before anything is dropped by it."""
         for batch_id, owner in await self._jobs.write(self._jobs.journal.batches_with_lines):
-            if not any(batch.id == batch_id for batch in batches):
-                await self._drop_lines(batch_id, owner)
+            *_, self._jobs.lines_bytes[batch_id] = await self._jobs.write(
+                self._jobs.journal.count_lines, batch_id, owner)
+
+    async def start(self) -> None:
+        """Resume the batches of an earlier process."""
+        batches = self._open()
+        still_open = {batch.id for batch in batches}
+        over = [found for found in await self._jobs.write(self._jobs.journal.batches_with_lines)
+                if found[0] not in still_open]
+        self._leftovers = start_task(self._drop_over(over), name="batch-leftovers")
         if batches:
             logger.info("Resuming %d unfinished batches", len(batches))
         for batch in batches:
@@ -145,7 +153,7 @@ class Batches(Records[BatchRecord]):
 
     async def close(self) -> None:
         """Stop; the next process resumes batches that are not over."""
-        await end_tasks(*(running.task for running in self._running.values()))
+        await end_tasks(self._leftovers, *(running.task for running in self._running.values()))
         self.files.close()
 
     def _open(self) -> list[BatchRecord]:
@@ -254,7 +262,7 @@ class Batches(Records[BatchRecord]):
                 total += len(lines) + len(faults)
                 if not errors:
                     await self._jobs.write(self._jobs.journal.add_lines, lines)
-                    self._jobs.lines_bytes[batch.id] += sum(len(body) for _, body in lines)
+                    self._jobs.lines_bytes[batch.id] += sum(len(body) + LINE_BYTES for _, body in lines)
         except FileNotFoundError:
             if not self.files.directory.exists():
                 raise  # it may come back
@@ -264,6 +272,16 @@ class Batches(Records[BatchRecord]):
         batch.total, batch.errors = total, errors[:MOST_ERRORS]
         await self._turn(batch, "failed" if errors else "in_progress" if batch.end == "completed" else "cancelling")
         await self.files.end_reading(batch.input_file_id)
+
+    async def _drop_over(self, over: list[tuple[str, str]]) -> None:
+        """Delete the lines of batches that are over, as soon as the disk takes that."""
+        for batch_id, owner in over:
+            while True:
+                try:
+                    await self._drop_lines(batch_id, owner)
+                    break
+                except UnavailableError:  # the writer logs it
+                    await asyncio.sleep(DISK_POLL_S)
 
     async def _drop_lines(self, batch_id: str, owner: str) -> None:
         while await self._jobs.write(self._jobs.journal.drop_lines, batch_id, owner):

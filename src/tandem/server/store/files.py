@@ -180,7 +180,12 @@ class Files(Records[File]):
                 self._coming[out] = file.bytes
                 self.check_room(owner)
                 await self.in_thread(self.place, out, file.id)
-            await self.put(file)
+            try:
+                await self.put(file)
+            except UnavailableError:
+                with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+                    await self.in_thread(self.path(file.id).unlink, True)
+                raise
             return file
         finally:
             del self._coming[out]

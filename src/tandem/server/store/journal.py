@@ -24,6 +24,8 @@ PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 256
 """Pages that are given back, and rows that are read or dropped, in one call."""
 BYTES_AT_ONCE = 2**22
 """About as many bytes of answers are read in one call."""
+LINE_BYTES = 1300
+"""Bytes that a line and its answer take at most, about, beside their bodies."""
 KEPT_OPEN = float("inf")
 """`created` of a batch's lines: they expire with their batch alone."""
 CLIENT_WAITS, BACKGROUND, LINE = 0, 1, 2
@@ -238,7 +240,7 @@ class Journal:
     def count_lines(self, batch_id: str, owner: str) -> tuple[int, int, int]:
         """Answers with status 200, other answers, and bytes of a batch's lines and answers."""
         query = f"""SELECT count(*) FILTER (WHERE status = 200), count(*) FILTER (WHERE status != 200),
-            coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0)), 0)
+            coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0) + {LINE_BYTES}), 0)
             FROM requests LEFT JOIN answers USING (number) WHERE {_OF_BATCH}"""
         completed, failed, size = self._database.execute(query, (batch_id, owner)).fetchone()
         return completed, failed, size
@@ -290,7 +292,8 @@ class Journal:
             # Answers under an Idempotency-Key are promised for their time; the others, room permitting.
             with self.transaction():
                 dropped = database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
-                    answers USING (number) WHERE key = '' ORDER BY created LIMIT ?)""", (ROWS_AT_ONCE // 8,)).rowcount
+                    answers USING (number) WHERE key = '' AND created < 1e300 ORDER BY created LIMIT ?)""",
+                                           (ROWS_AT_ONCE // 8,)).rowcount
         if free * size > MOST_FREE and free > pages // 2:
             database.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` ends after one page
         if self._sync == "everysec":
