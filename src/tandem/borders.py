@@ -31,7 +31,7 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 def own_process() -> None:
-    """This process is Tandem's own, to be ended when a thread or task breaks. Others' (see `tandem.LLM`) go on."""
+    """Mark this process as Tandem's own, to be ended when a thread or task breaks. Others (see `tandem.LLM`) go on."""
     global _own
     _own = True
 
@@ -53,7 +53,7 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
 
 
 def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
-    """The same as a task of the running event loop; a cancelled one has not failed."""
+    """Start a task of the running event loop, guarded as by `start_thread`; a cancelled one has not failed."""
     import asyncio
 
     task = asyncio.get_running_loop().create_task(work, name=name)

@@ -40,7 +40,7 @@ class Trial:
         self._lock = threading.Lock()
 
     def run(self) -> str:
-        """What is wrong with the grammar; empty if nothing. Raises UnavailableError when it could not be tried."""
+        """Return what is wrong with the grammar, or nothing. Raises UnavailableError when it could not be tried."""
         # A script, which imports nothing of Tandem's; the environment must find llguidance as it does here.
         command = script_command(str(Path(probe.__file__)))
         try:
@@ -72,7 +72,7 @@ class Trial:
         return " ".join(str(trouble).split())[:MAX_WORDS]
 
     def end(self) -> None:
-        """Nobody waits for it any more."""
+        """End the trial: its caller has left."""
         with self._lock:
             self._ended = True
             if self._process is not None:
@@ -125,7 +125,7 @@ class GrammarCheck:
         return Trial(grammar, self.special)
 
     def known(self, grammar: str) -> str | None:
-        """What is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
+        """Return what is wrong with a grammar, empty if nothing; None when it was not tried lately."""
         with self._lock:
             return self._known.get(grammar)
 

@@ -65,7 +65,7 @@ class ChildProcess:
 
     @property
     def stopped(self) -> bool:
-        """It stands still: SIGSTOP, or a debugger."""
+        """True while the process is stopped, by SIGSTOP or a debugger."""
         return self.poll() is None and process_state(self.pid) in ("T", "t")
 
     def describe_exit(self) -> str:

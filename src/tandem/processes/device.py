@@ -21,7 +21,7 @@ class Device:
 
     gpu: bool
     memory_bytes: int
-    """Of the memory that weights and KV live in."""
+    """Size of the memory for weights and KV."""
     name: str
     """`CPU`, or what MLX calls the GPU."""
 

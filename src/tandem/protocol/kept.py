@@ -31,7 +31,7 @@ class KeptPrefix(Struct, frozen=True):
 
 
 class DiskReport(Struct, frozen=True):
-    """What is on the disks of an engine's ranks."""
+    """KV on the disks of an engine's ranks."""
 
     directory: str
     limit_bytes: int

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _PRELOAD_S = 0.5
 """Seconds between looks for a new engine model, whose tokenizer is loaded before the first request needs it."""
 _PRELOAD_FIRST_S = 0.05
-"""The same before there has been any."""
+"""Seconds between looks before there has been any."""
 
 
 def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits] | None = None
@@ -94,9 +94,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await api.client.start()
     batches: Batches | None = app.state.batches
     if jobs is not None and batches is not None:
-        await batches.count()
-        await jobs.start()
         await batches.start()
+        await jobs.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
     preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
     preload.append(start_task(app.state.warmer.run(), name="warmer"))

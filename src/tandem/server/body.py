@@ -59,7 +59,7 @@ async def parse(request: Request, model: type[Model]) -> Model:
 
 
 async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
-    """As `parse`, for a body that has been read."""
+    """Return a body that has been read as `model`; otherwise as `parse`."""
     return await _understood(request, get_api(request), raw, model)
 
 

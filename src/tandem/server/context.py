@@ -133,7 +133,7 @@ class Api:
 
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
-    """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
+    """Return what `waiting` returns, unless the client leaves before. Raises ClientGone, and what `waiting` raises."""
     try:
         return await unless(gone(http), waiting)
     except Stopped:

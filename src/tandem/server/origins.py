@@ -28,7 +28,7 @@ FORM = "application/x-www-form-urlencoded"
 
 
 class Origins:
-    """Who is let in without a key."""
+    """Hosts and pages that are let in without a key."""
 
     def __init__(self, listening: str, hosts: Collection[str], origins: Collection[str]) -> None:
         """`listening` is the address of this server, `hosts` are further names of it and `origins` pages, as set."""

@@ -1,4 +1,4 @@
-"""What is special about Metal's memory, and about how it fails. Without mlx."""
+"""Metal's memory, and the ways in which it fails. Without mlx."""
 
 from __future__ import annotations
 

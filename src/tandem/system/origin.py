@@ -19,7 +19,7 @@ PACKAGE = "mlx-tandem"
 _KEPT = ("METADATA", "entry_points.txt")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Of all files within, so that the same files make the same wheel."""
+"""Date of all files in a wheel, so that the same files make the same wheel."""
 
 
 def install_command(python: str, host: str) -> str:

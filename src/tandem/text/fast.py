@@ -198,7 +198,7 @@ class FastBackend:
 
 
 def _is_the_librarys(error: BaseException) -> bool:
-    """Not somebody who wants to end this process: a panic of the library is no Exception."""
+    """Return whether the library raised it: its panics are no Exception, nor is the end of this process."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -35,10 +35,10 @@ ITEM = 16
 MAX_DEPTH = 100
 """Levels of containers within containers."""
 MAX_BITS = 65536
-"""Of a whole number."""
+"""Most bits of a whole number."""
 
 QUICK_SECONDS, QUICK_STEPS, QUICK_SIZE = 0.05, 20_000, 1024 * 1024
-"""The same for a rendering that others wait for."""
+"""Limits of a rendering that others wait for."""
 
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 """Multiply their input, and no chat template is known to use them."""

@@ -32,7 +32,7 @@ def add_keys(vllm_config: Any) -> None:
 
 
 class _Store(Protocol):
-    """What is used of torch's key-value stores."""
+    """Methods of torch's key-value stores that are called here."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""

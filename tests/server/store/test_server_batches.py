@@ -20,7 +20,7 @@ import pytest
 from tandem.errors import ConfigError, RequestError
 from tandem.server.store import batches
 from tandem.server.store.files import Files
-from tandem.server.store.journal import Journal
+from tandem.server.store.journal import KEPT_OPEN, LINE, Entry, Journal
 
 CHAT = "/v1/chat/completions"
 BODIES = {
@@ -185,7 +185,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_u
         place = tmp_path / "after"
     server.stop()
     with opened(place) as journal:
-        [(name, owner)] = journal.batches_with_lines()
+        [(name, owner, _)] = journal.batches_with_lines()
         kept = {entry.id: (entry.status, body) for entry, body in journal.answered_lines(name, owner, 0) if body}
     assert name == begun.id and 5 < len(kept) < 200 and {status for status, _ in kept.values()} == {200}
     asked = len(engine.submitted)
@@ -206,6 +206,43 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, serve, engine, wait_u
     seeds = {request.params.seed for request in engine.submitted.values()}
     assert len(seeds) == 200, "a line that is asked again draws the same text"
     assert "damaged" not in caplog.text, "lines that the end of a server leaves open are not looked for in vain"
+
+
+def test_what_a_batch_left_stops_no_start_when_the_disk_takes_nothing(keeps, engine, wait_until, place, monkeypatch):
+    server = keeps()
+    client = server.openai()
+    over(client, begin(client, line("a")), wait_until)
+    wait_until(lambda: not server.app.state.jobs.lines_bytes)
+    server.stop()
+    with opened(place) as journal, journal.transaction():
+        journal.add_lines([(Entry(0, "left", "g", "batch_over", b"", CHAT, KEPT_OPEN, LINE), b"{}")])
+    full, drop = [True], Journal.drop_lines
+
+    def drop_lines(self, batch_id, owner):
+        if full[0]:
+            raise sqlite3.OperationalError("disk I/O error")
+        return drop(self, batch_id, owner)
+
+    monkeypatch.setattr(Journal, "drop_lines", drop_lines)
+    monkeypatch.setattr(batches, "DISK_POLL_S", 0.05)
+    server = keeps().wait_ready()
+    assert server.chat().status_code == 200 and server.app.state.jobs.lines_bytes["batch_over"] > 0
+    full[0] = False
+    wait_until(lambda: not server.app.state.jobs.lines_bytes)
+    assert not server.app.state.jobs.journal.batches_with_lines()
+
+
+def test_an_upload_that_cannot_be_noted_leaves_nothing(keeps, engine, place, monkeypatch):
+    server = keeps()
+    client = server.openai()
+
+    def put(self, record):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Journal, "put", put)
+    with pytest.raises(openai.InternalServerError):
+        upload(client, line("a"))
+    assert not list((place / "files").iterdir())
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -412,7 +412,7 @@ def test_lines_of_batches_are_no_requests_of_clients(journal):
     journal.tidy(0.0)
     assert journal.count_lines("batch_1", "g") == (1, 0, 33 + 3 * LINE_BYTES) and find(journal, "r0") is None
     assert [entry.id for entry in journal.open_lines("batch_1", "g", entries[0].number)] == ["line2"]
-    assert journal.batches_with_lines() == [("batch_1", "g")]
+    assert journal.batches_with_lines() == [("batch_1", "g", 33 + 3 * LINE_BYTES)]
     assert [journal.drop_lines("batch_1", "g"), journal.drop_lines("batch_1", "g")] == [True, False]
     assert find(journal, "r3") is not None
 

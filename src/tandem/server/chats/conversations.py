@@ -1,4 +1,4 @@
-"""What was said under a `conversation_id`, kept in memory for a while: the next request with it goes on from there.
+"""Conversations by their `conversation_id`, kept in memory for a while: the next request with it goes on from there.
 
 Off unless `keep_conversations` says for how long; the profile `ring` turns it on, as clients of the ring project know
 conversations by their ids.

@@ -68,7 +68,7 @@ class Acceptor:
         self._leaving: Counter[str] = Counter()
         """Connections that were closed to make room, and are about to give back their places."""
         self._none_idle: dict[str | None, float] = {}
-        """Until when no idle one is looked for among all (None), or those of an address."""
+        """Times until which no idle connection is looked for, among all (None) or those of an address."""
         self._shaking: dict[asyncio.Task[bool], tuple[str, float]] = {}
         """TLS handshakes under way: whose, and since when; the oldest first."""
         self._resume: asyncio.TimerHandle | None = None

@@ -124,7 +124,7 @@ class Connection(H11Protocol):
     """uvicorn's protocol. `look` is to be called now and then; `on_lost` is called once, at the end."""
 
     slices: Slices
-    """Those of all connections of the event loop."""
+    """Readers of all connections of the event loop."""
     flow: _Flow
     on_lost: Callable[[], None] = staticmethod(lambda: None)
     group = ""
@@ -136,7 +136,7 @@ class Connection(H11Protocol):
         self.flow = _Flow(transport)
         self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
-        """Of what has come, what is still to be read."""
+        """Bytes received that are still to be read."""
         self.since = self.loop.time()
         """When it was opened, or when its last answer was out."""
         self._due = self.since + HEAD_S
@@ -144,7 +144,7 @@ class Connection(H11Protocol):
         """Bytes that the client has not taken, and since when it takes none."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Give back what the connection holds."""
         self._left = b""
         super().connection_lost(exc)
         self.on_lost()
@@ -223,7 +223,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP: say so as all errors are said. Called by uvicorn while it handles h11's error."""
+        """Answer what is not HTTP in the shape of all errors. Called by uvicorn while it handles h11's error."""
         reason = sys.exception()
         self._refuse(refused(getattr(reason, "error_status_hint", 400),
                              f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http"))

@@ -17,11 +17,11 @@ class Known:
     """What may be sent in a field without an effect."""
 
     of: str
-    """Who knows it."""
+    """Servers and clients that have the field."""
     harmless: Callable[[Any], bool] | None
     """Values that say what is so anyway; None when every value is taken, as none changes the text. null always is."""
     values: str
-    """The same for people."""
+    """Harmless values, in words."""
 
 
 Fields = Mapping[str, Known]
@@ -55,7 +55,7 @@ OPENAI = _together((
 ))
 """Say nothing about the text."""
 CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
-"""Of prompts whose prefixes are not kept."""
+"""Caching hints for prompts."""
 
 GENERATING = _together((
     OPENAI,
@@ -197,7 +197,7 @@ ROUTES = {
     "EmbeddingRequest": "/v1/embeddings",
     "TokenizeRequest": "/tokenize",
 }
-"""As the documentation names them."""
+"""Names for the documentation."""
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -208,7 +208,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Names that llama.cpp, Ollama, Mistral and TGI have for fields of ours: they are taken as those."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
-"""As no limit is written there."""
+"""Values by which other servers write no limit."""
 
 ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
 """Fields by which other servers are asked for a LoRA adapter."""

@@ -16,17 +16,17 @@ from tandem.errors import RequestError
 from tandem.server.fields.known import ADAPTERS, BY_SCHEMA, RENAMED, UNLIMITED
 
 Unknown = Literal["refuse", "warn", "ignore"]
-"""As --unknown-fields has it."""
+"""Values of --unknown-fields."""
 MOST_NAMES, LONGEST_NAME = 20, 60
-"""Of fields that were left out: so many are told, and so much of each."""
+"""Most fields named that were left out, and most characters of each name."""
 LONGEST_PATH = 200
-"""So much is told of the place of a field at fault."""
+"""Most characters of the place of a field at fault."""
 
 
 def without_strangers(
     data: Mapping[str, Any], model: type[BaseModel], unknown: Unknown
 ) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Of a body: the fields of its schema; the names of those that were left out although they said something; and
+    """Divide a body: the fields of its schema; the names of those that were left out although they said something; and
     under which names fields of ours came. Raises RequestError for a field that is not to be left out."""
     kept: dict[str, Any] = {}
     left_out: list[str] = []

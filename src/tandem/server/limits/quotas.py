@@ -16,7 +16,7 @@ from tandem.server.limits.usage import RATE_LIMIT, Lease, Usage, duration
 FORGET_ABOVE = 1024
 """Clients from which on those are forgotten that have used nothing lately."""
 BUSY_RETRY_S = 1.0
-"""What a client is told that has too many requests at once: when one of them ends is not known."""
+"""Retry-After of a client that has too many requests at once: when one of them ends is not known."""
 
 RATE_HEADERS: Final = tuple(f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens")
                             for kind in ("limit", "remaining", "reset"))

@@ -28,7 +28,7 @@ class Bucket:
         self._full_at = -math.inf
 
     def left(self, now: float) -> int:
-        """What is in it, in whole units; 0 when it is overdrawn, or has no limit."""
+        """Return the whole units that are left; 0 when it is overdrawn, or has no limit."""
         return max(math.floor(round((MINUTE_S - self.full_in(now)) / self._unit_s, 3)), 0) if self._unit_s else 0
 
     def full_in(self, now: float) -> float:
@@ -66,7 +66,7 @@ class Usage:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """Write a duration in OpenAI's form: 20ms, 1.5s, 6m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -84,7 +84,7 @@ class Lease:
         self.meters = bool(client.limits.tokens_per_minute)
         """True if the client's tokens are limited, so that `spend` matters."""
         self.weight = client.limits.weight
-        """Its share of the engine, beside those of others."""
+        """Share of the engine beside other clients, > 0."""
 
     def prompt(self, tokens: int) -> None:
         """The prompt has so many tokens. Raises OverloadedError when its client may not use them now."""

@@ -133,18 +133,18 @@ class Batches(Records[BatchRecord]):
 
     # --- life ---
 
-    async def count(self) -> None:
-        """Count the bytes of all lines, which the journal's limit leaves out, before anything is dropped by it."""
-        for batch_id, owner in await self._jobs.write(self._jobs.journal.batches_with_lines):
-            *_, self._jobs.lines_bytes[batch_id] = await self._jobs.write(
-                self._jobs.journal.count_lines, batch_id, owner)
-
     async def start(self) -> None:
-        """Resume the batches of an earlier process."""
+        """Resume the batches of an earlier process, once the bytes of all lines are known.
+
+        The journal's limit leaves these out: nothing must be dropped by it before.
+        """
         batches = self._open()
         still_open = {batch.id for batch in batches}
-        over = [found for found in await self._jobs.write(self._jobs.journal.batches_with_lines)
-                if found[0] not in still_open]
+        over = []
+        for batch_id, owner, size in await self._jobs.write(self._jobs.journal.batches_with_lines):
+            self._jobs.lines_bytes[batch_id] = size
+            if batch_id not in still_open:
+                over.append((batch_id, owner))
         self._leftovers = start_task(self._drop_over(over), name="batch-leftovers")
         if batches:
             logger.info("Resuming %d unfinished batches", len(batches))

@@ -113,6 +113,7 @@ class Jobs:
         """Called each time expired answers are dropped."""
         self.lines_bytes: Counter[str] = Counter()
         """Bytes in the journal of the lines and answers of batches, by the batch's id."""
+        self._turns = Turns(LINES_AT_ONCE, MOST_WAITING)
         self._jobs: dict[str, Job] = {}
         self._coming: dict[str, Entry] = {}
         """Requests that are just being written down."""
@@ -125,7 +126,6 @@ class Jobs:
 
     async def start(self) -> None:
         """Resume requests that an earlier process accepted and did not answer."""
-        self._turns = Turns(LINES_AT_ONCE, MOST_WAITING)
         pending = await self.write(self.journal.pending)
         if pending:
             logger.info("Resuming %d unanswered requests of the journal", len(pending))

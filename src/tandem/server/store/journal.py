@@ -33,6 +33,7 @@ CLIENT_WAITS, BACKGROUND, LINE = 0, 1, 2
 _FIXED = "id, owner, key, digest, route, created, background, outline"
 _ENTRIES = (f"SELECT requests.number, {_FIXED}, status, length(requests.body) FROM requests "
             "LEFT JOIN answers USING (number)")
+_LINES_SIZE = f"coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0) + {LINE_BYTES}), 0)"
 _OF_BATCH = f"key = ? AND key != '' AND owner = ? AND background = {LINE}"
 
 
@@ -239,15 +240,15 @@ class Journal:
 
     def count_lines(self, batch_id: str, owner: str) -> tuple[int, int, int]:
         """Answers with status 200, other answers, and bytes of a batch's lines and answers."""
-        query = f"""SELECT count(*) FILTER (WHERE status = 200), count(*) FILTER (WHERE status != 200),
-            coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0) + {LINE_BYTES}), 0)
+        query = f"""SELECT count(*) FILTER (WHERE status = 200), count(*) FILTER (WHERE status != 200), {_LINES_SIZE}
             FROM requests LEFT JOIN answers USING (number) WHERE {_OF_BATCH}"""
         completed, failed, size = self._database.execute(query, (batch_id, owner)).fetchone()
         return completed, failed, size
 
-    def batches_with_lines(self) -> list[tuple[str, str]]:
-        """Batches that lines belong to, each with its owner."""
-        query = f"SELECT DISTINCT key, owner FROM requests WHERE background = {LINE}"
+    def batches_with_lines(self) -> list[tuple[str, str, int]]:
+        """Batches that lines belong to, each with its owner and the bytes of its lines and answers."""
+        query = f"""SELECT key, owner, {_LINES_SIZE} FROM requests LEFT JOIN answers USING (number)
+            WHERE background = {LINE} GROUP BY key, owner"""
         return self._database.execute(query).fetchall()
 
     def drop_lines(self, batch_id: str, owner: str) -> bool:

@@ -36,7 +36,7 @@ _MACOS = sys.platform == "darwin"
 
 
 class Limits:
-    """Of the whole process, renewed for each task."""
+    """Limits of the whole process, renewed for each task."""
 
     def __init__(self) -> None:
         self._most_resident = sys.maxsize
@@ -58,7 +58,7 @@ class Limits:
             _limit(resource.RLIMIT_AS, address_space() + MEMORY_BYTES)
 
     def lift(self) -> None:
-        """Until the next task there is none."""
+        """Remove the limit until the next task."""
         self._most_resident = sys.maxsize
         for kind in (resource.RLIMIT_CPU, *(() if _MACOS else (resource.RLIMIT_AS,))):
             last = resource.getrlimit(kind)[1]

@@ -46,18 +46,18 @@ class Worker:
 
     def __init__(self) -> None:
         self.usable = True
-        """It can be asked again."""
+        """True if the process can be asked again."""
         self._process: ChildProcess | None = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
     @property
     def alive(self) -> bool:
-        """It runs, or will once it is asked."""
+        """True if the process runs, or will once it is asked."""
         return self._process is None or self._process.poll() is None
 
     def ask(self, task: bytes) -> Reply:
-        """Its reply. Raises RequestError when the task ends the process, UnavailableError when something else does."""
+        """Return its reply. Raises RequestError when the task ends the process, UnavailableError for another end."""
         try:
             connection = self._started()
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""What worker processes are asked, and what they answer."""
+"""Tasks of worker processes, and their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextsOf(Struct, frozen=True):
     """The model whose tokenizer and template are to be used, as the api itself has loaded them."""
 
     source: str
-    """Its directory."""
+    """Directory of the model."""
     name: str
     chat_template: str | None
     """A file that replaces the model's template."""
