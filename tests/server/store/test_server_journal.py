@@ -44,6 +44,16 @@ def drop(journal, entry):
         journal.drop(entry)
 
 
+def overwrite_a_page(directory):
+    """The database, with one page of it overwritten: that of the row with <150>."""
+    path = directory / "journal.db"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"<150>" * 200) // 4096 * 4096
+    data[at:at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    return path
+
+
 def contents(journal):
     """What can be had of r0, r1, ...: (body, status, answer) by id; None in the place of what is damaged."""
     found = {}
@@ -288,11 +298,7 @@ def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
         accept(journal, f"r{number}", b"<%03d>" % number * 400)
     before = contents(journal)
     journal.close()
-    path = tmp_path / "j" / "journal.db"
-    data = bytearray(path.read_bytes())
-    at = data.index(b"<150>" * 200) // 4096 * 4096
-    data[at:at + 8] = b"\xff" * 8
-    path.write_bytes(data)
+    overwrite_a_page(tmp_path / "j")
     with monkeypatch.context() as patch:
         patch.setattr(f"tandem.server.store.database.{step}", interrupted)
         with pytest.raises(Interrupted):
@@ -310,11 +316,7 @@ def test_a_number_that_the_disk_has_changed_does_not_make_the_repair_endless(tmp
     journal._database.execute("UPDATE requests SET number = 1 << 60 WHERE id = 'r199'")
     journal._database.execute("UPDATE requests SET number = -(1 << 60) WHERE id = 'r0'")
     journal.close()
-    path = tmp_path / "j" / "journal.db"
-    data = bytearray(path.read_bytes())
-    at = data.index(b"<150>" * 200) // 4096 * 4096
-    data[at:at + 8] = b"\xff" * 8
-    path.write_bytes(data)
+    overwrite_a_page(tmp_path / "j")
     again = Journal(tmp_path / "j")
     assert 190 <= len(contents(again)) < 199
     again.close()
@@ -384,11 +386,7 @@ def test_records_are_replaced_kept_in_a_repair_and_not_shown_when_damaged(tmp_pa
     kept = [record("file-1", bytes=7), record("file-2")]
     assert journal.records(File) == kept and journal.records(BatchRecord) == []
     journal.close()
-    path = tmp_path / "j" / "journal.db"
-    data = bytearray(path.read_bytes())
-    at = data.index(b"<150>" * 200) // 4096 * 4096
-    data[at:at + 8] = b"\xff" * 8
-    path.write_bytes(data)
+    path = overwrite_a_page(tmp_path / "j")
     with contextlib.closing(Journal(tmp_path / "j")) as again:
         assert again.records(File) == kept and path.with_name("journal.damaged").exists()
         again._database.execute("UPDATE records SET body = CAST(replace(body, 'batch', 'BATCH') AS BLOB) "

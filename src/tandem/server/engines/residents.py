@@ -1,7 +1,7 @@
 """Several models behind one api: requests wait until their model is loaded, and idle models are unloaded for it.
 
-The supervisor starts and ends engines. Which model is loaded is decided here, by `tandem.cache.residency`, since the
-api alone knows which requests wait.
+The supervisor starts and ends engines. Which model is loaded is decided here, by `residency.py`, since the api alone
+knows which requests wait.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tandem.borders import start_task
-from tandem.cache.residency import Seat, decide
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
 from tandem.server.engines.client import ReplicaState
 from tandem.server.engines.replicas import merged_metrics, merged_status
+from tandem.server.engines.residency import Seat, decide
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.failures import internal_error, refused

@@ -302,7 +302,8 @@ def _keep_s(anchor: object, seconds: object) -> float:
 
 
 def _malformed(why: str) -> RequestError:
-    return RequestError(f"The body is not a well-formed multipart/form-data: {why[:200]}.", code="invalid_form")
+    return RequestError(f"The body is not a well-formed multipart/form-data: {why[:200].rstrip('.')}.",
+                        code="invalid_form")
 
 
 def _too_large(limit: int) -> TooLargeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.cache.residency import PATIENCE_S, Seat, decide
+from tandem.server.engines.residency import PATIENCE_S, Seat, decide
 
 BUDGET = {"here": 10}
 
