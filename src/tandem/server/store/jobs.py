@@ -259,9 +259,8 @@ class Jobs:
     async def _outcome(self, job: Job) -> StoredReply:
         """The final reply: a refusal is tried again unless a client waits that can do so itself."""
         while True:
-            if not job.waited_for:
-                while not self._api.ready() and not job.cancelled.is_set():
-                    await asyncio.sleep(READY_POLL_S)
+            if not job.waited_for and job.entry.background != LINE:
+                await self._until_ready(job)
             try:
                 reply = reply_of(cancelled()) if job.cancelled.is_set() else await self._call(job)
             except RequestError as error:
@@ -274,6 +273,11 @@ class Jobs:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.cancelled.wait(), reply.retry_s)
             job.on_pause(None)
+
+    async def _until_ready(self, job: Job) -> None:
+        """Wait until an engine can take requests, or the job is cancelled."""
+        while not self._api.ready() and not job.cancelled.is_set():
+            await asyncio.sleep(READY_POLL_S)
 
     async def _settle(self, job: Job, reply: StoredReply) -> None:
         """Store the answer, and give it to whoever waits, though the journal may not take it before a later try."""
@@ -311,6 +315,8 @@ class Jobs:
         # A client's request was counted by its quota when it was accepted; a line counts when it is asked for.
         more = {"tandem.seed": entry.id} | ({} if line else {"tandem.job": job})
         async with self._turns.turn(entry.group) if line else contextlib.nullcontext():
+            if line:  # those without a turn need not look
+                await self._until_ready(job)
             body = await self.write(self.journal.request, entry)
             return await call(self._api, self.app, self.root, entry.route, body, entry.group, job.cancelled, more)
 
