@@ -26,7 +26,7 @@ AWAITED = {
     "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
-    "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
+    "processes/sandbox.py ask": "a timer that kills a process, which cannot fail",
 }
 """Those that somebody waits for, who gets what they raise."""
 
@@ -59,12 +59,11 @@ def test_no_thread_and_no_task_is_without_a_border() -> None:
 
 def test_every_process_of_our_own_says_so() -> None:
     entries = [path for path in SOURCES.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
-    short = {"system/device.py", "guided/probe.py", "bench/comm_rank.py", "doctor/probe.py",
-             "loading/trial.py", "launchers/agent/link.py", "parity/rank.py", "cli/hosts/receive.py",
-             "vllm_plugin/ray_cluster.py", "executors/spare.py"}
+    short = {"bench/comm_rank.py", "doctor/probe.py", "launchers/agent/link.py", "parity/rank.py",
+             "cli/hosts/receive.py", "vllm_plugin/ray_cluster.py", "executors/spare.py"}
     """They start no thread, end it themselves, or go on in a rank's entry point."""
     silent = {str(path.relative_to(SOURCES)) for path in entries if "own_process()" not in path.read_text()}
-    assert {place for place in silent if place not in short and "device" not in place} == set()
+    assert {place for place in silent if place not in short} == set()
 
 
 def test_what_a_thread_raises_is_logged_without_its_words_and_handed_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,86 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
-import subprocess
 import threading
 from collections import OrderedDict
-from pathlib import Path
 
-from tandem.env import child_environment
 from tandem.errors import UnavailableError
-from tandem.guided import probe
 from tandem.guided.grammar import grammar_of
-from tandem.processes.interpreter import script_command
+from tandem.processes.sandbox import Broken, Done, Ended, Refused, Reply, Task, run_once
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PROBE = "tandem.guided.probe"
+CPU_S = 5
+MEMORY_BYTES = 2 * 1024**3
 TIMEOUT_S = 30.0
-"""Seconds on the clock that a process which tries a grammar may take; its own limit is one of processor time."""
+"""Seconds on the clock that a process which tries a grammar may take."""
 REMEMBERED = 512
 MAX_WORDS = 400
 TOO_COMPLEX = "it is too complex to be compiled"
-OWN_ENDS = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL,
-                      -signal.SIGTRAP})
-"""Exit codes of a process that the grammar itself has ended: its time is used up, its stack or memory full."""
-
-
-class Trial:
-    """One grammar, tried in a process of its own."""
-
-    def __init__(self, grammar: str, special: dict[str, int]) -> None:
-        self._task = json.dumps({"grammar": grammar, "special": special})
-        self._process: subprocess.Popen[str] | None = None
-        self._ended = False
-        self._lock = threading.Lock()
-
-    def run(self) -> str:
-        """What is wrong with the grammar; empty if nothing. Raises UnavailableError when it could not be tried."""
-        # A script, which imports nothing of Tandem's; the environment must find llguidance as it does here.
-        command = script_command(str(Path(probe.__file__)))
-        try:
-            with self._lock:
-                if self._ended:
-                    raise _untried()
-                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                 stderr=subprocess.PIPE, text=True, env=child_environment())
-            with self._process as process:
-                try:
-                    output, errors = process.communicate(self._task, TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    raise _untried() from None
-        except OSError as error:  # no memory, no descriptor
-            log.error("a grammar could not be tried: %s; its request is refused with 503", error)
-            raise _untried() from None
-        if process.returncode in OWN_ENDS:
-            return TOO_COMPLEX
-        try:
-            [trouble] = json.loads(output)
-        except ValueError:
-            if "MemoryError" in errors or "PanicException" in errors:
-                return TOO_COMPLEX
-            if not self._ended:
-                log.error("a grammar could not be tried, exit code %d: %s; its request is refused with 503",
-                          process.returncode, errors.strip()[-MAX_WORDS:])
-            raise _untried() from None
-        return " ".join(str(trouble).split())[:MAX_WORDS]
-
-    def end(self) -> None:
-        """Nobody waits for it any more."""
-        with self._lock:
-            self._ended = True
-            if self._process is not None:
-                self._process.kill()
-
-
-def _untried() -> UnavailableError:
-    return UnavailableError("The grammar could not be tried now, as the machine is busy; try again shortly.",
-                            retry_after=5.0, code="grammar_untried")
 
 
 class GrammarCheck:
@@ -115,23 +55,36 @@ class GrammarCheck:
         """
         trouble = self.known(grammar)
         if trouble is None:
-            trouble = self.trial(grammar).run()
-            self.remember(grammar, trouble)
+            trouble = self.judge(grammar, run_once(self.task(grammar)))
         if trouble:
             raise ValueError(trouble)
 
-    def trial(self, grammar: str) -> Trial:
-        """A trial of the grammar, to be run."""
-        return Trial(grammar, self.special)
+    def task(self, grammar: str) -> Task:
+        """Return the task that tries the grammar."""
+        return Task(PROBE, "tried", {"grammar": grammar, "special": self.special}, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
 
     def known(self, grammar: str) -> str | None:
-        """What is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
+        """Return what is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
         with self._lock:
             return self._known.get(grammar)
 
-    def remember(self, grammar: str, trouble: str) -> None:
-        """Keep the outcome of a trial."""
+    def judge(self, grammar: str, reply: Reply | Ended) -> str:
+        """Return what is wrong with the grammar of that task, empty if nothing, and remember it. Raises
+        UnavailableError when it could not be tried."""
+        match reply:
+            case Done():
+                trouble = " ".join(reply.decoded(str).split())[:MAX_WORDS]
+            case Ended(over_limits=True) | Broken(name="MemoryError" | "PanicException"):
+                trouble = TOO_COMPLEX
+            case Ended() | Broken() | Refused():
+                how = reply.how if isinstance(reply, Ended) else f"met {reply.message}"
+                if how:
+                    log.error("a grammar could not be tried, its process %s; its request is refused with 503",
+                              how[-MAX_WORDS:])
+                raise UnavailableError("The grammar could not be tried now, as the machine is busy; try again shortly.",
+                                       retry_after=5.0, code="grammar_untried")
         with self._lock:
             self._known[grammar] = trouble
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
+        return trouble

@@ -18,7 +18,6 @@ from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.failures import ClientGone, error_response, refused
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
-from tandem.server.workers.tasks import Judge
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
@@ -61,8 +60,8 @@ async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
     request.scope["tandem.body_size"] = len(raw)
     unknown = api.settings.server.unknown_fields
     if len(raw) > LARGE_BODY:
-        judge = Judge(model.__name__, raw, unknown)
-        await unless_gone(request, api.workers.ask(get_group(request), judge, type(None)))
+        task = {"schema": model.__name__, "body": raw, "unknown": unknown}
+        await unless_gone(request, api.workers.ask(get_group(request), "judge", task, type(None)))
     fields, left_out = await off_loop(len(raw) > LARGE, parse_bytes, raw, model, unknown)
     if left_out:
         note_ignored(request, *left_out)

@@ -24,7 +24,7 @@ from tandem.server.limits.quotas import Quotas
 from tandem.server.limits.usage import Lease
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
-from tandem.server.workers.pool import AT_ONCE, Workers
+from tandem.server.workers.pool import Workers
 from tandem.server.workers.turns import Turns
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ class Api:
         """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
-        self.workers = Workers()
+        self.workers = Workers(settings.scheduler.max_queue)
         """For what is large or costly in requests."""
         self.text_turns = Turns(THREADS - 1, settings.scheduler.max_queue)
         """Whose texts are worked on next in a thread; one thread is left for what is read on the way there."""
-        self.grammar_turns = Turns(AT_ONCE, settings.scheduler.max_queue)
-        """Whose grammar is tried next."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None

@@ -1,10 +1,10 @@
-"""The limits that a worker process sets itself."""
+"""The limits that a sandbox sets itself."""
 
 from __future__ import annotations
 
 import pytest
 
-from tandem.server.workers import child
+from tandem.processes import sandbox_child as child
 
 
 @pytest.mark.parametrize(("hard", "soft"), [(child.resource.RLIM_INFINITY, 1000), (5000, 1000), (600, 600)])
@@ -22,6 +22,7 @@ def test_on_a_mac_each_task_may_add_so_much_memory(monkeypatch):
     monkeypatch.setattr(child, "peak_bytes", lambda: 5)
     monkeypatch.setattr(child.os, "nice", lambda _: None)
     monkeypatch.setattr(child.resource, "setrlimit", lambda *_: None)
-    limits = child.Limits()
-    limits.renew()
-    assert limits._most_resident == 5 + child.MEMORY_BYTES
+    monkeypatch.setattr(child.gc, "disable", lambda: None)
+    limits = child.ProcessLimits()
+    limits.renew(1, 7)
+    assert limits._most_resident == 5 + 7
