@@ -24,7 +24,7 @@ from tandem.env import runtime_dir
 from tandem.errors import UnavailableError, UsageError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
-from tandem.server.connections.connection import Connection, Slices
+from tandem.server.connections.connection import Connection
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
@@ -52,7 +52,7 @@ class ApiServer(uvicorn.Server):
         server = api.settings.server
         self._certificate = Certificate(server.tls_cert, server.tls_key) if server.tls_cert is not None else None
         self._acceptors: list[Acceptor] = []
-        self._slices = Slices()
+        self._slice_turn = asyncio.Lock()
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
         self.announces = True
@@ -79,8 +79,7 @@ class ApiServer(uvicorn.Server):
         most_each = self._api.settings.server.max_connections_per_address or max(most // 2, 1)
         scheme = "http" if self._certificate is None else "https"
         for listener in sockets or ():
-            acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls,
-                                clients=self._clients)
+            acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls)
             acceptor.start()
             self._acceptors.append(acceptor)
             host, port = listener.getsockname()[:2]
@@ -94,7 +93,7 @@ class ApiServer(uvicorn.Server):
 
     def _connection(self) -> Connection:
         made = Connection(self.config, self.server_state, self.lifespan.state)
-        made.slices = self._slices
+        made.slice_turn = self._slice_turn
         return made
 
     def _clients(self) -> list[Connection]:
