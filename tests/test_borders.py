@@ -15,7 +15,7 @@ import pytest
 
 import tandem
 from tandem import borders
-from tandem.borders import EXIT_BROKEN, start_task, start_thread, watch_loop
+from tandem.borders import EXIT_BROKEN, start_task, start_thread
 
 SOURCES = Path(tandem.__file__).parent
 NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
@@ -144,24 +144,6 @@ def test_a_process_of_our_own_ends_with_one_report_when_a_thread_or_task_breaks(
     name = "residents" if what == "task" else "gateway"
     assert f"CRITICAL [engine] the {what if what == 'task' else 'thread'} '{name}' has failed" in done.stderr
     assert "this process ends, for another to be started in its place" in done.stderr
-
-
-def test_what_a_callback_of_the_loop_raises_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    words = "-".join(("a", "prompt"))
-
-    def fail() -> None:
-        raise ValueError(words)
-
-    async def scene() -> None:
-        watch_loop(asyncio.get_running_loop())
-        for _ in range(20):
-            asyncio.get_running_loop().call_soon(fail)
-        await asyncio.sleep(0.05)
-
-    asyncio.run(scene())
-    [record] = caplog.records
-    assert "ValueError" in record.getMessage()
-    assert words not in record.getMessage()
 
 
 def test_the_gateway_of_a_broken_thread_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
+import weakref
 from collections import OrderedDict
 
 from tandem.errors import UnavailableError
 from tandem.guided.grammar import grammar_of
-from tandem.processes.sandbox import Broken, Done, Ended, Refused, Reply, Task, run_once
+from tandem.processes.sandbox import Broken, Done, Ended, Refused, Reply, Sandbox, Task
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
@@ -33,6 +35,8 @@ class GrammarCheck:
         """Ids of special tokens by their text. A grammar may name them, as `<|name|>` or `<[id]>`."""
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
+        self._sandbox: Sandbox | None = None
+        self._trying = threading.Lock()
 
     def accept(self, form: StructuredOutputs) -> StructuredOutputs:
         """`form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
@@ -55,9 +59,17 @@ class GrammarCheck:
         """
         trouble = self.known(grammar)
         if trouble is None:
-            trouble = self.judge(grammar, run_once(self.task(grammar)))
+            trouble = self.judge(grammar, self._ask(self.task(grammar)))
         if trouble:
             raise ValueError(trouble)
+
+    def _ask(self, task: Task) -> Reply | Ended:
+        """Run a task in the sandbox of this check, which is kept for more."""
+        with self._trying:
+            if self._sandbox is None or not (self._sandbox.usable and self._sandbox.alive):
+                self._sandbox = Sandbox(subprocess.DEVNULL)
+                weakref.finalize(self, self._sandbox.end)
+            return self._sandbox.ask(task.encoded(), task.wall_s)
 
     def task(self, grammar: str) -> Task:
         """Return the task that tries the grammar."""

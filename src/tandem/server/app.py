@@ -31,9 +31,9 @@ from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
-from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
+from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
 from tandem.server.waiting import end_tasks

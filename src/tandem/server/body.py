@@ -14,9 +14,8 @@ from starlette.responses import Response
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group, unless_gone
+from tandem.server.context import get_api, get_group, note_ignored, unless_gone
 from tandem.server.failures import ClientGone, error_response, refused
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 
 BODY_TIMEOUT_S = 60.0

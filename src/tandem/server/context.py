@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -14,14 +15,15 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, UnavailableError
+from tandem.log import Seldom
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
-from tandem.server.limits.quotas import Quotas
-from tandem.server.limits.usage import Lease
+from tandem.server.fields.policy import told
+from tandem.server.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.pool import Workers
@@ -30,6 +32,7 @@ from tandem.server.workers.turns import Turns
 if TYPE_CHECKING:
     from tandem.server.generation.lifetime import Running
 
+seldom = Seldom(logging.getLogger(__name__))
 Result = TypeVar("Result")
 
 
@@ -159,3 +162,11 @@ def get_api(request: Request) -> Api:
 def get_group(request: Request) -> str:
     """Who is asking, for fairness: a digest of the API key, or the group of the client's address."""
     return cast(str, request.scope.get("tandem.group", ""))
+
+
+def note_ignored(request: Request, *names: str) -> None:
+    """Have the answer's headers, and the log, name fields of a request that have no effect."""
+    request.scope.setdefault("tandem.ignored", []).extend(names)
+    level = logging.WARNING if get_api(request).settings.server.unknown_fields == "warn" else logging.DEBUG
+    shown = told(names)
+    seldom.log(level, "%s: no effect of %s", request.url.path, shown, kind=shown)

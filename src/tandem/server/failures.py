@@ -81,14 +81,19 @@ def error_response(error: RequestError, path: str = "") -> Response:
     return Response(msgspec.json.encode(shape(error)), error.status, headers, "application/json")
 
 
-def internal_error(error: BaseException, where: str) -> ServerError:
-    """Log an unexpected exception and return what the client may know of it.
+def unexpected(error: BaseException | None, where: str, follows: str) -> None:
+    """Log an unexpected exception, each kind once in a while; `follows` says what becomes of the work.
 
     Only the places in the code are logged: the message of a foreign exception may quote a prompt.
     """
-    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    seldom.log(logging.ERROR, "unexpected %s in %s; it ends with status 500, all else goes on; please report it\n%s",
-               type(error).__name__, where, frames, kind=frames)
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip() if error is not None else ""
+    seldom.log(logging.ERROR, "unexpected %s in %s; %s; please report it\n%s", type(error).__name__, where, follows,
+               frames, kind=frames or where)
+
+
+def internal_error(error: BaseException, where: str) -> ServerError:
+    """Log an unexpected exception and return what the client may know of it."""
+    unexpected(error, where, "it ends with status 500, all else goes on")
     return ServerError("Internal server error", code="internal_error")
 
 

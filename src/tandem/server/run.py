@@ -11,16 +11,16 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from tandem.borders import watch_loop
 from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
-from tandem.env import runtime_dir
+from tandem.env import engine_socket_path
 from tandem.errors import UnavailableError, UsageError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
@@ -29,7 +29,7 @@ from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
-from tandem.server.failures import error_response
+from tandem.server.failures import error_response, unexpected
 from tandem.server.listener import listen
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start taking connections; where is said when requests can be served."""
-        watch_loop(asyncio.get_running_loop())
+        asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup([])  # connections are taken by our own acceptor
         most = most_connections(self._api.settings.server.max_connections)
         most_each = self._api.settings.server.max_connections_per_address or max(most // 2, 1)
@@ -132,7 +132,7 @@ class ApiServer(uvicorn.Server):
 
 def engine_endpoint(settings: Settings) -> str:
     """zmq address of the engine: the configured socket, or the one in the runtime directory that the port names."""
-    path = settings.process.engine_socket or str(runtime_dir() / f"engine-{settings.server.port}.sock")
+    path = settings.process.engine_socket or str(engine_socket_path(settings.server.port))
     return path if "://" in path else f"ipc://{path}"
 
 
@@ -221,6 +221,13 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
             asyncio.run(serve())
         except UsageError:  # of the certificate: nobody can be told
             time.sleep(seconds)
+
+
+def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a callback of the event loop raises."""
+    message = str(context.get("message", "an error")).partition("(")[0]
+    unexpected(context.get("exception"), f"the event loop ({message.strip()})",
+               "what it concerned (a connection, a request) has ended, the rest goes on")
 
 
 def _ignore(_: int, __: FrameType | None) -> None:

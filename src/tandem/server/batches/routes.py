@@ -18,9 +18,8 @@ from tandem.server.batches.files import KEEP_S, File, on_disk
 from tandem.server.batches.records import BatchRecord
 from tandem.server.batches.runner import Batches
 from tandem.server.body import read_body
-from tandem.server.context import get_api, get_group
+from tandem.server.context import get_api, get_group, note_ignored
 from tandem.server.failures import error_response, refused
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.ids import new_id
 from tandem.server.lists import page
 from tandem.server.openai.messages import Strict

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request
 
 from tandem.errors import RequestError
-from tandem.server.fields.ignored import note_ignored
+from tandem.server.context import note_ignored
 from tandem.server.openai.schemas import ChatRequest
 from tandem.text.tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from tandem.server.context import get_api, get_group, gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
 from tandem.server.ids import new_id
-from tandem.server.limits.usage import Lease
+from tandem.server.quotas import Lease
 
 logger = logging.getLogger(__name__)
 

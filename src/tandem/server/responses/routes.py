@@ -19,9 +19,8 @@ from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group
+from tandem.server.context import get_api, get_group, note_ignored
 from tandem.server.engines.served_model import Served
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import new_id
 from tandem.server.journal.jobs import Job, get_jobs, request_digest
