@@ -1,4 +1,4 @@
-"""Where each constrained sequence of a lane stands in its grammar, and which tokens may come next. NumPy, no MLX."""
+"""State of each constrained sequence in its grammar, and masks of the tokens that may come next. NumPy, no MLX."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FURTHER, FURTHER_SECONDS = 400, 1.2
 BYTES_A_MASK = 16
 """Bytes of tokens that a mask may follow on ranks, each of which costs as much as a step here. There may be more."""
 MASK_SECONDS = 0.05
-"""Of processor time that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
+"""Processor seconds that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
 TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
 
 
@@ -43,12 +43,12 @@ class _Bytes:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost, here and on ranks: about 20 ms a step, and 50 MB."""
+    """Return the limits of a grammar, here and on ranks: about 20 ms a step, and 50 MB."""
     return LLParserLimits(max_lexer_states=25_000, initial_lexer_fuel=400_000, verbose_errors=False)
 
 
 def trouble(grammar: str, special: dict[str, int]) -> str:
-    """What is wrong with the grammar; empty if nothing."""
+    """Return what is wrong with the grammar; empty if nothing."""
     vocabulary = _Bytes(special)
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
     error, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
@@ -63,7 +63,7 @@ def trouble(grammar: str, special: dict[str, int]) -> str:
 
 
 def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[str, bytes, float]:
-    """What is wrong within the first steps, the first mask, and the processor seconds of the slowest mask."""
+    """Return what is wrong within the first steps, the first mask, and the processor seconds of the slowest mask."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error() or "it cannot be compiled", b"", 0.0

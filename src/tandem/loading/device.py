@@ -1,4 +1,4 @@
-"""What MLX computes on here. `processes/device.py` asks for it in a sandbox."""
+"""Device that MLX computes on here (mlx). `processes/device.py` calls this in a sandbox."""
 
 from __future__ import annotations
 

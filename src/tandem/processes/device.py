@@ -1,4 +1,4 @@
-"""What MLX computes on here, asked of a process of its own, so that the one that asks need not load MLX."""
+"""Device that MLX computes on here, found by another process, so that this one need not load MLX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Device:
 
     gpu: bool
     memory_bytes: int
-    """Of the memory that weights and KV live in."""
+    """Size of the memory for weights and KV."""
     name: str
     """`CPU`, or what MLX calls the GPU."""
 

@@ -1,4 +1,4 @@
-"""How a Python of ours is started: never with the working directory among the places that modules are imported from.
+"""Commands that start a Python of ours: never with the working directory among the places of modules.
 
 Python puts it first for `-m` and `-c`. Whoever serves a downloaded model from within its directory would then run that
 model's `random.py` in place of the library's. `-P` leaves it out; PYTHONPATH counts as ever.

@@ -101,7 +101,7 @@ class Ended(Struct):
     over_limits: bool
     """The task is to blame: it used up what it may."""
     how: str
-    """What happened to the process, as the end of a sentence; empty where `Sandbox.end` was called."""
+    """End of the process as the end of a sentence; empty where `Sandbox.end` was called."""
 
     @property
     def why(self) -> str:

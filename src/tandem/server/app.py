@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _PRELOAD_S = 0.5
 """Seconds between looks for a new engine model, whose tokenizer is loaded before the first request needs it."""
 _PRELOAD_FIRST_S = 0.05
-"""The same before there has been any."""
+"""Seconds between looks before there has been any."""
 
 
 def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits] | None = None

@@ -1,4 +1,4 @@
-"""The body of a request: received, judged, and made a checked structure."""
+"""Bodies of requests: read and checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
+    """Return the whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
     declared = request.headers.get("content-length", "")
     too_large = TooLargeError(f"The request body is larger than the limit of {limit} bytes (--max-body-mb).")
     if declared.isdigit() and int(declared) > limit:
@@ -45,7 +45,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def parse(request: Request, model: type[Model]) -> Model:
-    """The request's body as `model`. The request counts from here on.
+    """Return the request's body as `model`. The request counts from here on.
 
     Raises RequestError naming the first field at fault, OverloadedError when its client has used up what it may.
     """
@@ -53,7 +53,7 @@ async def parse(request: Request, model: type[Model]) -> Model:
 
 
 async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
-    """As `parse`, for a body that has been read."""
+    """Return a body that has been read as `model`; otherwise as `parse`."""
     api = get_api(request)
     api.quotas.enter(request.scope)
     request.scope["tandem.body_size"] = len(raw)
@@ -68,12 +68,12 @@ async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:
-    """What `work` makes of a request's fields: here, or in a thread when there are many of them."""
+    """Return what `work` makes of a request's fields: here, or in a thread where there are many of them."""
     return await off_loop(request.scope.get("tandem.body_size", 0) > LARGE_BODY, work)
 
 
 async def refuse_query(request: Request, error: Exception) -> Response:
-    """Say which query parameter is at fault. FastAPI checks them, and has a shape of its own for what it finds."""
+    """Answer a query parameter at fault. FastAPI checks them, and has a shape of its own for errors."""
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     detail["loc"] = detail["loc"][1:]  # without "query"

@@ -1,4 +1,4 @@
-"""What the routes of one api process share."""
+"""State that the routes of one api process share."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ class Api:
         self.client = client
         """The engines of all models together."""
         self.residents = client if isinstance(client, Residents) else None
-        """Where there are several models: which of them are loaded."""
+        """Loads and unloads models, where there are several."""
         self.served = client.served if isinstance(client, Residents) else [Served(settings, client)]
         """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers(settings.scheduler.max_queue)
-        """For what is large or costly in requests."""
+        """Sandboxes for what is large or costly in requests."""
         self.text_turns = Turns(THREADS - 1, settings.scheduler.max_queue)
-        """Whose texts are worked on next in a thread; one thread is left for what is read on the way there."""
+        """Turns of texts in threads; one thread is left for what is read on the way there."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
         self.live: dict[str, Running] = {}
         """Generating HTTP requests, by their ids."""
         self.at_end: list[Callable[[RequestError], None]] = []
-        """Called with what whoever still waits is to be told."""
+        """Called at shutdown with the error for all that still waits."""
         self.draining = False
         self.heartbeat_s = 5.0
         """Seconds of silence after which a stream gets a comment."""
@@ -131,7 +131,7 @@ class Api:
 
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
-    """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
+    """Return what `waiting` returns, but wait no longer than the client does. Raises ClientGone, and what it raises."""
     try:
         return await unless(gone(http), waiting)
     except Stopped:
@@ -145,22 +145,22 @@ async def gone(http: Request) -> None:
 
 
 def key_digest(key: str) -> bytes:
-    """What is kept and compared of an API key, 32 bytes."""
+    """Return the digest by which an API key is kept and compared, 32 bytes."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 def key_group(key: str) -> str:
-    """The group of the requests that come with a key."""
+    """Return the group of the requests that come with a key."""
     return key_digest(key).hex()[:16]
 
 
 def get_api(request: Request) -> Api:
-    """The `Api` of the application that serves this request."""
+    """Return the `Api` of the application that serves this request."""
     return cast(Api, request.app.state.api)
 
 
 def get_group(request: Request) -> str:
-    """Who is asking, for fairness: a digest of the API key, or the group of the client's address."""
+    """Return the client's group, for fairness: a digest of the API key, or the group of its address."""
     return cast(str, request.scope.get("tandem.group", ""))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -115,6 +114,6 @@ def _presented_key(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
-def _route(scope: dict[str, Any] | Scope) -> str:
-    """The route's pattern, not the path, which anyone can make up without end."""
-    return getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched")
+def _route(scope: Scope) -> str:
+    """Return the route's pattern, not the path, which anyone can make up without end."""
+    return str(getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched"))

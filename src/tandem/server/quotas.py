@@ -1,4 +1,4 @@
-"""What each client may use: requests at once, requests a minute, tokens a minute. Belongs to one event loop."""
+"""Limits of each client: requests at once, requests a minute, tokens a minute. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from tandem.errors import OverloadedError
 
 MINUTE_S = 60.0
 RATE_LIMIT: Final = "rate_limit_exceeded"
-"""Code of the error that says so."""
+"""Error code of a request beyond a limit."""
 FORGET_ABOVE = 1024
-"""Clients from which on those are forgotten that have used nothing lately."""
+"""Number of clients from which on idle ones are forgotten."""
 BUSY_RETRY_S = 1.0
-"""What a client is told that has too many requests at once: when one of them ends is not known."""
+"""`Retry-After` of too many requests at once: when one of them ends is not known."""
 
 RATE_HEADERS: Final = tuple(f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens")
                             for kind in ("limit", "remaining", "reset"))
 
 
 class Bucket:
-    """A token bucket: holds a minute's worth, and fills evenly. Output, which nobody can foresee, may overdraw it.
+    """Token bucket that holds a minute's worth and fills evenly. Output, which nobody can foresee, may overdraw it.
 
-    It is kept as the time at which it is full again (the generic cell rate algorithm).
+    Its state is the time at which it is full again (the generic cell rate algorithm).
     """
 
     def __init__(self, what: str, per_minute: int | None) -> None:
-        """For `what` ("tokens"); without a limit it is always full."""
+        """`what`: the unit, such as "tokens"; without a limit the bucket is always full."""
         self.what = what
         self.per_minute = per_minute
         self._unit_s = MINUTE_S / per_minute if per_minute else 0.0
         self._full_at = -math.inf
 
     def left(self, now: float) -> int:
-        """What is in it, in whole units; 0 when it is overdrawn, or has no limit."""
+        """Return the whole units left; 0 when the bucket is overdrawn or has no limit."""
         return max(math.floor(round((MINUTE_S - self.full_in(now)) / self._unit_s, 3)), 0) if self._unit_s else 0
 
     def full_in(self, now: float) -> float:
-        """Seconds until it is full."""
+        """Return the seconds until the bucket is full."""
         return max(self._full_at - now, 0.0)
 
     def wait(self, amount: int, now: float) -> float:
-        """Seconds until `amount` can be taken, to the millisecond; more than a minute's worth waits for all of it."""
+        """Return the seconds until `amount` can be taken, to the millisecond; more than a minute's worth waits for all
+        of it."""
         return max(round(self.full_in(now) - max(MINUTE_S - amount * self._unit_s, 0.0), 3), 0.0)
 
     def take(self, amount: int, now: float) -> None:
-        """Take it, whatever is there."""
+        """Take `amount`, whatever is left."""
         self._full_at = now + self.full_in(now) + amount * self._unit_s
 
     def refusal(self, amount: int, now: float) -> OverloadedError:
-        """Why `amount` cannot be taken now; names limit and remedy."""
+        """Return the error that `amount` cannot be taken now; names limit and remedy."""
         wait = self.wait(amount, now)
         message = (f"Rate limit reached: the limit is {self.per_minute} {self.what} a minute ({self.what}_per_minute), "
                    f"{self.left(now)} are left and {amount} are needed. Please try again in {duration(wait)}.")
@@ -62,7 +63,7 @@ class Bucket:
 
 
 class Usage:
-    """A client's buckets, and its running requests."""
+    """Buckets and running requests of a client."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
@@ -71,12 +72,12 @@ class Usage:
         self.tokens = Bucket("tokens", limits.tokens_per_minute)
 
     def idle(self, now: float) -> bool:
-        """True when it has used nothing that still counts."""
+        """Return whether nothing that the client has used still counts."""
         return not (self.running or self.requests.full_in(now) or self.tokens.full_in(now))
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    """Return a duration as OpenAI writes it: 20ms, 1.5s, 6m0s."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -85,66 +86,66 @@ def duration(seconds: float) -> str:
 
 
 class Lease:
-    """One request that was admitted."""
+    """Share of an admitted request in its client's limits."""
 
     def __init__(self, client: Usage, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
         self._over = False
         self.weight = client.limits.weight
-        """Its share of the engine, beside those of others."""
+        """Weight in fair queueing."""
 
     def prompt(self, tokens: int) -> None:
-        """The prompt has so many tokens. Raises OverloadedError when its client may not use them now."""
+        """Take the tokens of the prompt. Raises OverloadedError when the client may not use them now."""
         now, bucket = self._clock(), self._client.tokens
         if bucket.wait(tokens, now):
             raise bucket.refusal(tokens, now)
         bucket.take(tokens, now)
 
     def spend(self, tokens: int) -> None:
-        """Tokens are used, whatever is left."""
+        """Take tokens, whatever is left."""
         self._client.tokens.take(tokens, self._clock())
 
     def end(self) -> None:
-        """The request is over. Safe to call again."""
+        """Count the request as running no more. Safe to call again."""
         self._client.running -= not self._over
         self._over = True
 
 
 class Quotas:
-    """Admits requests, group by group: a group is an API key, or a client's address where there are no keys."""
+    """Admits requests by group: an API key, or a client's address where there are no keys."""
 
     def __init__(self, default: ClientLimits, groups: Mapping[str, ClientLimits],
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """`default` holds for groups that are not in `groups`."""
+        """`default`: limits of groups that are not in `groups`."""
         self._default = default
         self._limits = dict(groups)
         self._clock = clock
         self._clients: dict[str, Usage] = {}
 
     def enter(self, scope: Scope) -> None:
-        """Count the request of that scope before anything is done for it; the second call has no effect.
+        """Count the request of a scope before anything is done for it; a second call has no effect.
 
-        A job's was counted when it was accepted. Raises OverloadedError.
+        That of a job was counted when the job was accepted. Raises OverloadedError.
         """
         if "tandem.lease" not in scope:
             scope["tandem.metered"] = True
             scope["tandem.lease"] = self.admit(scope.get("tandem.group", ""), again="tandem.job" in scope)
 
     def accept(self, group: str, *, waits: bool) -> None:
-        """Count a request that is admitted later, with `again`; one that `waits` may find other limits used up.
+        """Count a request that `admit` gets later, with `again`; one that `waits` may find other limits used up.
 
         Raises OverloadedError.
         """
         self._count(group, running=not waits, requests=True, tokens=not waits)
 
     def give_back(self, group: str) -> None:
-        """Uncount a request that was accepted, and is none."""
+        """Undo `accept`, as the request turned out to be none."""
         now = self._clock()
         self._client(group, now).requests.take(-1, now)
 
     def admit(self, group: str, *, again: bool = False) -> Lease:
-        """Count a request, before anything is known of it; with `again` one that has been counted as it came.
+        """Count a request before anything is known of it; `again`: one that `accept` has counted.
 
         Raises OverloadedError, naming limit and remedy, when the group has used up what it may.
         """
@@ -153,7 +154,7 @@ class Quotas:
         return Lease(client, self._clock)
 
     def _count(self, group: str, *, running: bool, requests: bool, tokens: bool) -> Usage:
-        """Count a request, unless one of these limits is used up: then it raises OverloadedError."""
+        """Count a request. Raises OverloadedError where one of these limits is used up."""
         now = self._clock()
         client = self._client(group, now)
         limit = client.limits.max_concurrent_requests
@@ -167,7 +168,7 @@ class Quotas:
         return client
 
     def headers(self, group: str) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* headers for the limits that the group has."""
+        """Return OpenAI's x-ratelimit-* headers for the limits that the group has."""
         now = self._clock()
         client = self._client(group, now)
         headers: list[tuple[bytes, bytes]] = []
@@ -182,6 +183,6 @@ class Quotas:
     def _client(self, group: str, now: float) -> Usage:
         if group not in self._clients:
             if len(self._clients) >= FORGET_ABOVE:
-                self._clients = {name: one for name, one in self._clients.items() if not one.idle(now)}
+                self._clients = {name: client for name, client in self._clients.items() if not client.idle(now)}
             self._clients[group] = Usage(self._limits.get(group, self._default))
         return self._clients[group]

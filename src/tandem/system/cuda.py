@@ -1,4 +1,4 @@
-"""What is special about CUDA for ranks that wait for one another. Without mlx."""
+"""CUDA set up for ranks that wait for one another. Without mlx."""
 
 from __future__ import annotations
 

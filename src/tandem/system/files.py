@@ -22,7 +22,7 @@ BY_HAND = 16 << 20
 
 
 class NotRegular(OSError):
-    """It can be opened, and is no file, or has more bytes than are read. `strerror` says what to do."""
+    """No regular file, or one with more bytes than are read. `strerror` says what to do."""
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))
@@ -51,7 +51,8 @@ def read_regular(path: str | Path, most: int) -> bytes:
 
 
 def read_text(path: str | Path, most: int = BY_HAND) -> str:
-    """The same as text in UTF-8, its lines ended by `\\n`. Raises UnicodeDecodeError too."""
+    """Return a file of at most `most` bytes as text in UTF-8, lines ended by `\\n`. Raises OSError, NotRegular,
+    UnicodeDecodeError."""
     return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 

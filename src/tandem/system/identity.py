@@ -17,7 +17,7 @@ _UUID = re.compile(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]+)"')
 
 @functools.cache
 def machine_id() -> str:
-    """The same for all processes that share this machine's memory, and for no others, whatever the machine is called.
+    """Return an id that all processes which share this machine's memory have, and no others, whatever its name.
 
     On a Mac its hardware's UUID; on Linux that of its boot, with the number of the mount namespace behind it: a
     container counts as a machine. The host's name where a system tells neither.
@@ -31,7 +31,7 @@ def machine_id() -> str:
 
 
 def boot_id() -> str:
-    """Another one each time this machine starts; empty where the system does not tell."""
+    """Return the id of this start of the machine; empty where the system does not tell."""
     if sys.platform == "darwin":
         return sysctl("kern.bootsessionuuid")
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What is special about Metal's memory, and about how it fails. Without mlx."""
+"""Metal's memory, fences and failures. Without mlx."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _at_most(name: str, most: int) -> str:
 
 
 def fault_of(text: str) -> Fault | None:
-    """What a GPU's error means, from its words: its memory was full, or it waited longer than the system allows.
+    """Return what a GPU's error means, from its words: memory was full, or a wait was longer than the system allows.
 
     Metal ends a command buffer that takes more than some seconds; with tensor parallelism it may have waited for
     another rank all that time.

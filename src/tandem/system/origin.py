@@ -1,4 +1,4 @@
-"""Where this installation of Tandem came from, and itself as a wheel, so that other machines can have the same."""
+"""Source of this installation of Tandem, and a wheel of it, so that other machines can have the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = "mlx-tandem"
 _KEPT = ("METADATA", "entry_points.txt")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Of all files within, so that the same files make the same wheel."""
+"""Date of all files in a wheel, so that the same files make the same wheel."""
 
 
 def install_command(python: str, host: str) -> str:

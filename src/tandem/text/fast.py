@@ -118,13 +118,13 @@ class FastBackend:
 
 
 def _is_the_librarys(error: BaseException) -> bool:
-    """Not somebody who wants to end this process: a panic of the library is no Exception."""
+    """Return whether the library raised it: its panics are no Exception, nor is the end of this process."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What the library raises ends one request. Its words may quote a prompt, and are neither logged nor sent."""
+    """Turn what the library raises into ServerError. Its words may quote a prompt: they are neither logged nor sent."""
     try:
         yield
     except BaseException as error:

@@ -35,10 +35,10 @@ ITEM = 16
 MAX_DEPTH = 100
 """Levels of containers within containers."""
 MAX_BITS = 65536
-"""Of a whole number."""
+"""Most bits of a whole number."""
 
 QUICK_SECONDS, QUICK_STEPS, QUICK_SIZE = 0.05, 20_000, 1024 * 1024
-"""The same for a rendering that others wait for."""
+"""Limits of a rendering that others wait for."""
 
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 """Multiply their input, and no chat template is known to use them."""
@@ -56,10 +56,10 @@ class TooExpensive(SecurityError):
 
 
 class Budget:
-    """What one rendering may still use. A context manager: within it, the environment's operations are charged."""
+    """Time, steps and sizes left to one rendering. As a context manager it has the environment's operations charged."""
 
     def __init__(self, *given: Any, quick: bool = False) -> None:
-        """`given` is what the template works on. `quick`: others wait meanwhile."""
+        """`given`: what the template works on. `quick`: others wait meanwhile."""
         self._seconds = QUICK_SECONDS if quick else MAX_SECONDS
         self._deadline = time.monotonic() + self._seconds
         self._steps = self._most_steps = QUICK_STEPS if quick else MAX_STEPS

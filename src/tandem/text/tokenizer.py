@@ -24,7 +24,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 class Backend(Protocol):
-    """What `Tokenizer` needs from the library below it."""
+    """Interface of the library below `Tokenizer`."""
 
     vocab_size: int
     """One more than the largest id."""
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What tokenizer_config.json says, special tokens as plain texts (None for one that is not there), with the
+        """Content of tokenizer_config.json, special tokens as plain texts (None for one that is not there), with the
         chat template that is in use."""
         names = {name: _token_string(self._config.get(name)) for name in _NAMES}
         return {**self._config, **names, "chat_template": self.chat_template or None}

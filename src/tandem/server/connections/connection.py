@@ -39,7 +39,7 @@ _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", 
 
 
 def slice_end(data: bytes) -> int:
-    """How many of the bytes are to be read at once.
+    """Return how many of the bytes to read at once.
 
     A body in chunks of a byte each costs its reader a thousand times what it costs its sender; what comes at once of it
     would hold up every other connection for seconds.
@@ -69,8 +69,8 @@ class _Requests(h11.Connection):
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The request with a path as its target; the host of an absolute target replaces the header's (RFC 9112, section
-    3.2.2). Raises h11.RemoteProtocolError."""
+    """Return the request with a path as its target; the host of an absolute target replaces the header's (RFC 9112,
+    section 3.2.2). Raises h11.RemoteProtocolError."""
     if request.target.startswith(b"/") or b"://" not in request.target.partition(b"?")[0]:
         return request
     absolute = _ABSOLUTE.fullmatch(request.target)
@@ -83,12 +83,12 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 class _Flow(FlowControl):
-    """uvicorn's, whose reading can be held."""
+    """Flow control of uvicorn that can be kept from resuming."""
 
     held = False
 
     def resume_reading(self) -> None:
-        """Go on reading, unless that is held."""
+        """Go on reading, unless `held` is set."""
         if not self.held:
             super().resume_reading()
 
@@ -102,13 +102,13 @@ class Connection(H11Protocol):
     flow: _Flow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The clock for the first header runs."""
+        """Start the clock of the first header."""
         super().connection_made(transport)
         self.place.close = transport.close
         self.flow = _Flow(transport)
         self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
-        """Of what has come, what is still to be read."""
+        """Received bytes that are still to be read."""
         self._due = self.loop.time() + HEAD_S
         self._unread = (0, 0.0)
         """Bytes that the client has not taken, and since when it takes none."""
@@ -121,11 +121,11 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """No request is being worked on, so that nothing is lost when it is closed."""
+        """True while no request is being worked on, so that nothing is lost by closing."""
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request: read at once, or in slices when they would hold up other connections."""
+        """Read bytes of a request at once, or in slices where they would hold up other connections."""
         if not self._left and slice_end(data) == len(data):
             self._read(data)
             return
@@ -167,7 +167,7 @@ class Connection(H11Protocol):
             self._due = math.inf
 
     def on_response_complete(self) -> None:
-        """An answer is out. What is left of its request, or has come of the next one, has its time."""
+        """Start the clock for the rest of the request, or for what has come of the next one."""
         self._due = math.inf
         self.place.rest()
         super().on_response_complete()
@@ -195,7 +195,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is not HTTP: say so as all errors are said. Called by uvicorn while it handles h11's error."""
+        """Answer what is not HTTP in the shape of all errors. Called by uvicorn while it handles h11's error."""
         reason = sys.exception()
         self._refuse(refused(getattr(reason, "error_status_hint", 400),
                              f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http"))
@@ -216,7 +216,7 @@ class Connection(H11Protocol):
 
 
 def refusing(error: RequestError) -> Any:
-    """An ASGI application that answers every request with `error` and closes the connection."""
+    """Return an ASGI application that answers every request with `error` and closes the connection."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         response = error_response(error, scope["path"])

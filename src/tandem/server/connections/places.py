@@ -15,7 +15,7 @@ class Places:
         self.open: Counter[str | None] = Counter()
         """Connections by group; in all at None."""
         self.idle: defaultdict[str | None, dict[Place, float]] = defaultdict(dict)
-        """Those without a request by group, since when; the first has been idle for longest."""
+        """Places without a request by group, with the time since when; the first has been idle for longest."""
 
     def make_room(self, group: str | None = None, *, before: float = math.inf) -> bool:
         """Close the connection of a group, or of all, that is idle for longest; False if none is since `before`."""

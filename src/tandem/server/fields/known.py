@@ -7,42 +7,43 @@ mlx_lm.server, GLM and Qwen. `scripts/generate_docs` writes docs/clients.md from
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class Known:
-    """What may be sent in a field without an effect."""
+    """Values that a field without an effect may have."""
 
     of: str
-    """Who knows it."""
-    harmless: Callable[[Any], bool] | None
-    """Values that say what is so anyway; None when every value is taken, as none changes the text. null always is."""
-    values: str
-    """The same for people."""
+    """The server or company that has the field."""
+    accepted: tuple[object, ...] | None
+    """Values that ask for what happens anyway; None: all, as none changes the text. null is always accepted."""
+
+    def accepts(self, value: object) -> bool:
+        """Return whether the field may have this value. A flag is no number, an integer may be a float."""
+        return self.accepted is None or any(
+            type(value) is type(one) or float in (type(value), type(one)) for one in self.accepted if value == one)
+
+    @property
+    def values(self) -> str:
+        """Accepted values for people."""
+        if self.accepted is None:
+            return "any"
+        return ", ".join(f"`{json.dumps(value)}`" for value in self.accepted) or "`null`"
 
 
 Fields = Mapping[str, Known]
 
 
 def _any(of: str, names: str) -> dict[str, Known]:
-    """Fields of which every value is taken."""
-    return {name: Known(of, None, "any") for name in names.split()}
+    """Return fields of which every value is accepted."""
+    return {name: Known(of, None) for name in names.split()}
 
 
-def _only(of: str, names: str, *values: Any) -> dict[str, Known]:
-    """Fields with values that change nothing; any other would need what is not here."""
-    def harmless(value: Any) -> bool:
-        return any(type(value) is type(one) or float in (type(value), type(one)) for one in values if value == one)
-
-    shown = ", ".join(f"`{_json(value)}`" for value in values) or "`null`"
-    return {name: Known(of, harmless, shown) for name in names.split()}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)
+def _only(of: str, names: str, *values: object) -> dict[str, Known]:
+    """Return fields of which only these values are accepted; others would need what is not here."""
+    return {name: Known(of, values) for name in names.split()}
 
 
 def _together(parts: Iterable[Fields]) -> Fields:
@@ -55,7 +56,7 @@ OPENAI = _together((
 ))
 """Say nothing about the text."""
 CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
-"""Of prompts whose prefixes are not kept."""
+"""For requests whose prefixes are not kept."""
 
 GENERATING = _together((
     OPENAI,
@@ -160,19 +161,12 @@ RESPONSES = _together((
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit that removes nothing; agents send it."""
 
-
-def _clears_nothing(management: Any) -> bool:
-    """`context_management` that takes nothing out of the conversation."""
-    edits = management.get("edits") if isinstance(management, dict) else management
-    return edits is None or (isinstance(edits, list) and all(edit == KEEP_ALL for edit in edits))
-
-
 MESSAGES = _together((
     _any("Anthropic", "metadata service_tier cache_control inference_geo diagnostics"),
     _only("Anthropic", "speed", "standard"),
     _only("Anthropic", "container"),
     _only("Anthropic", "mcp_servers", []),
-    {"context_management": Known("Anthropic", _clears_nothing, "edits that remove nothing")},
+    _only("Anthropic", "context_management", {}, {"edits": []}, {"edits": [KEEP_ALL]}),
     _any("vLLM", "request_id"),
 ))
 
@@ -197,7 +191,7 @@ ROUTES = {
     "EmbeddingRequest": "/v1/embeddings",
     "TokenizeRequest": "/tokenize",
 }
-"""As the documentation names them."""
+"""Routes by schema, for the documentation."""
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -208,7 +202,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Names that llama.cpp, Ollama, Mistral and TGI have for fields of ours: they are taken as those."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
-"""As no limit is written there."""
+"""Values with which llama.cpp and Ollama set no limit."""
 
 ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
 """Fields by which other servers are asked for a LoRA adapter."""

@@ -1,4 +1,4 @@
-"""What becomes of fields that a body's schema does not have. Pure.
+"""Fields that a body's schema does not have: accepted, left out or refused. Pure.
 
 null is taken everywhere. Known fields of other servers are taken with the values of their table; what is left is
 refused, or with `--unknown-fields warn` and `ignore` left out. Nothing is left out without a word: its name comes back.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
@@ -16,19 +16,19 @@ from tandem.errors import RequestError
 from tandem.server.fields.known import ADAPTERS, BY_SCHEMA, RENAMED, UNLIMITED
 
 Unknown = Literal["refuse", "warn", "ignore"]
-"""As --unknown-fields has it."""
+"""Values of --unknown-fields."""
 MOST_NAMES, LONGEST_NAME = 20, 60
-"""Of fields that were left out: so many are told, and so much of each."""
+"""Most fields that a header or log line names, and characters of each name."""
 LONGEST_PATH = 200
-"""So much is told of the place of a field at fault."""
+"""Most characters of a field's path in an error."""
 
 
 def without_strangers(
-    data: Mapping[str, Any], model: type[BaseModel], unknown: Unknown
-) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Of a body: the fields of its schema; the names of those that were left out although they said something; and
-    under which names fields of ours came. Raises RequestError for a field that is not to be left out."""
-    kept: dict[str, Any] = {}
+    data: Mapping[str, object], model: type[BaseModel], unknown: Unknown
+) -> tuple[dict[str, object], list[str], dict[str, str]]:
+    """Return the fields of a body that its schema has, the names of fields left out although they ask for something,
+    and by field of ours the name that the client used. Raises RequestError for a field that must not be left out."""
+    kept: dict[str, object] = {}
     left_out: list[str] = []
     names: dict[str, str] = {}
     known = BY_SCHEMA.get(model.__name__, {})
@@ -52,14 +52,15 @@ def without_strangers(
             if unknown == "refuse":
                 raise unknown_field(name, {*model.model_fields, *known, *RENAMED})
             left_out.append(name)
-        elif (harmless := known[name].harmless) is None:
+        elif known[name].accepted is None:
             left_out.append(name)
-        elif not harmless(value):
+        elif not known[name].accepts(value):
             _refuse(name, unknown, left_out)
     return kept, left_out, names
 
 
-def _take_renamed(name: str, ours: str, value: Any, data: Mapping[str, Any], kept: dict[str, Any]) -> dict[str, str]:
+def _take_renamed(name: str, ours: str, value: object, data: Mapping[str, object],
+                  kept: dict[str, object]) -> dict[str, str]:
     if isinstance(value, int) and (name, value) in UNLIMITED:
         return {}
     own = data.get(ours)
@@ -78,7 +79,7 @@ def _refuse(name: str, unknown: Unknown, left_out: list[str]) -> None:
 
 
 def unknown_field(path: str, known: Iterable[str]) -> RequestError:
-    """A field that nobody knows: its path, and the field beside it that may have been meant."""
+    """Return the error for an unknown field, with the field beside it that may have been meant."""
     path = path[:LONGEST_PATH]
     *before, name = path.rsplit(".", 1)
     near = difflib.get_close_matches(name[:LONGEST_NAME], sorted(known), 1, cutoff=0.7)
@@ -87,7 +88,7 @@ def unknown_field(path: str, known: Iterable[str]) -> RequestError:
 
 
 def fields_beside(model: type[BaseModel], place: tuple[int | str, ...]) -> set[str]:
-    """Names of the fields that may stand where pydantic found a wrong one."""
+    """Return the names of the fields that may stand where pydantic found a wrong one."""
     for part in place[:-1]:
         if isinstance(part, str):
             fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
@@ -98,16 +99,16 @@ def fields_beside(model: type[BaseModel], place: tuple[int | str, ...]) -> set[s
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
-def _schema_in(annotation: Any) -> type[BaseModel] | None:
-    """The schema that an annotation is about: X, X | None, list[X]."""
+def _schema_in(annotation: object) -> type[BaseModel] | None:
+    """Return the schema X of an annotation X, X | None or list[X]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    found = (_schema_in(part) for part in get_args(annotation))
-    return next((one for one in found if one is not None), None)
+    inner = (_schema_in(part) for part in get_args(annotation))
+    return next((schema for schema in inner if schema is not None), None)
 
 
 def told(names: Iterable[str]) -> str:
-    """Names for a header or a line of the log, whatever characters a client has put into them."""
+    """Return names for a header or a line of the log, whatever characters a client has put into them."""
     whole = list(names)
     shown = [ascii(name[:LONGEST_NAME])[1:-1].replace(",", "")[:LONGEST_NAME] for name in whole[:MOST_NAMES]]
     more = [f"and {len(whole) - MOST_NAMES} more"] if len(whole) > MOST_NAMES else []

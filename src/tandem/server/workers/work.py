@@ -1,4 +1,4 @@
-"""What worker processes do with parts of a request. Only sandboxes import this."""
+"""Work of sandboxes on parts of a request. Only they import this."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
                   openai.DetokenizeRequest, anthropic.MessagesRequest, anthropic.CountRequest,
                   responses.ResponsesRequest, WarmRequest)
 }
-"""Every body that is judged here, by the name of its schema."""
+"""Schemas of bodies by name."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
