@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from tandem.errors import UnavailableError
 from tandem.guided.grammar import grammar_of
-from tandem.processes.sandbox import Broken, Done, Ended, Refused, Reply, Sandbox, Task
+from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ class GrammarCheck:
         if trouble:
             raise ValueError(trouble)
 
-    def _ask(self, task: Task) -> Reply | Ended:
+    def _ask(self, task: SandboxTask) -> TaskReply | SandboxEnded:
         """Run a task in the sandbox of this check, which is kept for more."""
         with self._trying:
             if self._sandbox is None or not (self._sandbox.usable and self._sandbox.alive):
@@ -71,25 +71,26 @@ class GrammarCheck:
                 weakref.finalize(self, self._sandbox.end)
             return self._sandbox.ask(task.encoded(), task.wall_s)
 
-    def task(self, grammar: str) -> Task:
+    def task(self, grammar: str) -> SandboxTask:
         """Return the task that tries the grammar."""
-        return Task(PROBE, "tried", {"grammar": grammar, "special": self.special}, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
+        arguments = {"grammar": grammar, "special": self.special}
+        return SandboxTask(PROBE, "tried", arguments, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
 
     def known(self, grammar: str) -> str | None:
         """Return what is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
         with self._lock:
             return self._known.get(grammar)
 
-    def judge(self, grammar: str, reply: Reply | Ended) -> str:
+    def judge(self, grammar: str, reply: TaskReply | SandboxEnded) -> str:
         """Return what is wrong with the grammar of that task, empty if nothing, and remember it. Raises
         UnavailableError when it could not be tried."""
         match reply:
-            case Done():
+            case TaskDone():
                 trouble = " ".join(reply.decoded(str).split())[:MAX_WORDS]
-            case Ended(over_limits=True) | Broken(name="MemoryError" | "PanicException"):
+            case SandboxEnded(over_limits=True) | TaskBroken(name="MemoryError" | "PanicException"):
                 trouble = TOO_COMPLEX
-            case Ended() | Broken() | Refused():
-                how = reply.how if isinstance(reply, Ended) else f"met {reply.message}"
+            case SandboxEnded() | TaskBroken() | TaskRefused():
+                how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.message}"
                 if how:
                     log.error("a grammar could not be tried, its process %s; its request is refused with 503",
                               how[-MAX_WORDS:])

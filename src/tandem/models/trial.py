@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.errors import UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
-from tandem.processes.sandbox import Done, Task, run_once
+from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def require_trial(path: Path, description: ModelDescription) -> None:
 
 @cache
 def _tried(path: Path) -> str:
-    reply = run_once(Task("tandem.loading.trial", "tried", {"path": str(path)}, wall_s=TIMEOUT_S))
-    if isinstance(reply, Done):
+    reply = run_once(SandboxTask("tandem.loading.trial", "tried", {"path": str(path)}, wall_s=TIMEOUT_S))
+    if isinstance(reply, TaskDone):
         return reply.decoded(str)
     raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {reply.why}", param="model")

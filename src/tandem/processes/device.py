@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.errors import UsageError
-from tandem.processes.sandbox import Done, Task, run_once
+from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 
 MODULE = "tandem.loading.device"
 
@@ -26,7 +26,7 @@ def this_device(device: str = "auto") -> Device:
 
     Raises UsageError with MLX's last words when it does not start.
     """
-    reply = run_once(Task(MODULE, "describe_device", {"device": device}))
-    if isinstance(reply, Done):
+    reply = run_once(SandboxTask(MODULE, "describe_device", {"device": device}))
+    if isinstance(reply, TaskDone):
         return reply.decoded(Device)
     raise UsageError(f"MLX does not start on this machine: {reply.why}")

@@ -31,7 +31,7 @@ LONGEST_WORDS = 500
 Answer = TypeVar("Answer")
 
 
-class Task(Struct, frozen=True):
+class SandboxTask(Struct, frozen=True):
     """A function to call in a sandbox, and what the call may use."""
 
     module: str
@@ -52,12 +52,12 @@ class Task(Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
 
-class _Reply(Struct, kw_only=True):
+class _BaseReply(Struct, kw_only=True):
     last: bool = False
     """The process ends after this reply."""
 
 
-class Done(_Reply, tag=True):
+class TaskDone(_BaseReply, tag=True):
     """The function returned."""
 
     answer: Raw
@@ -67,7 +67,7 @@ class Done(_Reply, tag=True):
         return msgspec.msgpack.decode(self.answer, type=kind)
 
 
-class Refused(_Reply, tag=True):
+class TaskRefused(_BaseReply, tag=True):
     """The function raised an error of ours, which says what is wrong with the request."""
 
     message: str
@@ -81,7 +81,7 @@ class Refused(_Reply, tag=True):
         return self.message
 
 
-class Broken(_Reply, tag=True):
+class TaskBroken(_BaseReply, tag=True):
     """The function raised something unexpected."""
 
     name: str
@@ -95,7 +95,7 @@ class Broken(_Reply, tag=True):
         return f"{self.name}: {' '.join(self.message.split())[:LONGEST_WORDS]}"
 
 
-class Ended(Struct):
+class SandboxEnded(Struct):
     """The process ended before it replied, or never started."""
 
     over_limits: bool
@@ -109,8 +109,8 @@ class Ended(Struct):
         return f"its process {self.how}"
 
 
-Reply = Done | Refused | Broken
-_decode = msgspec.msgpack.Decoder(Reply).decode
+TaskReply = TaskDone | TaskRefused | TaskBroken
+_decode = msgspec.msgpack.Decoder(TaskReply).decode
 
 
 class Sandbox:
@@ -131,7 +131,7 @@ class Sandbox:
         """True while the process runs or has yet to be started."""
         return self._process is None or self._process.poll() is None
 
-    def ask(self, task: bytes, wall_s: float) -> Reply | Ended:
+    def ask(self, task: bytes, wall_s: float) -> TaskReply | SandboxEnded:
         """Send a task, encoded, and wait for the reply, at most `wall_s` seconds."""
         # Not a timeout of the wait: a process that stands still does not read its task either.
         clock = threading.Timer(wall_s, self._end_late, (wall_s,))
@@ -140,16 +140,16 @@ class Sandbox:
         try:
             connection = self._started()
             if connection is None:
-                return Ended(False, "")
+                return SandboxEnded(False, "")
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(task)
-            reply: Reply = _decode(connection.recv_bytes())
+            reply: TaskReply = _decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return self._ended()
         except (OSError, SpawnError) as error:  # no memory, no descriptor
             how = f"failed: {error}" if self.usable else ""
             self.end()
-            return Ended(False, how)
+            return SandboxEnded(False, how)
         finally:
             clock.cancel()
         if reply.last:
@@ -166,7 +166,7 @@ class Sandbox:
                                                  arguments=(str(theirs.fileno()),), pass_fds=(theirs.fileno(),))
             return self._connection if self.usable else None
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> SandboxEnded:
         with self._lock:
             wanted = not self.usable
             assert self._process is not None
@@ -174,8 +174,8 @@ class Sandbox:
             code, how = self._process.poll(), self._process.describe_exit()
         self.end()
         if code in OVER_LIMITS:
-            return Ended(True, how)
-        return Ended(False, self._late or ("" if wanted else how))
+            return SandboxEnded(True, how)
+        return SandboxEnded(False, self._late or ("" if wanted else how))
 
     def _end_late(self, wall_s: float) -> None:
         self._late = f"does not answer within {wall_s:.0f} s"
@@ -191,7 +191,7 @@ class Sandbox:
             self._connection = None  # closed as soon as nobody reads from it
 
 
-def run_once(task: Task) -> Reply | Ended:
+def run_once(task: SandboxTask) -> TaskReply | SandboxEnded:
     """Run one task in a process of its own and return the reply; of a process that ended, with its last line."""
     with TemporaryFile() as output:
         sandbox = Sandbox(output.fileno())
@@ -199,7 +199,7 @@ def run_once(task: Task) -> Reply | Ended:
             reply = sandbox.ask(task.encoded(), task.wall_s)
         finally:
             sandbox.end()
-        if isinstance(reply, Ended):
+        if isinstance(reply, SandboxEnded):
             output.seek(0)
             lines = output.read().decode(errors="replace").split("\n")
             said = [line.strip() for line in lines if line.strip()]

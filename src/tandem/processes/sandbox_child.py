@@ -23,7 +23,7 @@ import msgspec
 from tandem.borders import own_process, start_thread
 from tandem.errors import RequestError, TandemError
 from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.processes.sandbox import EXIT_MEMORY, Broken, Done, Refused, Reply, Task
+from tandem.processes.sandbox import EXIT_MEMORY, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 
 KEPT_BYTES = 1024**3
 """Most memory with which a process goes on to its next task."""
@@ -96,7 +96,7 @@ def resident_bytes() -> int:
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
-def reply_to(task: Task, limits: ProcessLimits | None) -> Reply:
+def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
     """Run the task."""
     try:
         module = importlib.import_module(task.module)
@@ -107,16 +107,16 @@ def reply_to(task: Task, limits: ProcessLimits | None) -> Reply:
             getattr(module, task.prepare)(**arguments)
         if limits is not None:
             limits.renew(task.cpu_s, task.memory_bytes)
-        return Done(answer=msgspec.Raw(msgspec.msgpack.encode(function(**arguments))))
+        return TaskDone(answer=msgspec.Raw(msgspec.msgpack.encode(function(**arguments))))
     except RequestError as error:
-        return Refused(message=error.message, param=error.param, code=error.code, status=error.status)
+        return TaskRefused(message=error.message, param=error.param, code=error.code, status=error.status)
     except TandemError as error:
-        return Refused(message=error.message, param=error.param, code=None, status=400)
+        return TaskRefused(message=error.message, param=error.param, code=None, status=400)
     except MemoryError:
         os._exit(EXIT_MEMORY)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
         # Also what no Exception is: a panic in a library written in Rust, such as tokenizers.
-        return Broken(name=type(error).__name__, message=str(error),
+        return TaskBroken(name=type(error).__name__, message=str(error),
                       frames="".join(traceback.format_tb(error.__traceback__)))
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     receive_payload()
     watch_lifeline()
     connection = Connection(int(sys.argv[1]))
-    decode = msgspec.msgpack.Decoder(Task).decode
+    decode = msgspec.msgpack.Decoder(SandboxTask).decode
     limits: ProcessLimits | None = None
     while True:
         try:

@@ -22,7 +22,7 @@ from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
-from tandem.server.fields.policy import told
+from tandem.server.fields import told
 from tandem.server.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless

@@ -13,7 +13,7 @@ from tandem.errors import AuthenticationError, RequestError
 from tandem.server.connections.acceptor import group_of
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
-from tandem.server.fields.policy import told
+from tandem.server.fields import told
 from tandem.server.origins import Origins, check_content_type
 from tandem.server.status import page
 

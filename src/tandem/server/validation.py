@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tandem.errors import RequestError
-from tandem.server.fields.policy import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
+from tandem.server.fields import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
 """Bytes from which on a body is judged in a worker process before anything is made of it here."""

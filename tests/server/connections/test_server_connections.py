@@ -249,7 +249,7 @@ def test_a_flood_of_idle_connections_shuts_out_nobody(serve, wait_until):
     for one in flood:
         one.close()
     [door] = server.server._acceptors
-    wait_until(lambda: not door.places.open.total() and not any(door.places.idle.values()))
+    wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))
 
 
 class Starved:
@@ -317,4 +317,4 @@ def test_a_lost_connection_gives_its_place_back(serve, wait_until):
             assert client.get("/health/live").status_code == 200
     server.http.close()
     [door] = server.server._acceptors
-    wait_until(lambda: not door.places.open.total() and not any(door.places.idle.values()))
+    wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))

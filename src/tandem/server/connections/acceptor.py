@@ -20,7 +20,7 @@ from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.log import Seldom
 from tandem.server.connections import connection
 from tandem.server.connections.connection import Connection, refusing
-from tandem.server.connections.places import Place, Places
+from tandem.server.connections.slots import ConnectionSlot, ConnectionSlots
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Acceptor:
         self._make = make
         self._most, self._most_each = most, most_each
         self._tls = tls
-        self.places = Places()
+        self.slots = ConnectionSlots()
         self._resume: asyncio.TimerHandle | None = None
         self._seldom = Seldom(logger)
 
@@ -87,8 +87,8 @@ class Acceptor:
     def _pause(self, error: OSError) -> None:
         """Wait a little, as no descriptor is left, and close idle connections meanwhile."""
         before = time.monotonic() - YOUNG_S
-        opened = self.places.open[None]
-        closed = sum(self.places.make_room(before=before) for _ in range(BATCH))
+        opened = self.slots.open[None]
+        closed = sum(self.slots.make_room(before=before) for _ in range(BATCH))
         remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
                   else "this is not expected")
         self._seldom.warning("a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones "
@@ -98,27 +98,27 @@ class Acceptor:
 
     def _admit(self, client: socket.socket, group: str) -> None:
         refusal: RequestError | None = None
-        places = self.places
-        if places.open[group] >= self._most_each:
-            if not places.make_room(group):
-                refusal = OverloadedError(f"This address has {places.open[group]} connections with requests under way "
+        slots = self.slots
+        if slots.open[group] >= self._most_each:
+            if not slots.make_room(group):
+                refusal = OverloadedError(f"This address has {slots.open[group]} connections with requests under way "
                                           "(--max-connections-per-address).", code="too_many_connections")
-        elif places.open[None] >= self._most and not places.make_room():
+        elif slots.open[None] >= self._most and not slots.make_room():
             refusal = UnavailableError("The server has as many connections as it takes (--max-connections); try again "
                                        "later.", code="too_many_connections")
-        if places.open[None] >= self._most + REFUSED or places.open[group] >= self._most_each + REFUSED:
+        if slots.open[None] >= self._most + REFUSED or slots.open[group] >= self._most_each + REFUSED:
             client.close()
             return
-        place = Place(places, group)
-        connecting = start_task(self._connect(client, place, refusal), name="connection", on_failure=lambda _: None)
-        place.close = connecting.cancel
-        connecting.add_done_callback(lambda task: _connected(task, client, place))
+        slot = ConnectionSlot(slots, group)
+        connecting = start_task(self._connect(client, slot, refusal), name="connection", on_failure=lambda _: None)
+        slot.close = connecting.cancel
+        connecting.add_done_callback(lambda task: _connected(task, client, slot))
 
-    async def _connect(self, client: socket.socket, place: Place, refusal: RequestError | None) -> bool:
+    async def _connect(self, client: socket.socket, slot: ConnectionSlot, refusal: RequestError | None) -> bool:
         """Hand the socket to a protocol, after the TLS handshake if there is one; False when that fails."""
         def make() -> Connection:
             made = self._make()
-            made.place = place
+            made.slot = slot
             if refusal is not None:
                 made.app = refusing(refusal)
             return made
@@ -134,11 +134,11 @@ class Acceptor:
         return True
 
 
-def _connected(task: asyncio.Task[bool], client: socket.socket, place: Place) -> None:
+def _connected(task: asyncio.Task[bool], client: socket.socket, slot: ConnectionSlot) -> None:
     """Clean up after a handshake that failed or was cancelled, perhaps before it had begun."""
     if task.cancelled() or task.exception() is not None or not task.result():
         client.close()
-        place.leave()
+        slot.leave()
 
 
 def group_of(address: str) -> str:

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tandem.borders import start_task
 from tandem.errors import RequestError
-from tandem.server.connections.places import Place
+from tandem.server.connections.slots import ConnectionSlot
 from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
@@ -94,17 +94,17 @@ class _Flow(FlowControl):
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with `look` to be called now and then. `place` hears when it is idle, busy and closed."""
+    """uvicorn's protocol, with `look` to be called now and then. `slot` hears when it is idle, busy and closed."""
 
     slice_turn: asyncio.Lock
     """Held while a slice is read; shared by all connections of the event loop."""
-    place: Place
+    slot: ConnectionSlot
     flow: _Flow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first header."""
         super().connection_made(transport)
-        self.place.close = transport.close
+        self.slot.close = transport.close
         self.flow = _Flow(transport)
         self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
@@ -117,7 +117,7 @@ class Connection(H11Protocol):
         """Give back its place."""
         self._left = b""
         super().connection_lost(exc)
-        self.place.leave()
+        self.slot.leave()
 
     @property
     def idle(self) -> bool:
@@ -152,7 +152,7 @@ class Connection(H11Protocol):
     def _read(self, data: bytes) -> None:
         super().data_received(data)
         if not self.idle:
-            self.place.work()
+            self.slot.work()
         unread = self.conn.trailing_data[0]
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
             self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
@@ -169,10 +169,10 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Start the clock for the rest of the request, or for what has come of the next one."""
         self._due = math.inf
-        self.place.rest()
+        self.slot.rest()
         super().on_response_complete()
         if not self.idle:  # the next request had come already
-            self.place.work()
+            self.slot.work()
         if self.conn.their_state is h11.SEND_BODY:
             self._due = self.loop.time() + LINGER_S
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:

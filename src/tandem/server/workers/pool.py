@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tandem.errors import RequestError, ServerError, UnavailableError
 from tandem.log import Seldom
-from tandem.processes.sandbox import Broken, Ended, Refused, Reply, Sandbox, Task
+from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskBroken, TaskRefused, TaskReply
 from tandem.server.chats.texts import FILES_AWAY
 from tandem.server.failures import refused
 from tandem.server.workers.turns import Turns
@@ -51,8 +51,9 @@ class Workers:
 
         Raises RequestError: what the worker finds, or that it ran into its limits; UnavailableError, OverloadedError.
         """
-        reply = await self.reply(group, Task(WORK, function, dict(arguments), prepare, CPU_S, MEMORY_BYTES, WALL_S))
-        if isinstance(reply, Ended):
+        task = SandboxTask(WORK, function, dict(arguments), prepare, CPU_S, MEMORY_BYTES, WALL_S)
+        reply = await self.reply(group, task)
+        if isinstance(reply, SandboxEnded):
             if reply.over_limits:
                 raise RequestError(f"The request takes more than {CPU_S} s of computing or {MEMORY_BYTES // 2**30} GiB "
                                    "of memory before a model can work on it; make it smaller.",
@@ -61,20 +62,20 @@ class Workers:
                 logger.error("a worker process %s; its request is refused with 503, the next gets another one",
                              reply.how)
             raise _unavailable()
-        if isinstance(reply, Refused) and reply.code == FILES_AWAY:
+        if isinstance(reply, TaskRefused) and reply.code == FILES_AWAY:
             seldom.error("a worker process cannot load the tokenizer: %s; large requests get 503 until its files are "
                          "mended", reply.message)
             raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0,
                                    code=FILES_AWAY)
-        if isinstance(reply, Refused):
+        if isinstance(reply, TaskRefused):
             raise refused(reply.status, reply.message, param=reply.param, code=reply.code)
-        if isinstance(reply, Broken):
+        if isinstance(reply, TaskBroken):
             logger.error("unexpected %s in a worker process; its request ends with status 500, all else goes on; "
                          "please report it\n%s", reply.name, reply.frames)
             raise ServerError("Internal server error", code="internal_error")
         return reply.decoded(answer)
 
-    async def reply(self, group: str, task: Task) -> Reply | Ended:
+    async def reply(self, group: str, task: SandboxTask) -> TaskReply | SandboxEnded:
         """Return what becomes of a task when it is its turn. Raises UnavailableError, OverloadedError."""
         frame = task.encoded()
         async with self._turns.turn(group, len(frame)):

@@ -27,7 +27,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.fitting import encode_fitting
 from tandem.server.chats.prompt import rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
-from tandem.server.fields.policy import Unknown
+from tandem.server.fields import Unknown
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 from tandem.server.validation import parse_bytes

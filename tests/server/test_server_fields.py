@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tandem.config.settings import ModelSettings
-from tandem.server.fields.known import BY_SCHEMA, ROUTES
+from tandem.server.fields import BY_SCHEMA, ROUTES
 from tandem.server.workers.work import _SCHEMAS
 from tandem.testing import CHAT_TEMPLATE
 
