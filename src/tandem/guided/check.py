@@ -73,7 +73,7 @@ class GrammarCheck:
 
     def task(self, grammar: str) -> SandboxTask:
         """Return the task that tries the grammar."""
-        arguments = {"grammar": grammar, "special": self.special}
+        arguments: dict[str, object] = {"grammar": grammar, "special": self.special}
         return SandboxTask(PROBE, "tried", arguments, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
 
     def known(self, grammar: str) -> str | None:

@@ -21,11 +21,6 @@ def code_command(code: str, *arguments: str) -> list[str]:
     return [sys.executable, SAFE, "-c", code, *arguments]
 
 
-def script_command(path: str, *arguments: str) -> list[str]:
-    """`python path arguments...`; modules beside the script are not found either."""
-    return [sys.executable, SAFE, path, *arguments]
-
-
 def leave_working_directory(path: list[str]) -> None:
     """For a process that was started with `python -m`: take its working directory out of `path` (`sys.path`) again."""
     if not sys.flags.safe_path:

@@ -32,7 +32,7 @@ from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
 from tandem.server.openai import chat, completions, embeddings, models, tokens
-from tandem.server.openapi import TandemApp
+from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
@@ -69,7 +69,7 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
                    requests, responses, tokens):
-        app.include_router(module.router)
+        app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:
