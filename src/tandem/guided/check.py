@@ -90,7 +90,9 @@ class GrammarCheck:
             case SandboxEnded(over_limits=True) | TaskBroken(name="MemoryError" | "PanicException"):
                 trouble = TOO_COMPLEX
             case SandboxEnded() | TaskBroken() | TaskRefused():
-                how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.message}"
+                how = "refused it"  # what an exception says may quote the grammar
+                if not isinstance(reply, TaskRefused):
+                    how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.name}"
                 if how:
                     log.error("a grammar could not be tried, its process %s; its request is refused with 503",
                               how[-MAX_WORDS:])

@@ -79,7 +79,7 @@ class Guides:
                 self._matchers[request_id] = _built(self._building.pop(request_id))
                 if self._matchers[request_id] is None:
                     given_up[row] = NO_GRAMMAR
-        live = [(row, matcher) for row, one in enumerate(ids) if (matcher := self._matchers.get(one)) is not None]
+        live = [(row, matcher) for row, name in enumerate(ids) if (matcher := self._matchers.get(name)) is not None]
         bits = allocate_token_bitmask(len(live), self._vocabulary.vocab_size)
         if working := [(matcher, i) for i, (_, matcher) in enumerate(live) if not matcher.is_stopped()]:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)

@@ -70,7 +70,7 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     make_caches = Frame(model, range(layers), family).make_caches
     each = [_whole_logits(model, make_caches(), row) for row in rows]
     want = [mx.concatenate(list(calls)) for calls in zip(*each, strict=True)]
-    if not all(mx.all(mx.isfinite(one)).item() for one in want):
+    if not all(mx.all(mx.isfinite(logits)).item() for logits in want):
         raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
     fixed = uncut(text_config(config), layers)
     most = min(layers - len(fixed), 3)
@@ -86,8 +86,8 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
 
 
-def _distance(one: mx.array, other: mx.array) -> float:
-    by: Any = mx.max(mx.abs(one - other)).item()
+def _distance(a: mx.array, b: mx.array) -> float:
+    by: Any = mx.max(mx.abs(a - b)).item()
     return float(by)
 
 
@@ -97,9 +97,9 @@ def _calls(row: mx.array) -> list[mx.array]:
 
 
 def _whole_logits(model: nn.Module, caches: list[Any], row: mx.array) -> list[mx.array]:
-    found = [model(x, cache=caches) for x in _calls(row)]
-    mx.eval(found)
-    return found
+    logits = [model(x, cache=caches) for x in _calls(row)]
+    mx.eval(logits)
+    return logits
 
 
 def _staged_logits(frames: list[Frame], rows: mx.array) -> tuple[list[mx.array], list[mx.array]]:

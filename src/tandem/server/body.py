@@ -80,9 +80,9 @@ async def refuse_query(request: Request, error: Exception) -> Response:
     return error_response(explain(detail), request.url.path)
 
 
-def require_known(given: Iterable[str], known: Collection[str]) -> None:
+def require_known(names: Iterable[str], known: Collection[str]) -> None:
     """Raises RequestError for a query parameter that there is not: what was meant would be passed over in silence."""
-    for name in given:
+    for name in names:
         if name not in known:
             raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
                                f"{', '.join(known)}.", param=name[:100])

@@ -92,11 +92,11 @@ class Api:
         """The model of that name. Raises NotFoundError, which names those that there are."""
         if name is None or name == "default":
             return self.served[0]
-        for among in (lambda one: [one.settings.model.served_name], lambda one: one.names()):
-            for one in self.served:
-                if name in among(one):
-                    return one
-        names = ", ".join(one.name for one in self.served)
+        for names_of in (lambda served: [served.settings.model.served_name], lambda served: served.names()):
+            for served in self.served:
+                if name in names_of(served):
+                    return served
+        names = ", ".join(served.name for served in self.served)
         raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
                             code="model_not_found")
 

@@ -31,7 +31,8 @@ class Known:
     def accepts(self, value: object) -> bool:
         """Return whether the field may have this value. A flag is no number, an integer may be a float."""
         return self.accepted is None or any(
-            type(value) is type(one) or float in (type(value), type(one)) for one in self.accepted if value == one)
+            type(value) is type(known) or float in (type(value), type(known))
+            for known in self.accepted if value == known)
 
     @property
     def values(self) -> str:

@@ -97,7 +97,7 @@ class ApiServer(uvicorn.Server):
         return made
 
     def _clients(self) -> list[Connection]:
-        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+        return [client for client in self.server_state.connections if isinstance(client, Connection)]
 
     def _tls(self) -> ssl.SSLContext | None:
         return self._certificate.context if self._certificate is not None else None
@@ -108,8 +108,8 @@ class ApiServer(uvicorn.Server):
             self._announce()
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
-            for one in self._clients():
-                one.look(now)
+            for client in self._clients():
+                client.look(now)
         if self._certificate is not None and counter % int(LOOK_S * _TICKS) == 0:
             self._certificate.look()
         if self._drain_until is not None and not self.should_exit:
@@ -163,7 +163,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
 def _as_ipv6(networks: Iterable[str]) -> list[str]:
     """IPv4 networks as a socket shows their addresses that listens for IPv6 too."""
     known = [ipaddress.ip_network(network) for network in networks]
-    return [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in known if one.version == 4]
+    return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 
 
 def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,

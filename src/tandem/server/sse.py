@@ -174,7 +174,7 @@ class EventStream(Response):
         await self._end(send, body + self._writer.done())
 
     async def _write(self, deltas: list[Delta]) -> bytes:
-        of_prompts = sum(len(one.prompt) * (one.prompt.k + 1) for one in deltas if one.prompt is not None)
+        of_prompts = sum(len(delta.prompt) * (delta.prompt.k + 1) for delta in deltas if delta.prompt is not None)
         return await off_loop(of_prompts > LARGE, self._written, deltas)
 
     def _written(self, deltas: list[Delta]) -> bytes:

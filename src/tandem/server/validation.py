@@ -53,14 +53,15 @@ def _count(data: Any) -> None:
     """Raises RequestError when there is more in it than a request can need."""
     values, numbers, left = MAX_VALUES, MAX_NUMBERS, [data]
     while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            values -= 2 * len(one)
-            parts = list(one.values()) if values >= 0 else []
+        container = left.pop()
+        if isinstance(container, dict):
+            values -= 2 * len(container)
+            parts = list(container.values()) if values >= 0 else []
         else:
-            others = [part for part in one if type(part) is not int] if len(one) <= numbers + values else one
+            large = len(container) > numbers + values
+            others = container if large else [part for part in container if type(part) is not int]
             values -= len(others)
-            numbers -= len(one) - len(others)
+            numbers -= len(container) - len(others)
             parts = others if values >= 0 else []
         if values < 0 or numbers < 0:
             raise RequestError(f"The request body holds too much: at most {MAX_VALUES} values and {MAX_NUMBERS} token "

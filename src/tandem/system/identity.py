@@ -23,8 +23,8 @@ def machine_id() -> str:
     container counts as a machine. The host's name where a system tells neither.
     """
     if sys.platform == "darwin":
-        found = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
-        return found[1] if found else socket.gethostname()
+        match = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
+        return match[1] if match else socket.gethostname()
     with suppress(OSError):
         return f"{boot_id()}/{os.stat('/proc/self/ns/mnt').st_ino}"
     return socket.gethostname()

@@ -69,8 +69,8 @@ def prepare_metal(fast_fences: bool = False) -> None:
 
 def _at_most(name: str, most: int) -> str:
     """A variable's number if the user has set a smaller one, else `most`."""
-    given = variable(name) or ""
-    return given if given.isdecimal() and 0 < int(given) < most else str(most)
+    own = variable(name) or ""
+    return own if own.isdecimal() and 0 < int(own) < most else str(most)
 
 
 def fault_of(text: str) -> Fault | None:

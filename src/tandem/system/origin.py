@@ -51,8 +51,8 @@ def _direct_url() -> dict[str, Any]:
         text = distribution(PACKAGE).read_text("direct_url.json")
     except PackageNotFoundError:
         return {}
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
+    content = json.loads(text or "{}")
+    return content if isinstance(content, dict) else {}
 
 
 def write_wheel(directory: Path) -> Path:

@@ -63,11 +63,11 @@ def _knows_all_bytes(model: Mapping[str, Any], scheme: Scheme, known: set[str]) 
     return bool(model.get("byte_fallback")) and {f"<0x{byte:02X}>" for byte in range(256)} <= known
 
 
-def _steps(part: Any, inner: str) -> list[Mapping[str, Any]]:
+def _steps(part: object, inner: str) -> list[Mapping[str, Any]]:
     if not isinstance(part, Mapping):
         return []
     if part.get("type") == "Sequence":
-        return [step for one in part.get(inner, ()) for step in _steps(one, inner)]
+        return [step for nested in part.get(inner, ()) for step in _steps(nested, inner)]
     return [part]
 
 
@@ -84,10 +84,10 @@ class FastBackend:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
-            given = json.loads(text)
-            self.scheme: Scheme = scheme_of(given.get("decoder"), {i: token.content for i, token in added.items()})
+            content = json.loads(text)
+            self.scheme: Scheme = scheme_of(content.get("decoder"), {i: token.content for i, token in added.items()})
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            self.longest_token = longest_token(given, self.scheme, vocabulary)
+            self.longest_token = longest_token(content, self.scheme, vocabulary)
         except BaseException as error:
             if not _is_the_librarys(error):
                 raise

@@ -57,8 +57,8 @@ class TextStream:
 
     def _scan(self, new: str) -> str:
         text = self._held + new
-        if found := self._first_stop(text):
-            start, stop = found
+        if first := self._first_stop(text):
+            start, stop = first
             self.stopped, self.matched, self._held = True, stop, ""
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -68,10 +68,10 @@ class TextStream:
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         """Start and text of the stop string whose first occurrence ends first (the longest of those)."""
         starts = ((text.find(stop), stop) for stop in self._stop)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        if not found:
+        occurrences = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if not occurrences:
             return None
-        _, start, stop = min(found)
+        _, start, stop = min(occurrences)
         return start, stop
 
 

@@ -58,7 +58,7 @@ class Scheme:
         return piece.replace("\u2581", " ").encode("utf-8", errors="replace")
 
 
-def scheme_of(decoder: Any, added: Mapping[int, str]) -> Scheme:
+def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
     """The scheme of tokenizer.json's `decoder` section."""
     steps = _steps(decoder)
     kinds = [step.get("type") for step in steps]
@@ -78,7 +78,7 @@ def scheme_of(decoder: Any, added: Mapping[int, str]) -> Scheme:
     return Scheme(kind="library", added=added)
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
+def _steps(decoder: object) -> list[dict[str, Any]]:
     if not isinstance(decoder, dict):
         return []
     if decoder.get("type") == "Sequence":
