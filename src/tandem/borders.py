@@ -1,5 +1,5 @@
-"""Where threads and tasks that live for long end: what one raises is logged, and ends the process that cannot do
-without it, so that whoever watches that process starts another. A thread that is gone without a word is worse.
+"""Crash guard of threads and tasks that live for long: what one raises is logged, and ends the process that cannot do
+without it, so that its supervisor starts another. A thread that ends without a word is worse.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 
 def own_process() -> None:
-    """This process is Tandem's own, to be ended when a thread or task breaks. Others' (see `tandem.LLM`) go on."""
+    """Mark this process as Tandem's own, to be ended when a thread or task breaks. Others (see `tandem.LLM`) go on."""
     global _own
     _own = True
 
 
 def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure | None = None) -> threading.Thread:
-    """A daemon thread that does `work`. An exception is logged and handed to `on_failure`, or else ends the process.
+    """Start a daemon thread that does `work`. An exception is logged and handed to `on_failure`, or ends the process.
 
     What `on_failure` raises ends the process too.
     """
@@ -50,7 +50,7 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
 
 
 def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
-    """The same as a task of the running event loop; a cancelled one has not failed."""
+    """Start a task of the running event loop, guarded as by `start_thread`; a cancelled one has not failed."""
     import asyncio
 
     task = asyncio.get_running_loop().create_task(work, name=name)

@@ -205,8 +205,11 @@ def test_a_grammar_that_uses_up_its_time_is_remembered(
         check.check("start: /a/")
 
 
-def test_the_same_grammar_is_tried_once(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_tried_once_and_by_one_process(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutputs(regex="once")
     check.accept(form)
+    process = check._sandbox
+    check.accept(StructuredOutputs(regex="and another"))
+    assert process is not None and check._sandbox is process
     monkeypatch.setattr(check, "task", lambda grammar: pytest.fail("asked again"))
     check.accept(form)

@@ -1,4 +1,4 @@
-"""Is a grammar fit to be sent to the ranks? Asked before a request is accepted."""
+"""Trials of grammars before a request is accepted: only what compiles soon is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GrammarCheck:
         self._trying = threading.Lock()
 
     def accept(self, form: StructuredOutputs) -> StructuredOutputs:
-        """`form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
+        """Return `form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
         UnavailableError when it could not be tried.
         """
         self.require_bytes()

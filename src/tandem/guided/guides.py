@@ -45,8 +45,8 @@ class Guides:
         return request_id in self._building or request_id in self._matchers
 
     def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile, and `Vocabulary.ready`
-        told."""
+        """Begin a sequence that has produced these tokens. Its grammar is compiled in a thread, which then calls
+        `Vocabulary.ready`."""
         building = self._building[request_id] = self._vocabulary.matcher(form, produced)
         # One that was begun for an earlier insertion tells nothing of this one.
         building.add_done_callback(
@@ -58,7 +58,7 @@ class Guides:
         self._matchers.pop(request_id, None)
 
     def advance(self, request_id: str, token: int) -> None:
-        """`token` was sampled. Unknown sequences, which have left meanwhile, are ignored."""
+        """Follow a sampled token. Sequences that have been removed meanwhile are ignored."""
         matcher = self._matchers.get(request_id)
         if matcher is None:
             return
@@ -69,7 +69,7 @@ class Guides:
             self._matchers[request_id] = None
 
     def masks(self, ids: Sequence[str]) -> Masks:
-        """Which tokens those of `ids` may take that follow a grammar. Waits for grammars that are being compiled.
+        """Return the masks of those of `ids` that follow a grammar. Waits for grammars that are being compiled.
 
         Rows of other sequences, of those that are over, and of those given up have no mask.
         """
@@ -85,7 +85,7 @@ class Guides:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
         for i, (row, matcher) in enumerate(live):
             if matcher.is_error():
-                log.warning("gave up a grammar: %s; its request ends with an error",
+                log.warning("grammar given up: %s; its request ends with an error",
                             matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 given_up[row] = NO_CONTINUATION
@@ -96,7 +96,7 @@ class Guides:
 
 
 def _built(future: Future[LLMatcher]) -> LLMatcher | None:
-    """The matcher; None when it could not be built, whatever the reason: one request must not end a rank."""
+    """Return the matcher; None where it could not be built: one request must not end a rank."""
     error = future.exception()
     if error is not None:
         log.error("a grammar that was accepted cannot be used: %s: %s; its request ends with an error",

@@ -116,8 +116,8 @@ _decode = msgspec.msgpack.Decoder(TaskReply).decode
 class Sandbox:
     """One process, started for its first task. `ask` blocks; `end` may come from another thread at any time."""
 
-    def __init__(self, output: int | None = None) -> None:
-        """`output`: file descriptor for what the process prints, by default that of this process."""
+    def __init__(self, output: int) -> None:
+        """`output`: file descriptor for what the process prints, or subprocess.DEVNULL."""
         self.usable = True
         """True while another task can be sent."""
         self._output = output

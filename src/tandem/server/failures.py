@@ -58,18 +58,19 @@ def cancelled() -> RequestError:
 
 
 def envelope(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_envelope(error: RequestError) -> dict[str, Any]:
-    """Anthropic's error object."""
+    """Return Anthropic's error object."""
     kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(error: RequestError, path: str = "") -> Response:
-    """The HTTP response of an error, in the shape that clients of `path` expect; Retry-After where waiting helps."""
+    """Return the HTTP response of an error in the shape that clients of `path` expect; Retry-After where waiting helps.
+    """
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))

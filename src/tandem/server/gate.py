@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: API key or origin, metrics, and the net under unexpected exceptions."""
+"""Middleware around all HTTP requests: API key or origin, metrics, answers to unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 IGNORED_HEADER = b"x-tandem-ignored-fields"
 """Names the fields of the request that have no effect."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
-"""Need no key; /health says less without one."""
+"""Paths that need no key; /health says less without one."""
 
 
 class Gate:
@@ -72,7 +72,7 @@ class Gate:
             self._account(scope, status, time.monotonic() - started)
 
     def _admit(self, scope: Scope) -> None:
-        """Note who is asking. Raises RequestError for a missing or wrong key, a page that may not, a strange body."""
+        """Note the client. Raises RequestError for a missing or wrong key, a foreign page, a strange body."""
         client = scope.get("client")
         scope["tandem.group"] = group_of(client[0]) if client else ""
         scope["tandem.trusted"] = True

@@ -18,5 +18,5 @@ def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
 
 
 def new_id(prefix: str, mark: str = "-") -> str:
-    """An id that cannot be guessed, such as `chatcmpl-9f3c...`; `mark` stands after the prefix."""
+    """Return an id that cannot be guessed, such as `chatcmpl-9f3c...`; `mark` stands after the prefix."""
     return f"{prefix}{mark}{uuid.uuid4().hex}"

@@ -28,7 +28,7 @@ FORM = "application/x-www-form-urlencoded"
 
 
 class Origins:
-    """Who is let in without a key."""
+    """Hosts and pages that are let in without a key."""
 
     def __init__(self, listening: str, hosts: Collection[str], origins: Collection[str]) -> None:
         """`listening` is the address of this server, `hosts` are further names of it and `origins` pages, as set."""
@@ -96,7 +96,8 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
 
 
 def _is_private(name: str) -> bool:
-    """No stranger can have the name in the public DNS: an address, a name without dots, or one of a private network."""
+    """Return whether no stranger can have the name in the public DNS: an address, a name without dots or of a private
+    network."""
     if name.endswith(PRIVATE_SUFFIXES) or (name and "." not in name):
         return True
     try:

@@ -56,9 +56,9 @@ class ApiServer(uvicorn.Server):
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
         self.announces = True
-        """False for one whose supervisor does so."""
+        """False where the supervisor announces the address."""
         self._addresses: list[str] = []
-        """Where it listens, until that is announced."""
+        """Addresses that are still to be announced."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; on a second signal, stop."""
@@ -86,7 +86,7 @@ class ApiServer(uvicorn.Server):
             self._addresses.append(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
 
     def _announce(self) -> None:
-        """Once, in the words that people search logs for."""
+        """Log the addresses once, in the words that people search logs for."""
         for address in self._addresses:
             logger.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         self._addresses.clear()
@@ -103,7 +103,7 @@ class ApiServer(uvicorn.Server):
         return self._certificate.context if self._certificate is not None else None
 
     async def on_tick(self, counter: int) -> bool:
-        """True when it is time to exit; called about each 0.1 s."""
+        """Return whether it is time to exit; called about each 0.1 s."""
         if self.announces and self._addresses and self._api.ready():
             self._announce()
         if counter % _TICKS == 0:
@@ -131,13 +131,13 @@ class ApiServer(uvicorn.Server):
 
 
 def engine_endpoint(settings: Settings) -> str:
-    """zmq address of the engine: the configured socket, or the one in the runtime directory that the port names."""
+    """Return the engine's zmq address: the configured socket, or that of the port in the runtime directory."""
     path = settings.process.engine_socket or str(engine_socket_path(settings.server.port))
     return path if "://" in path else f"ipc://{path}"
 
 
 def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
-    """A uvicorn server for `app` that logs through our own loggers and drains on signals.
+    """Return a uvicorn server for `app` that logs through our own loggers and drains on signals.
 
     Raises ConfigError for a certificate that cannot be used.
     """
@@ -161,7 +161,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
 
 
 def _as_ipv6(networks: Iterable[str]) -> list[str]:
-    """IPv4 networks as a socket shows their addresses that listens for IPv6 too."""
+    """Return IPv4 networks as a socket that listens for IPv6 too shows their addresses."""
     known = [ipaddress.ip_network(network) for network in networks]
     return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 

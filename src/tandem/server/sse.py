@@ -27,12 +27,12 @@ HEADERS = [
 ]
 
 _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
-"""What Unicode ends lines with, and some clients those of an event (httpx's `iter_lines`)."""
+"""Line ends of Unicode that some clients take for those of an event (httpx's `iter_lines`)."""
 _encode = msgspec.json.Encoder().encode
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON that is one line for whoever splits it."""
+    """Return JSON that is one line for all ways to split lines."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS.items():
         if end in data:
@@ -41,7 +41,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
-    """An answer in one piece."""
+    """Return an answer in one piece."""
     return Response(encode_json(body), status, media_type="application/json")
 
 
@@ -52,34 +52,34 @@ class AnswerWriter(Protocol):
         """Return the answer in one piece; `answers` hold all of each choice."""
 
     def head(self) -> bytes:
-        """Events before the first text."""
+        """Return the events before the first text."""
 
     def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
-        """Events for new text. `extras` are fields of the last chunk that has choices."""
+        """Return the events for new text. `extras` are fields of the last chunk that has choices."""
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
-        """The event with the usage."""
+        """Return the event with the usage."""
 
     async def end(self) -> None:
-        """All text is there; whatever must be done before the last event is told."""
+        """Do what must be done between the last text and the last event."""
         return None
 
     def done(self) -> bytes:
-        """What ends the stream."""
+        """Return the last bytes of a stream."""
         return DONE
 
     def error(self, error: RequestError) -> bytes:
-        """What ends a stream that failed."""
+        """Return the last bytes of a stream that failed."""
         return failed_stream(error)
 
 
 def failed_stream(error: RequestError) -> bytes:
-    """The events that end a stream in OpenAI's form that failed."""
+    """Return the events that end a failed stream in OpenAI's form."""
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """An event whose name is its `type`."""
+    """Return an event whose name is its `type`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 
 
@@ -94,7 +94,7 @@ class Envelope:
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunk(self, choice: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
-        """One event with one choice."""
+        """Return an event with one choice."""
         end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
             return b"".join((self._start, encode_json(choice), end))
@@ -102,7 +102,7 @@ class Envelope:
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
     def without_choice(self, fields: dict[str, Any]) -> bytes:
-        """An event with no choice but other fields."""
+        """Return an event with no choice but other fields."""
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
@@ -196,6 +196,6 @@ class EventStream(Response):
         await self._end(send, self._writer.error(error))
 
     async def _end(self, send: Send, body: bytes) -> None:
-        """Its last bytes. Whoever has them may ask for more at once, and finds the place of this one free."""
+        """Send the last bytes. The request is over before, so that a client may send the next one at once."""
         self._generation.close()
         await send({"type": "http.response.body", "body": body, "more_body": False})

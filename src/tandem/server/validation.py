@@ -21,13 +21,13 @@ LARGE_BODY = 256 * 1024
 MAX_VALUES = 100_000
 """Texts, objects, lists and names of fields in a large body: making each costs a tenth of a microsecond or more."""
 MAX_NUMBERS = 2**20
-"""Numbers in one: they are token ids."""
+"""Numbers in a large body: they are token ids."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> tuple[Model, list[str]]:
-    """A JSON body as `model`, and the names of fields that were left out. `unknown` as --unknown-fields has it.
+    """Return a JSON body as `model`, and the names of fields that were left out. `unknown`: value of --unknown-fields.
 
     Raises RequestError naming the first field at fault.
     """
@@ -71,7 +71,7 @@ def _count(data: Any) -> None:
 
 def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse",
             left_out: list[str] | None = None) -> Model:
-    """`data` as `model`; unknown fields within others are left out where that is wanted, and added to `left_out`.
+    """Return `data` as `model`; unknown fields within others are left out where wanted, and added to `left_out`.
 
     Raises RequestError naming the first field at fault.
     """
@@ -111,7 +111,7 @@ def _path(detail: ErrorDetails) -> str:
 
 
 def explain(detail: ErrorDetails, model: type[BaseModel] | None = None) -> RequestError:
-    """One line in OpenAI's words for one of pydantic's errors, found in a body of this schema."""
+    """Return one of pydantic's errors, found in a body of this schema, in OpenAI's words."""
     kind, path = detail["type"], _path(detail)
     if kind == "extra_forbidden":
         return unknown_field(path, fields_beside(model, detail["loc"]) if model is not None else ())

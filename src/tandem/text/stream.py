@@ -36,18 +36,18 @@ class TextStream:
         self._stop = tuple(s for s in stop if s)
         self._held = ""
         self.stopped = False
-        """A stop string has been found; no more text follows."""
+        """True after a stop string; no more text follows."""
         self.matched: str | None = None
-        """The stop string that was found."""
+        """Stop string that ended the text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the text that is now safe to show, perhaps empty."""
+        """Add tokens and return the text that is now safe to show, perhaps empty."""
         if self.stopped:
             return ""
         return self._scan(self._pieces.push(token_ids))
 
     def finish(self) -> str:
-        """No more tokens come: return the rest, incomplete characters as U+FFFD."""
+        """Return the rest of the text, incomplete characters as U+FFFD."""
         if self.stopped:
             return ""
         text = self._scan(self._pieces.finish())

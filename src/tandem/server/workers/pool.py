@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -83,7 +84,7 @@ class Workers:
                 raise _unavailable()
             while self._idle and not self._idle[-1].alive:
                 self._threads.submit(self._idle.pop().end)
-            worker = self._idle.pop() if self._idle else Sandbox()
+            worker = self._idle.pop() if self._idle else Sandbox(subprocess.DEVNULL)  # libraries may quote a prompt
             self._busy.add(worker)
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, frame, task.wall_s)
