@@ -80,13 +80,13 @@ def odd(tmp_path, monkeypatch):
 
 
 def test_one_that_reads_no_task_is_ended(monkeypatch, caplog):
-    monkeypatch.setattr(pool, "WALL_S", 2.0)
-
     async def work(workers):
         assert await workers.ask("a", *GOOD, type(None)) is None
         children()[0].suspend()
-        with pytest.raises(UnavailableError):
-            await workers.ask("a", "judge", {**GOOD[1], "body": b" " * (8 << 20)}, type(None))
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "WALL_S", 2.0)
+            with pytest.raises(UnavailableError):
+                await workers.ask("a", "judge", {**GOOD[1], "body": b" " * (8 << 20)}, type(None))
         assert await workers.ask("a", *GOOD, type(None)) is None
         assert "does not answer within 2 s" in caplog.text
 
