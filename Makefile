@@ -1,5 +1,5 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check soak readme lint vllm-env test-vllm test-clients release clean
+.PHONY: help setup serve test check quick soak readme docs lint vllm-env test-vllm test-clients release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,12 +16,20 @@ test:  ## every test, including the slow ones and those with the demo model
 check:  ## lint, types, import contracts and the quick tests
 	@scripts/check
 
+quick:  ## lint and the quick tests of what has changed since the last commit (ARGS="COMMIT" for another)
+	@scripts/setup
+	@scripts/quick $(ARGS)
+
 soak:  ## an hour of random faults, features and bad neighbours combined (ARGS="--seed 7 --minutes 600" for another storm)
 	@scripts/soak $(ARGS)
 
 readme:  ## run every command of README.md, and check what it answers
 	@scripts/setup
 	@scripts/readme $(ARGS)
+
+docs:  ## build the documentation site into build/site; a link that leads nowhere is an error
+	@scripts/setup
+	@.venv/bin/mkdocs build --strict --quiet
 
 lint:  ## lint, types and import contracts
 	@scripts/lint

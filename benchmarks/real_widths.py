@@ -379,7 +379,7 @@ def reference(args: argparse.Namespace) -> int:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
-    from tandem.loading.splits import split_by_slices
+    from tandem.loading.seams import split_by_slices
 
     split_by_slices()  # or what it computes on an NVIDIA GPU is wrong at times, as what a rank computed would be
     model, _ = load_model(args.reference)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem.errors import TandemError
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaList
-from tandem.supervision.control import ask, control_path
+from tandem.supervision.control_socket import ask, control_path
 
 SMALL = 1 << 30
 """Bytes: a smaller file system is there for the storm alone, and is filled."""

@@ -21,10 +21,9 @@ SOURCES = Path(tandem.__file__).parent
 NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
     "server/waiting.py unless": "both are awaited there, and their results taken",
-    "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
-    "server/batches/runner.py _ask_all": "gathered there",
+    "server/acquire.py _wait_in_stream": "awaited there, and its result taken",
     "bench/workload.py offer": "gathered there",
-    "llm/awaiting.py start": "awaited there, also when it is cancelled",
+    "llm/llm.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "processes/sandbox.py ask": "a timer that kills a process, which cannot fail",
 }
@@ -59,11 +58,8 @@ def test_no_thread_and_no_task_is_without_a_border() -> None:
 
 def test_every_process_of_our_own_says_so() -> None:
     entries = [path for path in SOURCES.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
-    short = {"bench/comm_rank.py", "doctor/probe.py", "launchers/agent/link.py", "parity/rank.py",
-             "cli/hosts/receive.py", "vllm_plugin/ray_cluster.py", "executors/spare.py"}
-    """They start no thread, end it themselves, or go on in a rank's entry point."""
     silent = {str(path.relative_to(SOURCES)) for path in entries if "own_process()" not in path.read_text()}
-    assert {place for place in silent if place not in short} == set()
+    assert silent == set()
 
 
 def test_what_a_thread_raises_is_logged_without_its_words_and_handed_on(caplog: pytest.LogCaptureFixture) -> None:

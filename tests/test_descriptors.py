@@ -54,19 +54,21 @@ def test_the_tandem_command_raises_it_before_anything_else() -> None:
 ENTRY = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
-runpy.run_module(sys.argv[1], run_name="__main__")
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="another process's limits show on Linux alone")
-@pytest.mark.parametrize("module", ["tandem.launchers.rank_host", "tandem.doctor.probe"])
+@pytest.mark.parametrize("module", ["tandem.launchers rank-host", "tandem.diagnostics.doctor.probe"])
 def test_what_ssh_starts_raises_it_too(module: str) -> None:
     """It begins with what that machine gives, and its ranks inherit what it has."""
     payload = msgspec.json.encode(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=600))
-    with subprocess.Popen([sys.executable, "-c", ENTRY, module], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as one:
+    command = [sys.executable, "-c", ENTRY, *module.split()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as one:
         try:
             assert one.stdin is not None
-            if module.endswith("rank_host"):
+            if module.endswith("rank-host"):
                 one.stdin.write(payload + b"\n")
                 one.stdin.flush()
             deadline = time.monotonic() + 240

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,10 @@ import zmq.error
 from tandem.checkpoints import hub
 from tandem.checkpoints.safetensors import read_header
 from tandem.config.loading import from_json
-from tandem.doctor import model_files
+from tandem.diagnostics.doctor import model_files
 from tandem.engine.gateway import Gateway
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor
-from tandem.executors.mailbox import Mailbox
 from tandem.executors.rank_loop import RankLoop
 from tandem.launchers.agent import trust
 from tandem.launchers.manual import read_token
@@ -31,11 +29,12 @@ from tandem.protocol import codec
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.supervisor import ListReplicas
-from tandem.supervision import control
+from tandem.supervision import control_socket
 from tandem.supervision.record import Background
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus, HeadEnd
 from tandem.transport.channel import TcpChannel
+from tandem.transport.mailbox import Mailbox
 
 
 def classes(module: Any) -> list[type[Exception]]:
@@ -87,7 +86,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
         broken.setattr(zmq.Socket, "bind", lambda socket, address: bind(socket, address) if "inproc" in address
                        else raiser(error)())
         expect(UsageError, error, lambda: Gateway(path, STATUS, lambda: b""))
-        expect(UsageError, error, lambda: control.ControlServer(path, raiser(error)))
+        expect(UsageError, error, lambda: control_socket.ControlServer(path, raiser(error)))
         expect(TransportError, error, lambda: EngineBus(keys))
         expect(TransportError, error, lambda: HeadEnd(keys, "127.0.0.1", 0))
         expect(TransportError, error, lambda: TcpChannel(keys))
@@ -103,9 +102,9 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
     bus.close()
     head.close()
     with monkeypatch.context() as broken:
-        broken.setattr(control, "is_heard", lambda _: True)
+        broken.setattr(control_socket, "is_heard", lambda _: True)
         broken.setattr(zmq.Socket, "connect", raiser(error))
-        expect(UsageError, error, lambda: control.ask(path, ListReplicas()))
+        expect(UsageError, error, lambda: control_socket.ask(path, ListReplicas()))
 
 
 # --- msgspec ---
@@ -185,15 +184,15 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
     import ray
     import ray.exceptions
 
-    from tandem.launchers.ray import launcher
-    from tandem.protocol.placement import DriverPayload, HostEnded, PlaceRanks
+    from tandem.launchers.ray import driver_process
+    from tandem.protocol.placement import HostEnded, PlaceRanks
 
     for kind in classes(ray.exceptions):
         error = made(kind)
         with monkeypatch.context() as broken:
             broken.setattr(ray, "init", raiser(error))
-            expect(UsageError, error, lambda: launcher._connect(DriverPayload(address="auto", start_units=0, lock="")))
-        driver = launcher.Driver.__new__(launcher.Driver)
+            expect(UsageError, error, lambda: driver_process._connect("auto"))
+        driver = driver_process.Driver.__new__(driver_process.Driver)
         said: list[Any] = []
         driver._closing = False
         driver._send = said.append
@@ -201,14 +200,10 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(said[0], HostEnded)
         assert said[0].reason.strip()
         assert "\n" not in said[0].reason
-        near, far = socket.socketpair()
-        with near, far:
-            near.sendall(msgspec.json.encode(PlaceRanks(number=1, payloads=[b"{}"], patience_s=0.0, avoid=[])) + b"\n")
-            near.shutdown(socket.SHUT_WR)
-            driver._link, driver._actors, driver._group = far, [], None
-            driver._place = raiser(error)
-            with pytest.raises(SystemExit, match="tandem: the Ray cluster does not go on"):
-                driver.serve()
+        driver._actors, driver._group = [], None
+        driver._place = raiser(error)
+        with pytest.raises(SystemExit, match="tandem: the Ray cluster does not go on"):
+            driver.serve([msgspec.json.encode(PlaceRanks(number=1, payloads=[], patience_s=0.0, avoid=[]))])
 
 
 def raising(error: Exception) -> Any:

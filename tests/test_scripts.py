@@ -1,15 +1,19 @@
-"""Scripts of scripts/ that are Python: kept environments, planted faults."""
+"""Scripts of scripts/ that are Python: kept environments, planted faults, the way of a request."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 import sys
+import tomllib
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,3 +142,55 @@ def test_a_package_that_is_larger_than_it_may_be_fails_and_figures_only_fall(
     monkeypatch.setattr(sys, "argv", ["size", "--update"])
     assert size.main() == 0
     assert project.read_text() == "[tool.tandem.size]\nserver = 2  # for the page\n"
+
+
+def test_a_request_reads_down() -> None:
+    """Files that one chat goes through, and how often its way changes between them: figures that only go down."""
+    traced = subprocess.run([sys.executable, ROOT / "scripts" / "trace_request"], capture_output=True, text=True,
+                            timeout=240, check=True).stdout
+    files, changes, whole = map(int, re.findall(r"\d+", traced))
+    assert files <= 35 and changes <= 120 and whole <= 85, traced
+
+
+def test_the_lock_is_of_these_requirements() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    [ours] = [one for one in tomllib.loads((root / "uv.lock").read_text())["package"] if one["name"] == "mlx-tandem"]
+    named = {Requirement(line).name.replace("_", "-") + str(Requirement(line).specifier) for line in [
+        *project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]}
+    locked = {one["name"] + str(Requirement(f"x{one.get('specifier', '')}").specifier)
+              for one in ours["metadata"]["requires-dist"]}
+    assert locked == named, "run `uv lock`"
+
+
+@pytest.mark.parametrize(("source", "remedy"), [
+    ('"""It is no more."""', "begins with 'It'"),
+    ('"""The same by store."""', "begins with 'The same'"),
+    ('class A:\n    b: int\n    """What a rank is told."""', "begins with 'What a rank is'"),
+    ("def f(gangs: int) -> None: ...", "for gang say rank group"),
+    ("class LaneBatch: ...", "for lane say micro-batch"),
+])
+def test_words_that_are_refused(source: str, remedy: str) -> None:
+    assert [remedy in said for _, said in script("wording").mistakes(source)] == [True]
+
+
+@pytest.mark.parametrize("source", [
+    '"""Return the tokens."""', '"""Tokens written, per KV store."""', '"""Items of a queue."""',
+    "planes = in_flight = FRAMES_IN_FLIGHT = 1", 'text = "It is a string, and no docstring"',
+])
+def test_words_that_are_taken(source: str) -> None:
+    assert list(script("wording").mistakes(source)) == []
+
+
+@pytest.mark.parametrize(("changed", "tests"), [
+    ("src/tandem/router/router.py", ["tests/router/test_a.py"]),
+    ("src/tandem/router/inner/deep.py", ["tests/router/test_a.py"]),
+    ("tests/router/test_b.py", ["tests/router/test_b.py"]),
+    ("tests/router/conftest.py", ["tests/router"]),
+    ("docs/kv.md", ["tests/pages/test_pages_readme.py"]),
+    ("LICENSE", []),
+])
+def test_what_changed_is_tested(changed: str, tests: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tests" / "router").mkdir(parents=True)
+    (tmp_path / "tests" / "router" / "test_a.py").touch()
+    assert script("quick").tests_of(Path(changed), tmp_path) == [Path(name) for name in tests]

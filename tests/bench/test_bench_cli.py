@@ -24,14 +24,10 @@ pytestmark = pytest.mark.slow
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
 
 
-def tandem(*arguments: str, key: str = "secret") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tandem", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=ENVIRONMENT | {"OPENAI_API_KEY": key},
-    )
+def tandem(words: str, *more: str, key: str = "secret") -> subprocess.CompletedProcess[str]:
+    """`words` are separated by blanks; `more` may hold some."""
+    return subprocess.run([sys.executable, "-m", "tandem", *words.split(), *more], capture_output=True, text=True,
+                          timeout=240, env=ENVIRONMENT | {"OPENAI_API_KEY": key})
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +40,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
-SMALL = ("--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "8", "--ignore-eos")
+SMALL = "--num-prompts 6 --random-input-len 12 --random-output-len 8 --ignore-eos"
 
 
 def test_serve_measures_and_writes(url: str, tmp_path: Path) -> None:
-    done = tandem(
-        "bench",
-        "serve",
-        "--base-url",
-        url,
-        *SMALL,
-        "--max-concurrency",
-        "2",
-        "--goodput",
-        "e2el:60000",
-        "--save-detailed",
-        "--result-dir",
-        str(tmp_path / "new"),
-        "--result-filename",
-        "r.json",
-        "--plot",
-        str(tmp_path / "plot.svg"),
-    )
+    done = tandem(f"bench serve --base-url {url} {SMALL} --max-concurrency 2 --goodput e2el:60000 --save-detailed "
+                  "--result-filename r.json", "--result-dir", str(tmp_path / "new"), "--plot",
+                  str(tmp_path / "plot.svg"))
     assert done.returncode == 0, done.stderr
     assert "Time to first token" in done.stdout and "P99" in done.stdout and "Good requests" in done.stdout
     result = json.loads((tmp_path / "new" / "r.json").read_text())
@@ -79,43 +60,14 @@ def test_serve_measures_and_writes(url: str, tmp_path: Path) -> None:
 def test_serve_compares_two_by_turns(url: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
-    done = tandem(
-        "bench",
-        "serve",
-        "--base-url",
-        url + "/v1/",
-        "--compare",
-        url,
-        "--rounds",
-        "2",
-        *SMALL,
-        "--save-result",
-        "--result-dir",
-        str(tmp_path),
-        "--result-filename",
-        "r.json",
-        "--endpoint",
-        "/v1/chat/completions",
-        "--dataset-name",
-        "prefix_repetition",
-        "--prefix-repetition-prefix-len",
-        "16",
-        "--api-key-file",
-        str(key),
-        "--prefix-repetition-suffix-len",
-        "4",
-        "--prefix-repetition-output-len",
-        "5",
-        "--request-rate",
-        "50",
-        key="wrong",
-    )
+    done = tandem(f"bench serve --base-url {url}/v1/ --compare {url} --rounds 2 {SMALL} --save-result "
+                  "--result-filename r.json --endpoint /v1/chat/completions --dataset-name prefix_repetition "
+                  "--prefix-repetition-prefix-len 16 --prefix-repetition-suffix-len 4 "
+                  "--prefix-repetition-output-len 5 --request-rate 50", "--result-dir", str(tmp_path),
+                  "--api-key-file", str(key), key="wrong")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(round \d|all rounds): second server over first: TTFT \d", done.stdout, re.M) == [
-        "round 1",
-        "round 2",
-        "all rounds",
-    ]
+        "round 1", "round 2", "all rounds"]
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["completed"] == result["compared"]["completed"] == 12
     assert result["total_output_tokens"] == result["compared"]["total_output_tokens"] == 60
@@ -123,23 +75,8 @@ def test_serve_compares_two_by_turns(url: str, tmp_path: Path) -> None:
 
 
 def test_latency(url: str, tmp_path: Path) -> None:
-    done = tandem(
-        "bench",
-        "latency",
-        "--base-url",
-        url,
-        "--num-iters",
-        "3",
-        "--num-iters-warmup",
-        "1",
-        "--input-len",
-        "8",
-        "--output-len",
-        "6",
-        "--ignore-eos",
-        "--output-json",
-        str(tmp_path / "l.json"),
-    )
+    done = tandem(f"bench latency --base-url {url} --num-iters 3 --num-iters-warmup 1 --input-len 8 --output-len 6 "
+                  "--ignore-eos", "--output-json", str(tmp_path / "l.json"))
     assert done.returncode == 0, done.stderr
     assert "Tokens per second after the first" in done.stdout
     result = json.loads((tmp_path / "l.json").read_text())
@@ -148,44 +85,34 @@ def test_latency(url: str, tmp_path: Path) -> None:
 
 def test_requests_that_fail_are_counted(url: str) -> None:
     # Prompts of 12 words pass as warm-up; long ones are beyond the tiny model's context of 512 tokens.
-    done = tandem(
-        "bench",
-        "serve",
-        "--base-url",
-        url,
-        *SMALL,
-        "--dataset-name",
-        "long",
-        "--long-input-len",
-        "5000",
-        "--num-warmups",
-        "0",
-    )
+    done = tandem(f"bench serve --base-url {url} {SMALL} --dataset-name long --long-input-len 5000 --num-warmups 0")
     assert done.returncode == 1
     assert re.search(r"Failed requests +2", done.stdout) and "2 of 6 requests failed" in done.stderr
     assert "context length" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--once"], []])  # its output goes into a pipe
-def test_top_shows_the_server(url: str, words: list[str]) -> None:
-    tandem("bench", "latency", "--base-url", url, "--num-iters", "1", "--output-len", "4", "--input-len", "4")
-    done = tandem("top", "--base-url", url, *words, "--interval", "0.2")
+@pytest.mark.parametrize("words", ["--once", ""])  # its output goes into a pipe
+def test_top_shows_the_server(url: str, words: str) -> None:
+    tandem(f"bench latency --base-url {url} --num-iters 1 --output-len 4 --input-len 4")
+    done = tandem(f"top --base-url {url} {words} --interval 0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
-    ranks = re.findall(r"^ *(\d) +0 +(\d) +(\d-\d) ", done.stdout, re.MULTILINE)
-    assert ranks == [("0", "0", "0-1"), ("1", "1", "2-3")]
+    ranks = re.findall(r"^ *(\d) +0 +(\d/2) +(\d-\d) ", done.stdout, re.MULTILINE)
+    assert ranks == [("0", "1/2", "0-1"), ("1", "2/2", "2-3")]
 
 
-def test_top_watches_until_it_is_interrupted(url: str) -> None:
+@pytest.mark.parametrize(("command", "sign"), [("top", b"healthy"), ("status", b"pid")])
+def test_top_and_status_watch_until_they_are_interrupted(url: str, command: str, sign: bytes) -> None:
     master, slave = pty.openpty()
+    named = ["--base-url", url] if command == "top" else ["--url", url, "--watch"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "top", "--base-url", url, "--interval", "0.1"],
+        [sys.executable, "-m", "tandem", command, *named, "--interval", "0.1"],
         stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT | {"OPENAI_API_KEY": "secret", "TERM": "xterm"},
     )
     os.close(slave)
     screen = b""
     try:
-        while screen.count(b"healthy") < 3:
+        while screen.count(sign) < 3:
             readable, _, _ = select.select([master], [], [], 240)
             assert readable, screen
             screen += os.read(master, 65536)
@@ -207,7 +134,7 @@ def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
     """This machine, then two hosts of a file; both are in the profile."""
     profile, hosts = tmp_path / "profile.json", tmp_path / "hosts.json"
     few = ("--sizes", "4K,64", "--num-iters", "5", "--output-json", str(tmp_path / "c.json"))
-    done = tandem("bench", "comm", *few, "--write-profile", str(profile))
+    done = tandem("bench comm", *few, "--write-profile", str(profile))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
     assert [(row["operation"], row["bytes"]) for row in rows] == OPERATIONS
@@ -216,7 +143,7 @@ def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
     [here] = json.loads(profile.read_text())["hosts"]
 
     hosts.write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "127.0.0.1"}]))
-    done = tandem("bench", "comm", *few, "--hostfile", str(hosts), "--write-profile", str(profile))
+    done = tandem("bench comm", *few, "--hostfile", str(hosts), "--write-profile", str(profile))
     assert done.returncode == 0, done.stderr
     assert "=== localhost - 127.0.0.1 (ring)" in done.stdout
     [pair] = json.loads((tmp_path / "c.json").read_text())["pairs"]
@@ -235,39 +162,36 @@ def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
     assert plan["candidates"][0]["prediction"]["collective"] >= link["sum_us"] / 1e6 * 0.99
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
-        (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
-        (["serve", "--goodput", "ttft"], "--goodput"),
-        (["serve", "--goodput", "ttft:nan"], "--goodput ttft:nan: must be METRIC:MILLISECONDS"),
-        (["serve", "--request-rate", "0"], "--request-rate"),
-        (["serve", "--request-rate", "1e308"], "--request-rate 1e+308: must be above 0 and at most 1000000, or inf"),
-        (["serve", "--burstiness", "inf"], "--burstiness inf: must be above 0 and at most 1000000"),
-        (["serve", "--temperature", "nan"], "--temperature nan: must be a number from 0 on"),
-        (["serve", "--random-input-len", "99999999999"], "--random-input-len 99999999999: must be 1 to 10000000"),
-        (["latency", "--input-len", "99999999999"], "--input-len 99999999999: must be 1 to 10000000"),
-        (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
-        (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
-        (["serve", "--num-prompts", "0"], "--num-prompts"),
-        (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
-        (["latency", "--output-len", "0"], "--output-len"),
-        (["comm", "--sizes", "4X"], "--sizes"),
-        (["comm", "--sizes", "²"], "--sizes ²: must be bytes"),
-        (["comm", "--sizes", "9" * 5000], "must be bytes from 4 to 1G"),
-        (["comm", "--ranks", "1"], "--ranks"),
-        (["comm", "--ranks", "1000"], "--ranks 1000: must be 2 to 64"),
-        (["comm", "--timeout", "inf"], "--timeout inf: must be above 0, and at most 86400"),
-        (["comm", "--backend", "jaccl"], "--hostfile"),
-        (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
-        (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
-        (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
-        (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
-        (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
-        (["frob"], "frob"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "word"), [
+    (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
+    (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+    (["serve", "--goodput", "ttft"], "--goodput"),
+    (["serve", "--goodput", "ttft:nan"], "--goodput ttft:nan: must be METRIC:MILLISECONDS"),
+    (["serve", "--request-rate", "0"], "--request-rate"),
+    (["serve", "--request-rate", "1e308"], "--request-rate 1e+308: must be above 0 and at most 1000000, or inf"),
+    (["serve", "--burstiness", "inf"], "--burstiness inf: must be above 0 and at most 1000000"),
+    (["serve", "--temperature", "nan"], "--temperature nan: must be a number from 0 on"),
+    (["serve", "--random-input-len", "99999999999"], "--random-input-len 99999999999: must be 1 to 10000000"),
+    (["latency", "--input-len", "99999999999"], "--input-len 99999999999: must be 1 to 10000000"),
+    (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
+    (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
+    (["serve", "--num-prompts", "0"], "--num-prompts"),
+    (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
+    (["latency", "--output-len", "0"], "--output-len"),
+    (["comm", "--sizes", "4X"], "--sizes"),
+    (["comm", "--sizes", "²"], "--sizes ²: must be bytes"),
+    (["comm", "--sizes", "9" * 5000], "must be bytes from 4 to 1G"),
+    (["comm", "--ranks", "1"], "--ranks"),
+    (["comm", "--ranks", "1000"], "--ranks 1000: must be 2 to 64"),
+    (["comm", "--timeout", "inf"], "--timeout inf: must be above 0, and at most 86400"),
+    (["comm", "--backend", "jaccl"], "--hostfile"),
+    (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
+    (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
+    (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
+    (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
+    (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
+    (["frob"], "frob"),
+])
 def test_mistakes_end_with_code_2(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
 
@@ -281,6 +205,6 @@ def test_mistakes_end_with_code_2(arguments: list[str], word: str, capsys: pytes
 
 
 def test_the_wrong_key_is_named(url: str) -> None:
-    for arguments in (("bench", "latency"), ("top", "--once")):
-        done = tandem(*arguments, "--base-url", url, key="wrong")
+    for words in ("bench latency", "top --once"):
+        done = tandem(f"{words} --base-url {url}", key="wrong")
         assert done.returncode == 2 and "401" in done.stderr and "--api-key-file" in done.stderr, done.stderr

@@ -11,7 +11,7 @@ BUDGET = {"here": 10}
 
 
 def seat(name: str, need: int = 6, **fields) -> Seat:
-    return Seat(name, {"here": need}, **fields)
+    return Seat(name=name, needs={"here": need}, **fields)
 
 
 def names(seats: list[Seat]) -> list[str]:

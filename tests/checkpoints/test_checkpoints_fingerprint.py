@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tandem.checkpoints.fingerprint import fingerprint
+from tandem.checkpoints.files import fingerprint
 from tandem.testing import tiny_model
 
 

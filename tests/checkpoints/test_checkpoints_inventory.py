@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoints.demo import demo_path
-from tandem.checkpoints.inventory import find_stored, remove
-from tandem.checkpoints.pruning import used
 from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.stored import demo_path, find_stored, remove, used
 from tandem.cli.main import main
 from tandem.errors import ModelNotFound, UsageError
 from tandem.testing import tiny_model

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.checkpoints.gguf.convert import new_directory
-from tandem.checkpoints.pruning import kept, used
+from tandem.checkpoints.stored import kept, new_directory, used
 from tandem.cli.main import main
 from tandem.processes.interpreter import code_command
 
@@ -18,7 +17,7 @@ DAY = 86400
 HOLD = """
 import sys
 from pathlib import Path
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.stored import used
 used(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

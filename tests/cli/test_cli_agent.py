@@ -137,7 +137,7 @@ def test_a_model_is_served_over_agents_alone(paired, tmp_path):
             print(machines.run("h0", ["python", "-m", "tandem", "logs"], check=False).stdout)
     os.kill(head, signal.SIGKILL)
     deadline = time.monotonic() + 240
-    while any(machines.processes(name, "tandem.executors.worker") or machines.processes(name, "rank_host")
+    while any(machines.processes(name, "tandem.executors.worker") or machines.processes(name, "rank-host")
               for name in ("h1", "h2")):
         assert time.monotonic() < deadline, "ranks outlive their head"
         time.sleep(0.2)

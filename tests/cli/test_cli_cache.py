@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
-from tandem.runner.piece_files import ABOUT, MARK
+from tandem.kv.files import ABOUT, MARK
 
 NAME = f"{bytes(16).hex()}.0-1.0-1.kv"
 

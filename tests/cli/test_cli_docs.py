@@ -12,9 +12,9 @@ import pytest
 
 from tandem.cli.main import build_parser
 from tandem.config.settings import Settings
-from tandem.router.router import Router
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.router import Router
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

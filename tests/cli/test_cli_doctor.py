@@ -49,7 +49,18 @@ def test_the_table_ends_with_remedies(tmp_path, capsys):
     assert "1 check(s) failed." in text
 
 
+def test_deep_runs_the_self_test_afterwards(tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("tandem.cli.selftest.run", lambda arguments: asked.append(arguments) or 3)
+    model = str(tiny_model(tmp_path / "m"))
+    assert main(["doctor", "--deep", "--model", model, "--port", "0"]) == 3
+    assert (asked[0].model, asked[0].hostfile, asked[0].minutes) == (model, None, 5.0)
+    assert "Nothing is wrong." in capsys.readouterr().out
+    assert main(["doctor", "--deep", "--model", str(tmp_path / "none"), "--port", "0"]) == 1
+
+
 @pytest.mark.parametrize(("words", "expected"), [
+    (["--deep", "--json"], "--deep: goes with neither"),
     (["--hostfile", "/nowhere"], "/nowhere"), (["--ports", "9-1"], "--ports 9-1"), (["--ports", "x"], "--ports x"),
     (["--backend", "tcp"], "invalid choice"), (["--layout", "pp=x"], "pp=x"),
     (["--streams", "x"], "--streams")])

@@ -15,8 +15,8 @@ import zmq
 from statuses import STATUS
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import ControlRefused, ListReplicas, ReplicaList, SupervisorReply
-from tandem.supervision.control import ControlServer, ask
-from tandem.supervision.probe import StatusProbe
+from tandem.supervision.control_socket import ControlServer, ask
+from tandem.supervision.status_probe import StatusProbe
 
 
 @pytest.fixture

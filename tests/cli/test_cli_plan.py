@@ -10,7 +10,7 @@ import pytest
 from tandem.cli.main import build_parser, main
 from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
-from tandem.planner.commands import Plainly, commands
+from tandem.planner.explain import Named, commands
 from tandem.planner.hardware import GIB
 from tandem.planner.hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model
@@ -189,7 +189,7 @@ def test_the_command_names_what_can_be_served(model, capsys, tmp_path):
     place.symlink_to(model)
     assert main(["plan", str(place), "--hosts", "a=2GB:m4", "--context", "128"]) == 0
     assert f"tandem serve '{place}' --hostfile" in capsys.readouterr().out
-    asked = Plainly("org/name", "v1", None)
+    asked = Named(model="org/name", revision="v1")
     assert commands(SimpleNamespace(machines=(0,)), [], [], asked) == ["tandem serve org/name --revision v1"]
 
 
@@ -220,7 +220,7 @@ def test_wrong_arguments_end_with_one_line(model, capsys, arguments, words):
 
 
 def test_a_model_that_is_known_by_name_is_planned_for_offline(capsys, monkeypatch):
-    monkeypatch.setattr("tandem.cli.plan.command.resolve", lambda *args, **kwargs: pytest.fail("files were asked for"))
+    monkeypatch.setattr("tandem.cli.plan.resolve", lambda *args, **kwargs: pytest.fail("files were asked for"))
     hosts = ["--hosts", "a=512GB:m3-ultra", "b=512GB:m3-ultra"]
     assert main(["plan", "deepseek-ai/DeepSeek-V3.2", "--quant", "4bit", "--json", *hosts]) == 0
     told = json.loads(capsys.readouterr().out)

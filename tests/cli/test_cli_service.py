@@ -17,7 +17,7 @@ import pytest
 
 from macs import mac_environment
 from system_packages import require
-from tandem.cli.service.units import Service, launchd_agent, systemd_unit
+from tandem.cli.service import Service, launchd_agent, systemd_unit
 from tandem.testing import tiny_model
 
 SYSTEMCTL = """#!/bin/sh

@@ -19,13 +19,14 @@ import pytest
 from cli.terminal import Terminal
 from served import served
 from tandem.cli.main import main
-from tandem.cli.talk import command
-from tandem.cli.talk.command import unechoed
+from tandem.cli.talk import chat as command
+from tandem.cli.talk.backends import Served
+from tandem.cli.talk.chat import unechoed
 from tandem.cli.talk.conversation import Conversation, Ended
-from tandem.cli.talk.models import Served
-from tandem.cli.talk.prompt import unquoted
+from tandem.cli.talk.line_editor import unquoted
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
+from tandem.system.http_client import ServerClient
 from tandem.testing import tiny_model
 
 KEYS = ("--ignore-eos", "--max-tokens", "50000")
@@ -126,7 +127,7 @@ def url(tmp_path_factory):
 
 def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    talk = Conversation(Served(url, "", None, {}), {}, lambda name: None)
+    talk = Conversation(Served(ServerClient(url), None, {}), {}, lambda name: None)
     with pytest.raises(UsageError, match=r"^tiny reads text alone and sees no pictures; .*--url URL"):
         talk.command(f"/image {tmp_path / 'a.png'}")
     assert talk.images == []
@@ -172,7 +173,7 @@ INTERRUPTED = """
 import argparse, asyncio, contextlib, os, signal, sys
 from prompt_toolkit.input.vt100 import raw_mode
 from rich.console import Console
-from tandem.cli.talk import command
+from tandem.cli.talk import chat as command
 from tandem.cli.talk.conversation import Conversation
 
 class Piece:
@@ -353,13 +354,14 @@ def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
 
 def test_a_server_is_asked_by_every_name_that_it_takes(url, tmp_path_factory):
     [typed] = map(str, tmp_path_factory.getbasetemp().glob("talk0/tiny"))
-    assert [Served(url, "", name, {}).name for name in ("tiny", "default", typed)] == ["tiny", "default", typed]
+    names = ["tiny", "default", typed]
+    assert [Served(ServerClient(url), name, {}).name for name in names] == names
 
 
 @pytest.fixture
 def shared(url):
     with pytest.raises(UsageError, match="has no model 'nobody'; there is: tiny"):
-        Served(url, "", "nobody", {})
+        Served(ServerClient(url), "nobody", {})
     return url
 
 

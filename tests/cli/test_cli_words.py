@@ -179,7 +179,7 @@ def test_the_planned_command_keeps_the_machines(capsys, tmp_path):
 
 def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
     from tandem.cli import doctor
-    from tandem.doctor.findings import Finding
+    from tandem.diagnostics.doctor.evidence import Finding
 
     found = [Finding("versions", "ok", "here", "alike"), Finding("ssh", "skip", "", "one machine"),
              Finding("rdma", "skip", "", "no Mac")]
@@ -200,7 +200,7 @@ try:
     main(["--help"])
 except SystemExit:
     pass
-print({"rich", "prompt_toolkit", "numpy", "transformers"} & set(sys.modules), file=sys.stderr)"""
+print({"rich", "prompt_toolkit", "numpy", "transformers", "zmq", "http.client"} & set(sys.modules), file=sys.stderr)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stderr == "set()\n"
     assert "chat" in done.stdout and "To begin with: tandem model get demo" in done.stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import main
-from tandem.config.dotenv_file import read_dotenv
+from tandem.config.legacy import read_dotenv
 from tandem.errors import ConfigError
 
 RING = """\

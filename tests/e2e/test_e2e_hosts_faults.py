@@ -15,6 +15,7 @@ from netns import Machines
 
 pytestmark = pytest.mark.slow
 LONG = 400
+STANDBY = "tandem.executors.worker standby"
 
 
 def running(machines: Machines, name: str, module: str) -> list[int]:
@@ -39,15 +40,17 @@ def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny
     """One server with a spare on each machine, three faults, the same greedy answer after each."""
     with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"]), "--spares", "1") as server:
         undisturbed = server.complete(LONG)
-        eventually(lambda: running(machines, "h2", "tandem.executors.spare"))
-        for module in ("tandem.executors.worker", "tandem.launchers.rank_host"):
-            before = running(machines, "h2", module)
+        eventually(lambda: running(machines, "h2", STANDBY))
+        for module in ("tandem.executors.worker", "tandem.launchers rank-host"):
+            before, standby = running(machines, "h2", module), running(machines, "h2", STANDBY)
             thread, texts = answer_in_background(server)
-            kill(machines, "h2", module)
+            for pid in set(before) - set(standby):
+                os.kill(pid, signal.SIGKILL)
             thread.join(240)
             assert texts == [undisturbed], server.log
-            assert set(running(machines, "h2", module)).isdisjoint(before)
-            assert module != "tandem.executors.worker" or not running(machines, "h2", module), "the spare is the rank"
+            now = set(running(machines, "h2", module))
+            assert now.isdisjoint(set(before) - set(standby))
+            assert module != "tandem.executors.worker" or now >= set(standby), "the standby process is the rank"
         thread, texts = answer_in_background(server)
         machines.cut("h2")
         try:

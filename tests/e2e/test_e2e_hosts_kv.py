@@ -60,7 +60,7 @@ class Fleet:
 
     def lent_to_all(self, replicas: int) -> None:
         """Wait until each has been told of all others."""
-        heard = rf"\[engine (\d)\].* other replicas lend KV from {replicas - 1} directories"
+        heard = rf"\[engine (\d)\].* Remote KV available from {replicas - 1} directories"
         eventually(lambda: len(set(re.findall(heard, self.server.log))) >= replicas, what=lambda: self.server.log)
 
     def key_of(self, replica: str) -> str:
@@ -177,7 +177,7 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
             eventually(lambda: not machines.processes("h2", "tandem.executors.worker"), what=lambda: server.log)
         finally:
             machines.heal("h2")
-        server.wait_for(r"\[engine 1\].* the ranks are back")
+        server.wait_for(r"\[engine 1\].* Ranks ready again")
         assert re.search(LEFT, server.log)
 
 
@@ -216,5 +216,5 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
             assert re.search(LEFT, server.log)
         finally:
             machines.heal("h1")
-        server.wait_for(r"\[engine 0\].* the ranks are back")
+        server.wait_for(r"\[engine 0\].* Ranks ready again")
         fleet.hands_over()

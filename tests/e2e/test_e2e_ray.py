@@ -143,7 +143,7 @@ class Server:
     def ranks(self) -> list[psutil.Process]:
         """Rank hosts and ranks of this cluster's machines, wherever they hang."""
         return [one for one in processes_of(self.cluster)
-                if {"tandem.launchers.rank_host", "tandem.executors.worker"} & set(words(one))]
+                if {"rank-host", "tandem.executors.worker"} & set(words(one))]
 
     def end(self, number: int = signal.SIGINT, timeout: float = START_S) -> int:
         """Signal it; then nothing of it may be left, but for the cluster."""
@@ -262,7 +262,7 @@ def test_too_few_devices_are_named_in_seconds(cluster: Cluster, model: str) -> N
 
 SIGTERM = """
 import os, ray, signal, sys
-from tandem.launchers.ray.sigterm import sigterm_kept
+from tandem.launchers.ray.driver import sigterm_kept
 heard = []
 signal.signal(signal.SIGTERM, lambda *args: heard.append("heard"))
 with sigterm_kept():

@@ -1,4 +1,4 @@
-"""docs/two-machines.md: every command as it stands there, and what the page says that one sees after it."""
+"""docs/two-machines.md: every command of its first part as it stands there, and what one sees after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.demo, pytest.mark.skipif(not PAGE.is
 def steps(machines: Machines) -> list[tuple[str, list[str]]]:
     """Each block of commands, with the lines that are to come after it; names and addresses are those of `machines`."""
     found: list[tuple[str, list[str]]] = []
-    for language, text in blocks(PAGE):
+    for language, text in blocks(PAGE, "Two machines, step by step"):
         for written, meant in (("studio", "h0"), ("mini", "h1"), ("10.0.0.1", machines["h0"].address),
                                ("10.0.0.2", machines["h1"].address)):
             text = text.replace(written, meant)

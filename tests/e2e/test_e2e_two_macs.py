@@ -1,4 +1,4 @@
-"""docs/machines.md: a new user's way from two Macs and a cable to an answer, command by command as it stands there.
+"""docs/two-machines.md: a new user's way from two Macs and a cable to an answer, command by command as it stands there.
 
 The Macs are network namespaces on Linux that take themselves for Macs (fake_mac/README.md), both called `Mac`, as macOS
 calls them; each has a hardware id of its own, a network that both share, and a cable to the other.
@@ -20,7 +20,7 @@ from macs import FAKE_MAC, TOOLS, answers, recorded
 from netns import Machines
 from tandem.testing import tiny_model
 
-PAGE = Path(__file__).parents[2] / "docs" / "machines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "two-machines.md"
 INSTALL = ["make setup", "source .venv/bin/activate"]
 """What scripts/release tries, and scripts/setup of every checkout: it needs a package index."""
 MOST = 8
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="only in a checkout")
 
 def commands(heading: str) -> list[str]:
     """The commands of the blocks below a heading, up to the next one."""
-    section = PAGE.read_text().split(f"### {heading}\n")[1].split("\n### ")[0]
+    section = PAGE.read_text().split(f"#### {heading}\n")[1].split("\n#### ")[0]
     blocks = re.findall(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
 

@@ -8,8 +8,8 @@ import pytest
 
 from submitted import ask
 from tandem import LLM
-from tandem.engine.drain_rate import LONGEST_S, UNKNOWN_S, DrainRate
 from tandem.engine.engine import Engine
+from tandem.engine.metrics import LONGEST_S, UNKNOWN_S, DrainRate
 from tandem.errors import OverloadedError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.testing import tiny_model

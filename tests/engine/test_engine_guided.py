@@ -73,7 +73,7 @@ def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[str]) -> N
 def test_preemption_changes_nothing(model: Path, expected: list[str]) -> None:
     with LLM(str(model), kv_tokens=410) as llm:
         assert [output.text for output in llm.generate(PROMPTS, GUIDED)] == expected
-        assert llm.engine.scheduler.preemptions > 0
+        assert llm.engine.scheduler.batches.preemptions > 0
 
 
 def test_a_request_from_a_lost_replica_goes_on(model: Path, expected: list[str]) -> None:

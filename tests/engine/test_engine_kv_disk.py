@@ -50,7 +50,7 @@ def expected(model: str) -> Any:
 @pytest.fixture
 def serve(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     # A model as small as this computes about as fast as a busy machine's disk reads.
-    monkeypatch.setattr("tandem.scheduler.disk.DiskTier._pays", lambda self, tokens, gain: True)
+    monkeypatch.setattr("tandem.kv.disk.DiskTier._pays", lambda self, tokens, gain: True)
     return lambda layout, **more: LLM(model, kv_disk=str(tmp_path / "kv"), prefill_chunk=64, **LAYOUTS[layout], **more)
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path
         answers(llm, expected)
         wait(lambda: len(files(tmp_path)) == 2)
     monkeypatch.setattr("tandem.engine.engine.FETCH_S", 0.3)
-    monkeypatch.setattr("tandem.runner.kv_disk.KVDisk.take_order", lambda self, order: None)
+    monkeypatch.setattr("tandem.kv.store.KVDisk.take_order", lambda self, order: None)
     with serve("one") as llm:
         assert answers(llm, expected) == 0
 
@@ -165,7 +165,7 @@ def test_a_model_with_windows_is_served_without(tmp_path, caplog):
         assert llm.generate([PROMPT[:300]], PARAMS)[0].token_ids
         status = ask(llm, lambda engine: engine.status())
     assert status.kv_disk.startswith("off: ")
-    assert f"nothing is kept with --kv-disk; it is {status.kv_disk}" in caplog.text
+    assert f"KV disk not used (--kv-disk): {status.kv_disk}" in caplog.text
     assert not files(tmp_path)
 
 

@@ -66,7 +66,7 @@ def test_a_batch_that_is_preempted_and_one_with_drafts(model, expected):
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
     with LLM(model, kv_dtype="8bit", prefill_chunk=16, kv_tokens=440, max_batch_size=4, prefix_cache=0.0) as llm:
         found = llm.generate(many, params)
-        assert ask(llm, lambda engine: engine.scheduler.preemptions) > 0
+        assert ask(llm, lambda engine: engine.scheduler.batches.preemptions) > 0
     with LLM(model, kv_dtype="8bit", prefix_cache=0.0) as llm:
         assert [one.token_ids for one in llm.generate(many, params)] == [one.token_ids for one in found]
     with LLM(model, kv_dtype="8bit", prefill_chunk=64, speculative_method="ngram", prompt_lookup_min=1) as llm:

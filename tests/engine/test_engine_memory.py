@@ -13,8 +13,7 @@ import pytest
 from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
-from tandem.engine.memory_guard import MemoryGuard
-from tandem.engine.sizing import make_limits
+from tandem.engine.sizing import MemoryGuard, make_limits
 from tandem.errors import OutOfMemory
 from tandem.executors import assembly, inline
 from tandem.protocol.control import Output, Ready, Stepped
@@ -143,7 +142,7 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         device.ask("a", "b", "c", "d")
         device.pump(lambda: engine.idle)
         calm, device.tokens = device.tokens, {}
-        assert not scheduler.pressed and scheduler.prefixes.positions > 0
+        assert not scheduler.batches.pressed and scheduler.prefixes.positions > 0
 
         device.ask("a", "b")
         device.results(4)
@@ -151,21 +150,21 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         device.results(4)
         device.ask("c", "d")
         device.results(6)
-        assert scheduler.pressed and scheduler.prefixes.positions == 0
-        assert scheduler.running == 2 and len(scheduler.waiting) == 2 and scheduler.preemptions == 0
+        assert scheduler.batches.pressed and scheduler.prefixes.positions == 0
+        assert scheduler.batches.running == 2 and len(scheduler.waiting) == 2 and scheduler.batches.preemptions == 0
 
         device.share = 0.96
-        device.pump(lambda: scheduler.preemptions == 1)
+        device.pump(lambda: scheduler.batches.preemptions == 1)
         device.results(6)
-        assert scheduler.running == 1 and scheduler.preemptions == 1  # one alone goes on, however full it is
+        assert scheduler.batches.running == 1 and scheduler.batches.preemptions == 1, "one alone goes on"
 
         device.share = 0.86  # below what a full KV cache may take, but only just
         device.results(4)
-        assert scheduler.pressed
+        assert scheduler.batches.pressed
         device.share = 0.5
         device.pump(lambda: engine.idle)
-        assert device.tokens == calm and not scheduler.pressed
-        assert "90 % full: kept prefixes and buffers are let go of" in caplog.text
+        assert device.tokens == calm and not scheduler.batches.pressed
+        assert "90 % full: dropping cached prefixes and buffers" in caplog.text
         assert "96 % full; a request starts again later" in caplog.text
         assert [rank.used_bytes for rank in engine.status().ranks] == [int(0.5 * device.memory)]
     finally:
@@ -176,18 +175,18 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
     (0.85, 0.87, False), (0.85, 0.881, True), (0.5, 0.84, False), (0.5, 0.851, True), (1.0, 0.94, False),
     (1.0, 0.951, True)])
 def test_what_the_kv_cache_may_take_is_no_trouble(fraction: float, share: float, pressed: bool) -> None:
-    scheduler = SimpleNamespace(pressed=False, relieve=lambda: False)
+    scheduler = SimpleNamespace(batches=SimpleNamespace(pressed=False, relieve=lambda: False))
     guard = MemoryGuard(fraction)
     ranks = [ready(0, "a"), ready(1, "a"), ready(2, "b")]  # two of them share a device
     for rank, used in enumerate((share / 2, share / 2, 0.4)):
         guard.watch(ranks, Stepped(RankStep(rank, 1, 0.0, 0), used_bytes=round(used * 96 * GIB)), scheduler)
-    assert scheduler.pressed is pressed
+    assert scheduler.batches.pressed is pressed
 
 
 def test_what_a_request_leaves_is_waited_for_before_another_has_to_leave() -> None:
     left: list[int] = []
-    scheduler = SimpleNamespace(pressed=False, next_step=5, limits=SimpleNamespace(lanes=2),
-                                relieve=lambda: left.append(step) or True)
+    batches = SimpleNamespace(pressed=False, relieve=lambda: left.append(step) or True)
+    scheduler = SimpleNamespace(batches=batches, next_step=5, limits=SimpleNamespace(lanes=2))
     guard, ranks = MemoryGuard(0.85), [ready(0, "a")]
     for step in range(4, 8):
         guard.watch(ranks, Stepped(RankStep(0, step, 0.0, 0), used_bytes=96 * GIB), scheduler)

@@ -119,7 +119,7 @@ def test_a_stream_that_is_dropped_frees_its_place(llm: LLM) -> None:
     next(stream)
     stream.close()
     llm.generate("after", SamplingParams(max_tokens=2))
-    assert llm.engine.scheduler.running == 0
+    assert llm.engine.scheduler.batches.running == 0
 
 
 @pytest.mark.slow

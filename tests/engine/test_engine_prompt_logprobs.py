@@ -131,7 +131,7 @@ def test_sequences_that_make_room_are_computed_again_and_say_all_of_it_once(mode
         long = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
         found = outcome(llm, [EngineRequest(request_id=f"s{i}", prompt=text, params=long)
                               for i, text in enumerate(texts)])
-        assert ask(llm, lambda engine: engine.scheduler.preemptions) > 0
+        assert ask(llm, lambda engine: engine.scheduler.batches.preemptions) > 0
         for i, text in enumerate(texts):
             agree(model, text, found[f"s{i}"].prompt_logprobs)
             assert len(found[f"s{i}"].tokens) == 120

@@ -1,15 +1,19 @@
-"""When the reports of a step count."""
+"""When the reports of a step count, and requests that are run over an executor without an engine."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
 
-from tandem.engine.quorum import Quorum
+from scheduler_invariants import make_limits
+from tandem.engine.quorum import Quorum, drive
 from tandem.errors import RankFailure
-from tandem.protocol.control import Stepped
-from tandem.protocol.step import RankStep, StepResult
+from tandem.executors.base import Executor, Progress
+from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import RankStep, StepPlan, StepResult
 
 
 class Place(NamedTuple):
@@ -62,3 +66,37 @@ def test_ranks_that_disagree_make_it_no_step(digests: tuple[tuple[int, int], ...
     with pytest.raises(RankFailure, match=words) as raised:
         quorum.complete(last, RANKS)
     assert raised.value.cause == "link" and "does not count" in raised.value.message
+
+
+class Slow(Executor):
+    """One rank, of whose steps nothing is heard the first ten times."""
+
+    def __init__(self) -> None:
+        self.plans: deque[StepPlan] = deque()
+        self.asked = 0
+
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        return []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        self.asked += 1
+        if self.asked <= 10:
+            return []
+        plan = self.plans.popleft()
+        return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
+                        result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))]
+
+    def close(self) -> None: ...
+
+
+def test_whoever_waits_for_it_is_alive_meanwhile() -> None:
+    """The canary's steps may take long, or be stuck until the watchdog says so; the supervisor must not think that the
+    engine is."""
+    executor, called = Slow(), []
+    executor.on_wait = lambda: called.append(executor.asked)
+    request = EngineRequest(request_id="a", prompt=[1, 2], params=SamplingParams(max_tokens=2))
+    assert drive(executor, make_limits(), [request], RANKS[:1]).answers["a"].tokens == [5, 5]
+    assert called[:11] == list(range(11))

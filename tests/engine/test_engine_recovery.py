@@ -13,7 +13,7 @@ import pytest
 
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, ProcessSettings, SchedulerSettings, Settings
-from tandem.engine import fallback, recovery
+from tandem.engine import degrade, recovery
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.engine.service import EngineService
@@ -96,8 +96,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "WAIT_S", 0.001)
-    monkeypatch.setattr(recovery, "SEEK_S", 0.0)
-    monkeypatch.setattr(recovery, "AGAIN_S", 0.0)
+    monkeypatch.setattr(degrade, "SEEK_S", 0.0)
+    monkeypatch.setattr(degrade, "AGAIN_S", 0.0)
 
 
 def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engine, Machines]:
@@ -189,17 +189,17 @@ def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkey
     full()
     full()
     assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 4
-    passed += recovery.WIDEN_S + 1
+    passed += degrade.WIDEN_S + 1
     engine.pump(0.0)
     assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 4, "it was full again: later"
-    passed += recovery.WIDEN_S
+    passed += degrade.WIDEN_S
     engine.pump(0.0)
     assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 2
-    passed += 2 * recovery.WIDEN_S
+    passed += 2 * degrade.WIDEN_S
     engine.pump(0.0)
     assert engine.scheduler.limits == whole
     check_invariants(engine.scheduler)
-    passed += 10 * recovery.WIDEN_S
+    passed += 10 * degrade.WIDEN_S
     engine.pump(0.0)
     full()
     assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 2
@@ -294,14 +294,14 @@ def test_requests_come_and_go_while_the_planner_looks_for_a_layout(
         model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, machines = an_engine(model)
     ask(engine)
-    begun, heard, plan = threading.Event(), threading.Event(), fallback.plan
+    begun, heard, plan = threading.Event(), threading.Event(), degrade.plan
 
     def slow(*given: Any) -> Any:
         begun.set()
         assert heard.wait(240), "the engine heard nothing meanwhile"
         return plan(*given)
 
-    monkeypatch.setattr(fallback, "plan", slow)
+    monkeypatch.setattr(degrade, "plan", slow)
     engine.gang.on_wait = lambda: heard.set() if begun.is_set() else None
     machines.places = [0, 2]
     machines.failure = RankFailure("machines are missing", cause="host")

@@ -82,7 +82,7 @@ def answers(engine: Engine, wanted: Sequence[EngineRequest], live: Sequence[int]
             got[message.request_id] += message.tokens
             open_ -= message.finish_reason is not None
         if rng.random() < 0.02:
-            engine.scheduler.relieve()  # as when a device's memory is full: the youngest starts again
+            engine.scheduler.batches.relieve()  # as when a device's memory is full: the youngest starts again
         check_invariants(engine.scheduler)
         if kills and len(wanted) - len(todo) >= kills[0]:
             del kills[0]
@@ -105,7 +105,7 @@ def test_200_requests_are_answered_as_if_alone(family: str, tmp_path: Path) -> N
             if not any(rank.kv_bytes for rank in engine.status().ranks):
                 break
             engine.pump(0.1)
-        status, preemptions = engine.status(), engine.scheduler.preemptions
+        status, preemptions = engine.status(), engine.scheduler.batches.preemptions
     print("PREEMPTIONS", family, preemptions, flush=True)
     assert together == alone
     assert (status.restarts, preemptions > 0, status.prefix_hits > 5) == (KILLS, True, True)

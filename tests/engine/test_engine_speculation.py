@@ -98,7 +98,7 @@ def test_a_full_kv_cache_preempts_and_changes_nothing(tmp_path: Path) -> None:
     with LLM(directory, kv_tokens=450, **NGRAM) as llm:
         assert [one.token_ids for one in llm.generate(prompts(), params)] == alone
         check(llm)
-        assert llm.engine.scheduler.preemptions > 0
+        assert llm.engine.scheduler.batches.preemptions > 0
         assert ask(llm, Engine.status).accepted_tokens > 0
 
 

@@ -8,8 +8,7 @@ import logging
 import pytest
 
 from tandem.errors import RankFailure
-from tandem.executors.pace import CONTEXT, LEARNT, PASS, Pace, Workload
-from tandem.executors.watchdog import AGAIN_S, FLOOR_S, Watchdog
+from tandem.executors.watchdog import AGAIN_S, CONTEXT, FLOOR_S, LEARNT, PASS, Pace, Watchdog, Workload
 from tandem.protocol.control import Pong, Stepped
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.protocol.step import GrammarReady, InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan

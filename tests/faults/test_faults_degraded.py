@@ -86,7 +86,7 @@ def test_it_goes_on_with_fewer_and_goes_back(server: Any, machines: Joined) -> N
     assert health["status"] == "healthy" and len(health["ranks"]) == 1
     assert health["ranks"][0]["layers"] == [0, 2]
     assert server.metric("tandem_degraded") == 1
-    assert "degraded: 1 of 2 ranks" in server.log.read_text()
+    assert "Degraded: 1 of 2 ranks" in server.log.read_text()
 
     calls = server.load()
     server.wait(lambda: calls[0].chunks > 5, "tokens")
@@ -107,4 +107,4 @@ def test_a_machine_that_is_back_in_time_is_waited_for(server: Any, machines: Joi
     server.check(calls)
     server.wait(lambda: server.settled() and len(server.ranks()) == 2, "two ranks")
     if server.metric('tandem_gang_failures_total{cause="host",replica="0"}') == failures:
-        assert "degraded" not in server.log.read_text().rpartition("all machines are back")[2]
+        assert "Degraded" not in server.log.read_text().rpartition("All machines are back")[2]

@@ -16,12 +16,12 @@ from tandem import LLM
 from tandem.errors import ConfigError, LayoutError
 
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--max-restarts", "100")
-SPARE = "tandem.executors.spare"
+SPARE = ("tandem.executors.worker", "standby")
 
 
 def waiting(served: Any) -> set[int]:
     """Process ids of spares; not those that have become ranks."""
-    return {one.pid for one in served.processes(SPARE)} - set(served.ranks())
+    return {one.pid for one in served.processes(*SPARE)} - set(served.ranks())
 
 
 @pytest.mark.slow

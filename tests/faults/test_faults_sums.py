@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PLANTED = Path(__file__).parents[1] / "firstlight" / "planted"
+PLANTED = Path(__file__).parents[1] / "diagnostics" / "selftest" / "planted"
 LONG = {"prompt": [7, 8, 9], "max_tokens": 200, "temperature": 0, "stream": True}
 pytestmark = pytest.mark.slow
 

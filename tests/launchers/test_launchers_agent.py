@@ -21,7 +21,6 @@ from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.protocol.agent import (
     Beat,
-    CloseInput,
     Data,
     Ended,
     OpenSession,
@@ -170,7 +169,7 @@ def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
     lines = [f"{i} {'x' * 1000}" for i in range(2000)]
     for start in range(0, 2000, 200):
         head.send(Data("".join(f"{line}\n" for line in lines[start:start + 200]).encode()))
-    head.send(CloseInput())
+    head.send(Data(b""))
     got = b""
     while isinstance(message := head.hear(), Data):
         got += message.data
@@ -216,7 +215,7 @@ def test_two_threads_that_look_whom_to_trust_overlook_nobody(
                 noted.wait(240)
 
     key = zmq.curve_keypair()[0]
-    slow, quick = (threading.Thread(target=agent.callback, args=("", key)) for _ in range(2))
+    slow, quick = (threading.Thread(target=agent.admits, args=(key.decode(),)) for _ in range(2))
     with closing(agent):
         monkeypatch.setattr(machine.trust, "peers", slow_peers)
         monkeypatch.setattr(agent, "__class__", Watched)
@@ -228,7 +227,7 @@ def test_two_threads_that_look_whom_to_trust_overlook_nobody(
         slow.join(240)
         noted.set()
         quick.join(240)
-        assert agent.callback("", key)
+        assert agent.admits(key.decode())
 
 
 def test_what_cannot_be_started_is_told(machine: Machine) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.errors import ConfigError
 from tandem.launchers.facts import host_facts, launched_world
-from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, Hostfile, read_hostfile
+from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, read_hostfile
 from tandem.launchers.manual import read_token
 from tandem.launchers.roster import Roster
 from tandem.planner.hosts import read_hosts
@@ -93,11 +93,6 @@ def test_files_that_go_too_far(tmp_path, content, read):
     refused(tmp_path / "file", read)
     refused("\0", read)
     refused(tmp_path, read)
-
-
-def test_a_hostfile_in_order_is_read(tmp_path):
-    (tmp_path / "hosts.json").write_text('[{"ssh": "a", "ips": ["10.0.0.1"], "memory": "64GB"}]')
-    assert isinstance(read_hostfile(str(tmp_path / "hosts.json")), Hostfile)
 
 
 @pytest.mark.parametrize("rank", ["0", "-1", "x", "9" * 5000])

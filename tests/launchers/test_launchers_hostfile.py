@@ -72,7 +72,7 @@ def host(**fields: object) -> list[dict[str, object]]:
     ([{"ssh": "a\ud800"}], r"host 0: ssh is 'a\\ud800'"),
     (host(python="/a\0"), r"host 1 \(b\): python is '/a\\x00'"),
     ({"envs": ["A=\0"], "hosts": host()}, r"envs\[0\] is 'A=\\x00'"),
-    (host(ip="10.0.0.1"), "host 1: 'ip' is not a field of a hostfile; did you mean 'ips'"),
+    (host(ip="10.0.0.1"), r"host 1 \(b\): 'ip' is not a field of a hostfile; did you mean 'ips'"),
     (host(ips="10.0.0.1"), r"host 1 \(b\): ips is '10.0.0.1'; must be a list"),
     (host(ips=["mac1"]), r"host 1 \(b\): ips has 'mac1'; must be IPv4 .* `ssh b ifconfig`"),
     (host(ips=["fe80::1"]), r"host 1 \(b\): ips has 'fe80::1'"),

@@ -170,8 +170,8 @@ def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
     eventually(lambda: rank.pid)
     with monkeypatch.context() as silent:
-        post = cluster.head.roster._post
-        silent.setattr(cluster.head.roster, "_post",
+        post = cluster.head.roster._end.post
+        silent.setattr(cluster.head.roster._end, "post",
                        lambda identity, message: None if isinstance(message, Ping) else post(identity, message))
         eventually(lambda: gone(rank.pid))
     assert rank.wait(240)

@@ -22,7 +22,7 @@ from tandem.launchers.base import OnWait, Place
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.machines import replica_hosts, stage_memory, with_layout
 from tandem.launchers.registry import LAUNCHERS, sharing
-from tandem.supervision.replica import replica_settings
+from tandem.supervision.replica_process import replica_settings
 from tandem.testing import tiny_model
 
 SOURCE = Path(tandem.__file__).parent

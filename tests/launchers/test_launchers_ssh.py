@@ -17,7 +17,7 @@ from tandem.errors import ConfigError, UsageError
 from tandem.launchers.facts import launched_world
 from tandem.launchers.hostfile import HostEntry, Hostfile
 from tandem.launchers.manual import make_token, read_token
-from tandem.launchers.ssh import RANK_HOST_MODULE, SshLauncher, explain, remote_command, ssh_command
+from tandem.launchers.ssh import RANK_HOST, SshLauncher, explain, remote_command, ssh_command
 
 HOST = HostEntry(ssh="mac2")
 
@@ -47,18 +47,18 @@ def run(command: str, **variables: str) -> str:
 
 def test_the_interpreter_that_is_named_runs(tmp_path: Path) -> None:
     python = fake_python(tmp_path / "a dir" / "python", "named")
-    assert run(remote_command(str(python))) == f"named -P -m {RANK_HOST_MODULE}"
+    assert run(remote_command(str(python))) == f"named -P -m {RANK_HOST}"
 
 
 def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = fake_python(tmp_path / "same" / "python", "same")
     monkeypatch.setattr(sys, "executable", str(same))
-    assert run(remote_command(None)) == f"same -P -m {RANK_HOST_MODULE}"
+    assert run(remote_command(None)) == f"same -P -m {RANK_HOST}"
     same.unlink()
     (tmp_path / ".profile").write_text(f"PATH={tmp_path}/bin:$PATH\n")
     fake_python(tmp_path / "bin" / "python3", "python3")
-    assert run(remote_command(None), HOME=str(tmp_path)) == f"python3 -P -m {RANK_HOST_MODULE}"
+    assert run(remote_command(None), HOME=str(tmp_path)) == f"python3 -P -m {RANK_HOST}"
     fake_python(tmp_path / "bin" / "tandem", "tandem")
     assert run(remote_command(None), HOME=str(tmp_path)) == "tandem rank --stdin"
 
@@ -108,7 +108,7 @@ def test_the_same_place_below_another_users_home(home: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "executable", "/Users/ann/my venv/bin/python")
     command = remote_command(None)
     fake_python(home / "my venv" / "bin" / "python", "theirs")
-    assert found_in(home, command) == f"theirs -P -m {RANK_HOST_MODULE}"
+    assert found_in(home, command) == f"theirs -P -m {RANK_HOST}"
 
 
 def test_the_command_is_one_word_for_any_login_shell() -> None:
@@ -169,7 +169,7 @@ def test_more_slots_than_hosts_are_refused() -> None:
 
 def test_a_release_kills_what_does_not_end_when_its_input_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.launchers.ssh.END_S", 0.1)
-    monkeypatch.setattr("tandem.launchers.ssh.module_command", lambda module, **_: ["sleep", "600"])
+    monkeypatch.setattr("tandem.launchers.ssh.module_command", lambda *_, **__: ["sleep", "600"])
     one = launcher(HostEntry(ssh="127.0.0.1"))
     one.bring([0], first=True)
     process = one._connections[0]._process

@@ -361,7 +361,7 @@ def make_desc_act(twin: Twin) -> tuple[Path, Path]:
     make_nvfp4, make_modelopt, make_modelopt_apart, make_bitsandbytes, make_desc_act,
 ])
 def test_what_is_refused_is_not_loaded_by_mlx_lm_either(make, tmp_path):
-    """docs/weights.md says what to use instead. A format that mlx-lm has learnt to load must be loaded here too."""
+    """docs/models.md says what to use instead. A format that mlx-lm has learnt to load must be loaded here too."""
     foreign, _ = make(Twin(tmp_path, "qwen3"))
     with pytest.raises(ValueError, match=r"g_idx|not in model|shape"):
         load_model(foreign)

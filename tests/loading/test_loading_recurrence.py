@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from tandem.loading import recurrence
+from tandem.loading import seams
 
 WIDTH, HEADS, TOKENS = 128, 8, 192
 
@@ -75,7 +75,7 @@ def on_the_cpu() -> Iterator[None]:
 
 def theirs(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """mlx-lm's own functions, as long as the test takes."""
-    for name, path in (*recurrence.STEPS, *recurrence.SCANS):
+    for name, path in (*seams.STEPS, *seams.SCANS):
         if module.__name__ == f"mlx_lm.models.{name}":
             *parents, last = path.split(".")
             owner = getattr(module, parents[0]) if parents else module
@@ -105,7 +105,7 @@ def test_states_of_tokens_that_are_done_are_let_go(name: str, on_the_cpu: None, 
     _, run = by_mlx_lm(name, monkeypatch)
     unbound, output, state = peak(run)
     assert unbound > TOKENS * state.nbytes, "mlx-lm keeps every token's state until the outputs are computed"
-    recurrence.bound_recurrences()
+    seams.bound_recurrences()
     bound, ours, last = peak(run)
     assert bound < unbound / 3
     assert mx.array_equal(ours, output) and mx.array_equal(last, state)
@@ -113,9 +113,9 @@ def test_states_of_tokens_that_are_done_are_let_go(name: str, on_the_cpu: None, 
 
 def test_the_seam_is_put_in_once():
     module = importlib.import_module("mlx_lm.models.gated_delta")
-    recurrence.bound_recurrences()
+    seams.bound_recurrences()
     ours = module._gated_delta_step_ops
-    recurrence.bound_recurrences()
+    seams.bound_recurrences()
     assert module._gated_delta_step_ops is ours and not hasattr(ours.__wrapped__, "__wrapped__")
 
 
@@ -126,12 +126,12 @@ def test_a_gpu_is_given_a_few_tokens_at_a_time(name: str, on_the_cpu: None, monk
     mx.eval(expected)
     waited: list[mx.array] = []
     with monkeypatch.context() as patched:
-        patched.setattr(recurrence, "on_cuda", lambda: True)
+        patched.setattr(seams, "on_cuda", lambda: True)
         theirs(module, patched)
-        recurrence.bound_recurrences()
+        seams.bound_recurrences()
         patched.setattr(mx, "eval", waited.append)
         found = [run(), run()]  # the second begins from the start again
-    assert len(waited) == 2 * (TOKENS // recurrence.AHEAD - 1)
+    assert len(waited) == 2 * (TOKENS // seams.AHEAD - 1)
     assert all(mx.array_equal(mine, known) for pair in found for mine, known in zip(pair, expected, strict=True))
     waited.clear()
     run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from tandem.loading.splits import split_by_slices
+from tandem.loading.seams import split_by_slices
 
 CASES = ((2, 0), (3, 1), (1, 2), (2, -1), ([1], -1), ([1, 3], 2), ([1], -2), ([], 0), ([5, 2], -1))
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
-from tandem.models.cuts import uncut
-from tandem.models.partition import split_layers
+from tandem.models.partition import split_layers, uncut
 
 
 @st.composite

@@ -53,7 +53,7 @@ def test_without_files_it_is_the_last_token_and_broken_ones_are_named(tmp_path):
     with pytest.raises(BrokenModel, match=r"modules\.json: must hold a JSON array"):
         pooling_of(tmp_path)
     (tmp_path / "modules.json").write_text("[")
-    with pytest.raises(BrokenModel, match=r"modules\.json: cannot be read"):
+    with pytest.raises(BrokenModel, match=r"modules\.json: is not valid JSON"):
         pooling_of(tmp_path)
 
 

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.checkpoints.files import METADATA, ModelFiles
-from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.safetensors import TensorInfo, header_length, read_header
 from tandem.errors import BrokenModel, TransportError, UsageError

@@ -72,9 +72,12 @@ def script() -> ModuleType:
     return module
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
-    return [(language, textwrap.dedent(text)) for _, language, text in BLOCK.findall(page.read_text())]
+def blocks(page: Path, section: str = "") -> list[tuple[str, str]]:
+    """Language and text of each fenced block, of the whole page or of the section with a title."""
+    text = page.read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [(language, textwrap.dedent(block)) for _, language, block in BLOCK.findall(text)]
 
 
 def commands(page: Path) -> list[Command]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -51,7 +53,10 @@ def test_every_page_stands_in_one_of_three_groups() -> None:
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(groups)[:3] == list(GROUPS)
     linked = {name for group in groups.values() for name in re.findall(r"\]\(docs/([\w-]+\.md)", group)}
-    assert {page.name for page in PAGES if page != README} <= linked
+    pages = {page.name for page in PAGES if page != README} - {"index.md"}
+    assert pages <= linked
+    indexed = re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs" / "index.md").read_text())
+    assert pages <= set(indexed)
 
 
 def test_the_picture_is_there_in_light_and_dark() -> None:
@@ -72,9 +77,17 @@ def test_package_indexes_get_no_relative_link() -> None:
         assert re.findall(r"\]\((?!https?:)|srcset|src=\"(?!https:)", made) == []
         assert "[MLX](https://github.com/ml-explore/mlx)" in made
     assert at_home.count("](http") == text.count("](")
-    assert "[The page at /ui](https://github.com/o/r/blob/v1/docs/page.md)" in at_home
+    assert "[The page at /ui and the terminal](https://github.com/o/r/blob/v1/docs/terminal.md)" in at_home
     assert 'src="https://github.com/o/r/raw/v1/docs/images/tandem-light.svg"' in at_home
-    assert "- The page at /ui (`docs/page.md`): chat" in elsewhere
+    assert "- The page at /ui and the terminal (`docs/terminal.md`): chat" in elsewhere
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    made = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert made.returncode == 0, made.stderr
+    assert {page.with_suffix(".html").name for page in PAGES if page != README} <= {
+        page.name for page in (tmp_path / "site").iterdir()}
 
 
 def anchors(page: Path) -> set[str]:

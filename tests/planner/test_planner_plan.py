@@ -12,10 +12,10 @@ from tandem.errors import ConfigError, LayoutError
 from tandem.loading.stage import load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.planner.cost import Costs, RankShare
-from tandem.planner.experts import read_experts
 from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine, with_fences
-from tandem.planner.manual import parse_layout
+from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
+from tandem.planner.presets import read_experts
 from tandem.planner.solve import INFEASIBLE, score, share_heads, split
 from tandem.planner.types import Experts, ManualLayout, NothingFits, Request
 from tandem.testing import tiny_model

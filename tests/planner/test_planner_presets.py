@@ -14,10 +14,9 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import ConfigError
 from tandem.models.description import describe
 from tandem.models.footprint import kv_bytes_per_token
-from tandem.planner.experts import read_experts
 from tandem.planner.hardware import link, machine
 from tandem.planner.plan import plan
-from tandem.planner.presets import QUANTS, Preset, find, planned, presets
+from tandem.planner.presets import QUANTS, Preset, find, planned, presets, read_experts
 from tandem.planner.types import ManualLayout, Request
 from tandem.testing import tiny_model
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statuses import STATUS
-from tandem.doctor.messages import Request, RunRank, TimingTask
+from tandem.diagnostics.doctor.messages import Request, RunRank
+from tandem.diagnostics.tasks import TimingTask
 from tandem.errors import TransportError
 from tandem.protocol import blobs, control, hosts, supervisor
 from tandem.protocol.codec import Decoder

@@ -9,13 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from scheduler_invariants import check_invariants
-from tandem.cache.budget import kv_shape
+from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import BatchDesync
+from tandem.kv.budget import kv_shape
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import KVShape, StepPlan, StepResult
 from tandem.runner.runner import Runner
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 POSITION = 2 * 4
@@ -49,17 +48,17 @@ class Rank:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.runner = Runner(Stage(), lanes=len(scheduler.lanes), vocab_size=9, eos_token_ids=(),  # type: ignore[arg-type]
+        self.runner = Runner(Stage(), lanes=len(scheduler.batches.lanes), vocab_size=9, eos_token_ids=(),  # type: ignore[arg-type]
                              samples=False, drafts=scheduler.speculation.most)
         self.most = 0
         self.copies = 0
-        self.shapes = [KVShape()] * len(scheduler.lanes)
+        self.shapes = [KVShape()] * len(scheduler.batches.lanes)
 
     def execute(self, plan: StepPlan) -> None:
         self.runner.execute(plan)
         lanes = self.runner._lanes
         assert [one.store.nbytes for one in lanes] == [POSITION * shape.size for shape in plan.kv_shapes]
-        assert [one.shape for one in self.scheduler.lanes] == plan.kv_shapes
+        assert [one.shape for one in self.scheduler.batches.lanes] == plan.kv_shapes
         self.copies += sum(old != new for old, new in zip(self.shapes, plan.kv_shapes, strict=True))
         self.shapes = plan.kv_shapes
         prompts = sum(held.length for lane in lanes for held in lane.held.values() if held.caches is not None)
@@ -72,10 +71,9 @@ class Rank:
 
 
 def made(lanes: int, kv_tokens: int, **changes: Any) -> Scheduler:
-    base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4, "max_queue": 10**3,
-                            "max_queue_tokens": 10**6, "eos_token_ids": frozenset(), "vocab_size": 9,
-                            "prefix_tokens": kv_tokens // 4}
-    return Scheduler(Limits(lanes=lanes, kv_tokens=kv_tokens, **base | changes))
+    base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4,
+                            "eos_token_ids": frozenset(), "vocab_size": 9, "prefix_tokens": kv_tokens // 4}
+    return Scheduler(make_limits(lanes=lanes, kv_tokens=kv_tokens, **base | changes))
 
 
 def request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
@@ -103,7 +101,7 @@ def test_random_joins_and_leaves_hold_what_is_counted_and_never_more_than_the_li
             plan = under_way.pop(0)
             scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
         check_invariants(scheduler)
-    assert rank.most > 0.9 * scheduler.limits.kv_tokens and not any(one.shape.size for one in scheduler.lanes)
+    assert rank.most > 0.9 * scheduler.limits.kv_tokens and not any(one.shape.size for one in scheduler.batches.lanes)
 
 
 def test_rows_join_within_the_limit_and_mostly_without_a_copy() -> None:
@@ -115,7 +113,7 @@ def test_rows_join_within_the_limit_and_mostly_without_a_copy() -> None:
         if (plan := scheduler.next_plan()) is not None:
             rank.execute(plan)
             scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
-    assert scheduler.running >= 27 and rank.most > 28_000
+    assert scheduler.batches.running >= 27 and rank.most > 28_000
     assert rank.copies < 14
 
 

@@ -14,8 +14,8 @@ from mlx_lm.models import gemma3_text, gpt_oss, llama
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from tandem.errors import UnsupportedModel
-from tandem.loading.attention import let_caches_attend
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
+from tandem.loading.seams import let_caches_attend
 from tandem.runner.kv_store import KVStore
 
 VOCAB = 61

@@ -6,15 +6,13 @@ import random
 
 import pytest
 
-from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from scheduler_invariants import check_invariants, make_limits
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import HandedOver, Output
 from tandem.protocol.pieces import PIECE, Borrow, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.protocol.suspicion import Suspicion
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
@@ -22,11 +20,8 @@ LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
-    values: dict[str, object] = {
-        "lanes": 2, "max_batch_size": 8, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50,
-        "prefix_tokens": 8000, **changes}
-    scheduler = Scheduler(Limits(**values))  # type: ignore[arg-type]
+    values: dict[str, object] = {"lanes": 2, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096}
+    scheduler = Scheduler(make_limits(**values | {"prefix_tokens": 8000} | changes))
     scheduler.disk.begin([[]] * RANKS, (), scheduler.prefixes)
     return scheduler
 
@@ -46,7 +41,7 @@ class Ranks:
         if plan is None:
             return None
         for keep in plan.keeps:
-            computed = self.scheduler.lanes[plan.lane].members[keep.key].computed
+            computed = self.scheduler.batches.lanes[plan.lane].members[keep.key].computed
             assert all((number + 1) * PIECE <= computed for number, _ in keep.pieces)
         self.writes += [name for op in (*plan.stores, *plan.keeps) for _, name in op.pieces]
         for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
@@ -187,7 +182,7 @@ def test_who_only_waits_for_its_grammar_leaves() -> None:
         scheduler.submit(EngineRequest(request_id=name, prompt=prompt, params=params), seed=1)
     while ranks.step() is not None:
         pass
-    assert len(scheduler.lanes[0].members) == 2 and not ranks.outputs and not scheduler.departures.depart()
+    assert len(scheduler.batches.lanes[0].members) == 2 and not ranks.outputs and not scheduler.departures.depart()
     ranks.leave("long", "brief")
     plan = ranks.step()
     assert plan is not None and not (plan.prefill or plan.decode)

@@ -6,11 +6,10 @@ from collections import deque
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import NO_GRAMMAR, StepPlan, StepResult
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 FORM = StructuredOutputs(json_object=True)
@@ -20,10 +19,7 @@ class Steps:
     """A scheduler, and ranks that answer each plan with the token 5."""
 
     def __init__(self, **changes: object) -> None:
-        values: dict[str, object] = {
-            "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
-            "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50, **changes}
-        self.scheduler = Scheduler(Limits(**values))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(make_limits(**changes))
         self.produced: dict[str, int] = {}
         self.prompts: list[tuple[str, int]] = []
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepResult
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 
 def scheduler(**changes: object) -> Scheduler:
-    base = {"lanes": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000, "max_context": 20_000,
-            "max_queue": 64, "max_queue_tokens": 10**6, "eos_token_ids": frozenset({0}), "vocab_size": 100}
-    return Scheduler(Limits(**{**base, **changes}))
+    return Scheduler(make_limits(**{"lanes": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000,
+                                    "max_context": 20_000} | changes))
 
 
 def submit(one: Scheduler, name: str, length: int) -> None:
@@ -29,7 +27,7 @@ def run(one: Scheduler, steps: int) -> None:
 
 
 def lengths(one: Scheduler) -> list[list[int]]:
-    return [sorted(sequence.prompt_len for sequence in lane.members.values()) for lane in one.lanes]
+    return [sorted(sequence.prompt_len for sequence in lane.members.values()) for lane in one.batches.lanes]
 
 
 def test_a_long_context_is_paid_for_by_few():
@@ -39,9 +37,9 @@ def test_a_long_context_is_paid_for_by_few():
     for number in range(7):
         submit(one, f"short {number}", 200)
         run(one, 2)
-    beside = next(lane for lane in one.lanes if "long" in lane.members)
+    beside = next(lane for lane in one.batches.lanes if "long" in lane.members)
     assert len(beside.members) <= 3
-    assert one.kv_positions < 45_000  # four rows of 10,000 and more, were they dealt out in turn
+    assert one.batches.kv_positions < 45_000  # four rows of 10,000 and more, were they dealt out in turn
 
 
 def test_the_same_lengths_are_dealt_out_evenly():
@@ -49,7 +47,7 @@ def test_the_same_lengths_are_dealt_out_evenly():
     for number in range(8):
         submit(one, str(number), 100)
     run(one, 12)
-    assert [len(lane.members) for lane in one.lanes] == [4, 4]
+    assert [len(lane.members) for lane in one.batches.lanes] == [4, 4]
 
 
 def test_two_lengths_part():
@@ -58,7 +56,7 @@ def test_two_lengths_part():
         submit(one, str(number), length)
         run(one, 2)
     assert sorted(map(len, lengths(one))) in ([3, 5], [4, 4])
-    assert one.kv_positions <= 5 * 4100 + 3 * 100
+    assert one.batches.kv_positions <= 5 * 4100 + 3 * 100
 
 
 def test_no_lane_starves_whatever_comes():
@@ -68,6 +66,6 @@ def test_no_lane_starves_whatever_comes():
         submit(one, str(number), rng.choice([10, 300, 5000]))
         run(one, rng.randrange(4))
     run(one, 30)
-    rows = [len(lane.members) for lane in one.lanes]
+    rows = [len(lane.members) for lane in one.batches.lanes]
     assert sum(rows) == 16
     assert max(rows) - min(rows) <= 5

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -18,10 +18,7 @@ DECODE_S = 0.05
 
 
 def limits(**changes: object) -> Limits:
-    values: dict[str, object] = {
-        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 512, "kv_tokens": 10**6, "max_context": 10**5,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 9, **changes}
-    return Limits(**values)  # type: ignore[arg-type]
+    return make_limits(**{"prefill_chunk": 512, "kv_tokens": 10**6, "max_context": 10**5, "vocab_size": 9} | changes)
 
 
 class Device:
@@ -42,7 +39,7 @@ class Device:
 
     def flood(self, texts: int, tokens: int) -> None:
         """Embed as many more as are wanted to have so many sequences here, streams among them."""
-        while self.scheduler.running + len(self.scheduler.waiting) < texts:
+        while self.scheduler.batches.running + len(self.scheduler.waiting) < texts:
             self.embed(f"e{self.embedded}", tokens)
             self.embedded += 1
 
@@ -199,7 +196,7 @@ def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed()
     device.until(lambda plan: device.now > 100 * DECODE_S)
     began, first = device.now, len(device.done)
     while len(device.done) < first + 400:
-        while len(device.scheduler.lanes[1].members) + len(device.scheduler.waiting) < 4:
+        while len(device.scheduler.batches.lanes[1].members) + len(device.scheduler.waiting) < 4:
             device.embed(f"e{sent}", 50)
             sent += 1
         device.step()

@@ -8,26 +8,17 @@ from typing import Any
 
 import pytest
 
-from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import OverloadedError, RequestError
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.pieces import Survey
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.lane import PATIENCE
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 EOS = 0
-
-
-def limits(**changes: object) -> Limits:
-    values: dict[str, object] = {
-        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([EOS]), "vocab_size": 50, **changes}
-    return Limits(**values)  # type: ignore[arg-type]
 
 
 def request(name: str, prompt: int = 4, **params: object) -> EngineRequest:
@@ -61,7 +52,7 @@ def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(limits(
+    scheduler = Scheduler(make_limits(
         lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
         kv_tokens=rng.choice([200, 400, 100_000]), max_context=190))
     live: set[str] = set()
@@ -103,7 +94,7 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
 
 
 def test_plans_go_out_before_results_are_back_but_only_two_of_them() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=10), seed=1)
     first, second = scheduler.next_plan(), scheduler.next_plan()
     assert first and first.sampled() == ["a"] and first.prefill[0].last
@@ -112,7 +103,7 @@ def test_plans_go_out_before_results_are_back_but_only_two_of_them() -> None:
 
 
 def test_a_sequence_that_stops_is_removed_a_step_late_and_its_surplus_token_dropped() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=10), seed=1)
     first, second = scheduler.next_plan(), scheduler.next_plan()
     assert first and second
@@ -126,7 +117,7 @@ def test_a_sequence_that_stops_is_removed_a_step_late_and_its_surplus_token_drop
 
 
 def test_no_step_is_spent_beyond_max_tokens() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=2), seed=1)
     first, second, third = (scheduler.next_plan() for _ in range(3))
     assert first and second and third is None
@@ -136,7 +127,7 @@ def test_no_step_is_spent_beyond_max_tokens() -> None:
 
 
 def test_a_long_prompt_stalls_running_streams_for_one_chunk_at_most() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=16))
+    scheduler = Scheduler(make_limits(prefill_chunk=16))
     scheduler.submit(request("stream", max_tokens=100), seed=1)
     plan = scheduler.next_plan()
     assert plan
@@ -153,7 +144,7 @@ def test_a_long_prompt_stalls_running_streams_for_one_chunk_at_most() -> None:
 
 
 def test_short_prompts_overtake_a_long_one_but_not_for_ever() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=16, max_batch_size=100))
+    scheduler = Scheduler(make_limits(prefill_chunk=16, max_batch_size=100))
     scheduler.submit(request("long", 320, max_tokens=1), seed=1)
     first = scheduler.next_plan()
     assert first
@@ -172,26 +163,26 @@ def test_short_prompts_overtake_a_long_one_but_not_for_ever() -> None:
 
 
 def test_lanes_share_the_requests_and_take_turns() -> None:
-    scheduler = Scheduler(limits(lanes=2))
+    scheduler = Scheduler(make_limits(lanes=2))
     for i in range(4):
         scheduler.submit(request(f"r{i}", max_tokens=5), seed=1)
     plans = [scheduler.next_plan() for _ in range(4)]
     lanes = [plan.lane for plan in plans if plan]
     assert set(lanes) == {0, 1} and len(lanes) == 3
-    assert [len(lane.members) for lane in scheduler.lanes] == [2, 2]
+    assert [len(lane.members) for lane in scheduler.batches.lanes] == [2, 2]
 
 
 def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost() -> None:
-    scheduler = Scheduler(limits(kv_tokens=160, max_context=110))
+    scheduler = Scheduler(make_limits(kv_tokens=160, max_context=110))
     for i in range(3):
         scheduler.submit(request(f"r{i}", 8, max_tokens=90), seed=1)
     got = drain(scheduler)
-    assert scheduler.preemptions > 0
+    assert scheduler.batches.preemptions > 0
     assert {name: len(tokens) for name, tokens in got.items()} == {"r0": 90, "r1": 90, "r2": 90}
 
 
 def test_prefixes_do_not_give_way_to_a_request_that_has_no_room_all_the_same() -> None:
-    scheduler = Scheduler(limits(kv_tokens=2000, max_context=2000, prefix_tokens=600, prefill_chunk=512))
+    scheduler = Scheduler(make_limits(kv_tokens=2000, max_context=2000, prefix_tokens=600, prefill_chunk=512))
     scheduler.submit(request("first", 256, max_tokens=1), seed=1)
     drain(scheduler)
     scheduler.submit(request("runs", 1000, max_tokens=500), seed=1)
@@ -209,7 +200,7 @@ def test_prompts_that_begin_alike_find_their_beginning_although_the_kv_cache_is_
     """Where they do not, nothing is set aside."""
     rng = random.Random(0)
     starts = [[rng.randrange(50) for _ in range(256)] for _ in range(3)]
-    scheduler = Scheduler(limits(kv_tokens=6000, prefix_tokens=1800, prefill_chunk=512, max_batch_size=64))
+    scheduler = Scheduler(make_limits(kv_tokens=6000, prefix_tokens=1800, prefill_chunk=512, max_batch_size=64))
     for i in range(120):
         start = rng.choice(starts) if shared else [rng.randrange(50) for _ in range(256)]
         prompt = start + [rng.randrange(50) for _ in range(rng.randrange(10, 70))]
@@ -217,14 +208,14 @@ def test_prompts_that_begin_alike_find_their_beginning_although_the_kv_cache_is_
         scheduler.submit(EngineRequest(request_id=f"r{i}", prompt=prompt, params=params), seed=1)
     most = 0
     while (plan := scheduler.next_plan()) is not None:
-        most = max(most, scheduler.running)
+        most = max(most, scheduler.batches.running)
         answer(scheduler, plan)
     assert scheduler.prefixes.hits >= 50 if shared else scheduler.prefixes.spared == 0
     assert most >= (14 if shared else 16)
 
 
 def test_replay_sends_prompt_and_tokens_so_far() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", 3, max_tokens=10), seed=77)
     for token in (11, 12):
         plan = scheduler.next_plan()
@@ -237,7 +228,7 @@ def test_replay_sends_prompt_and_tokens_so_far() -> None:
 
 
 def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a"), seed=1)
     outcomes = []
     for _ in range(4):
@@ -251,7 +242,7 @@ def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
 
 
 def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=5, min_tokens=3), seed=1)
     scheduler.submit(request("b", max_tokens=5, ignore_eos=True), seed=1)
     got = drain(scheduler, EOS)
@@ -261,7 +252,7 @@ def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
 @pytest.mark.parametrize(("token", "status", "code"), [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed"),
                                                       (-3, 503, "grammar_unavailable")])
 def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, code: str) -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=5), seed=1)
     plan = scheduler.next_plan()
     assert plan
@@ -272,7 +263,7 @@ def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, 
 @pytest.mark.parametrize("token", [-1, -2])
 def test_a_prompt_whose_logits_are_not_finite_leaves_no_prefix(token: int) -> None:
     """A fault of a device that is over by now would be handed on to all who share it."""
-    scheduler = Scheduler(limits(prefix_tokens=1000))
+    scheduler = Scheduler(make_limits(prefix_tokens=1000))
     scheduler.disk.begin([[]], [], scheduler.prefixes)
     scheduler.submit(request("b", 300, max_tokens=2), seed=1)
     for _ in range(30):
@@ -300,7 +291,7 @@ def test_a_prompt_whose_logits_are_not_finite_leaves_no_prefix(token: int) -> No
     ({"max_tokens": 600}, "messages"),
 ])
 def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     with pytest.raises(RequestError) as caught:
         scheduler.submit(request("a", **bad), seed=1)  # type: ignore[arg-type]
     assert caught.value.param == param
@@ -308,7 +299,7 @@ def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) ->
 
 
 def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
-    scheduler = Scheduler(limits(max_queue=2, max_queue_tokens=100))
+    scheduler = Scheduler(make_limits(max_queue=2, max_queue_tokens=100))
     scheduler.submit(request("a", 60), seed=1)
     with pytest.raises(OverloadedError):
         scheduler.submit(request("b", 60), seed=1)
@@ -319,7 +310,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
 
 
 def test_a_live_id_cannot_be_used_again() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = Scheduler(make_limits())
     scheduler.submit(request("a"), seed=1)
     with pytest.raises(RequestError):
         scheduler.submit(request("a"), seed=1)
@@ -327,7 +318,7 @@ def test_a_live_id_cannot_be_used_again() -> None:
 
 
 def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=5, kv_tokens=20, max_context=20))
+    scheduler = Scheduler(make_limits(prefill_chunk=5, kv_tokens=20, max_context=20))
     scheduler.submit(pooled("v", 20), seed=1)
     plans: deque[StepPlan] = deque()
     messages: list[object] = []
@@ -347,7 +338,7 @@ def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> No
 
 
 def test_texts_to_embed_begin_with_kept_prefixes_unless_a_mean_needs_all_and_leave_none() -> None:
-    scheduler = Scheduler(limits(prefill_chunk=64, prefix_tokens=1000))
+    scheduler = Scheduler(make_limits(prefill_chunk=64, prefix_tokens=1000))
     for name, pooling, expected in (("a", "last", 64), ("b", None, 64), ("c", "mean", 64), ("d", "last", 32)):
         scheduler.submit(pooled(name, 64, pooling) if pooling else request(name, 64, max_tokens=1), seed=1)
         plan = scheduler.next_plan()
@@ -358,4 +349,31 @@ def test_texts_to_embed_begin_with_kept_prefixes_unless_a_mean_needs_all_and_lea
 def test_a_pooled_request_asks_for_no_tokens() -> None:
     asks = EngineRequest(request_id="v", prompt=[1], params=SamplingParams(max_tokens=1), pooling="last")
     with pytest.raises(RequestError, match="must be 0 with pooling"):
-        Scheduler(limits()).submit(asks, seed=1)
+        Scheduler(make_limits()).submit(asks, seed=1)
+
+
+def continued(produced: list[int], **params: object) -> EngineRequest:
+    """A request of which another replica has sent some tokens."""
+    return EngineRequest(request_id="a", prompt=[1, 2, 3], produced=produced,
+                         params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def test_what_is_out_counts_as_output_and_is_not_sent_again() -> None:
+    one = Scheduler(make_limits())
+    one.submit(continued([7, 8], max_tokens=4, min_tokens=4), seed=9)
+    got: list[int] = []
+    while (plan := one.next_plan()) is not None:
+        if plan.inserts:
+            [op] = plan.inserts
+            assert (op.tokens, op.prompt_len, plan.sampling_seeds) == ([1, 2, 3, 7, 8], 3, {"a": 9})
+        for message in one.update(StepResult(plan.step_id, plan.lane, [0] * len(plan.sampled()))):
+            assert isinstance(message, Output)
+            got += message.tokens
+            last = message
+    assert got == [0, 0] and last.finish_reason == "length", "min_tokens counts what is out"
+
+
+def test_nonsense_that_is_out_already_is_refused() -> None:
+    for produced, word in (([7] * 4, "4 tokens are out"), ([50], "token ids")):
+        with pytest.raises(RequestError, match=word):
+            Scheduler(make_limits()).submit(continued(produced, max_tokens=4), seed=1)

@@ -7,12 +7,11 @@ from collections import Counter, deque
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import BLOCKED_PLANS, Scheduler
 
 
@@ -20,10 +19,7 @@ class Load:
     """A scheduler with ranks that answer at once, and a count of the work that each group gets."""
 
     def __init__(self, **changes: object) -> None:
-        values: dict[str, object] = {
-            "lanes": 1, "max_batch_size": 8, "prefill_chunk": 32, "kv_tokens": 10_000, "max_context": 512,
-            "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50, **changes}
-        self.scheduler = Scheduler(Limits(**values))  # type: ignore[arg-type]
+        self.scheduler = Scheduler(make_limits(**{"prefill_chunk": 32} | changes))
         self.work: Counter[str] = Counter()
         self.open: Counter[str] = Counter()
         self.done: list[str] = []
@@ -112,7 +108,7 @@ def test_a_group_without_rivals_keeps_all_places() -> None:
         load.send("only", 10, 20)
     while any(load.open.values()):
         load.step()
-    assert load.scheduler.preemptions == 0
+    assert load.scheduler.batches.preemptions == 0
 
 
 def test_idle_groups_save_nothing_up_and_nobody_pays_for_a_free_machine() -> None:

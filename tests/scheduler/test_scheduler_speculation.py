@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
@@ -25,11 +25,8 @@ EOS, VOCAB, DRAFTS = 0, 9, 4
 
 
 def limits(**changes: object) -> Limits:
-    values: dict[str, object] = {
-        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([EOS]), "vocab_size": VOCAB,
-        "speculation": SpeculationLimits(drafts=DRAFTS, shortest=2, longest=4), **changes}
-    return Limits(**values)  # type: ignore[arg-type]
+    values: dict[str, object] = {"eos_token_ids": frozenset([EOS]), "vocab_size": VOCAB}
+    return make_limits(**values | {"speculation": SpeculationLimits(drafts=DRAFTS, shortest=2, longest=4)} | changes)
 
 
 def next_token(tokens: list[int]) -> int:

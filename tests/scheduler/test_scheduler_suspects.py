@@ -6,19 +6,17 @@ from collections import deque
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.protocol.suspicion import ANYWHERE, CLEAR, Suspicion
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
 
 def a_scheduler(lanes: int = 1) -> Scheduler:
-    return Scheduler(Limits(lanes=lanes, max_batch_size=8, prefill_chunk=16, kv_tokens=5000, max_context=400,
-                            max_queue=50, max_queue_tokens=5000, eos_token_ids=frozenset([0]), vocab_size=50))
+    return Scheduler(make_limits(lanes=lanes, kv_tokens=5000, max_context=400))
 
 
 def submit(scheduler: Scheduler, name: str, tokens: int = 40, suspicion: Suspicion | None = None) -> None:

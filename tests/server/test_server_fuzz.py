@@ -14,9 +14,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tandem.config.settings import Settings
-from tandem.router.router import Router
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.router import Router
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,

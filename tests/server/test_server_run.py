@@ -27,7 +27,7 @@ CHILD = """
 import sys
 from tandem import log
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
-from tandem.router.router import Router
+from tandem.server.engines.router import Router
 from tandem.server.engines.replicas import Replicas
 from tandem.server.run import engine_endpoint, run_api
 log.set_up("INFO")

@@ -19,9 +19,9 @@ from tandem.launchers.machines import ranks_of
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.protocol.supervisor import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
-from tandem.supervision.control import ControlServer, ask
+from tandem.supervision.control_socket import ControlServer, ask
 from tandem.supervision.engines import EngineSet
-from tandem.supervision.replica import gpus_of, replica_settings
+from tandem.supervision.replica_process import gpus_of, replica_settings
 
 
 def settings(**values):
@@ -171,19 +171,42 @@ class FakeChild:
         return self.code is not None
 
 
+class FakeProbe:
+    """Asks an engine that never answers."""
+
+    def __init__(self, endpoint, context):
+        pass
+
+    def ask(self):
+        return None
+
+    def tell(self, neighbours):
+        pass
+
+    def close(self):
+        pass
+
+
 @pytest.fixture
 def children(monkeypatch):
     FakeChild.started = []
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", FakeProbe)
     monkeypatch.setattr("tandem.supervision.children.ChildProcess", FakeChild)
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
-    monkeypatch.setattr("tandem.supervision.replica.REST_S", 600.0)
+    monkeypatch.setattr("tandem.supervision.replica_process.REST_S", 600.0)
     return FakeChild.started
+
+
+def started(*, announced=False, history=None, **values):
+    engines = EngineSet(settings(**values), history=history)
+    engines.start()
+    engines.announced = announced
+    return engines
 
 
 def test_a_single_engine_that_gives_up_ends_the_server(children):
     for code, expected in ((2, 2), (3, 3)):
-        engines = EngineSet(settings())
-        engines.start()
+        engines = started()
         assert engines.look() is None
         children[-1].code = code
         assert engines.look() == expected
@@ -191,8 +214,7 @@ def test_a_single_engine_that_gives_up_ends_the_server(children):
 
 @pytest.mark.parametrize("code", [-9, 1, 4, 0])  # 0: by a SIGTERM that was not ours
 def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children, code):
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     for deaths in range(1, 6):
         children[-1].code = code
         assert engines.look() is None
@@ -219,9 +241,8 @@ def test_the_history_says_why_an_engine_was_replaced_and_given_up(children):
 
 
 def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, monkeypatch):
-    monkeypatch.setattr("tandem.supervision.replica.SERVES_S", 0.0)
-    engines = EngineSet(settings())
-    engines.start()
+    monkeypatch.setattr("tandem.supervision.children.SERVES_S", 0.0)
+    engines = started()
     for deaths in range(1, 20):
         engines._replicas[0].serves()
         children[-1].code = -9
@@ -232,8 +253,7 @@ def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, mo
 
 def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.children.STOPPED_S", 0.05)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     children[0].stopped = True
     assert engines.look() is None
     assert children[0].code is None, "a short stop is forgiven"
@@ -252,21 +272,13 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
     answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
                ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
 
-    class Probe:
-        def __init__(self, endpoint, context):
-            pass
-
+    class Probe(FakeProbe):
         def ask(self):
             return answers.pop(0)
 
-        def close(self):
-            pass
-
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Probe)
     monkeypatch.setattr("tandem.supervision.engines.ASK_S", 0.0)
-    engines = EngineSet(settings())
-    engines.start()
-    engines.announced = True
+    engines = started(announced=True)
     for _ in range(3):
         assert engines.look() is None
         assert children[0].code is None
@@ -276,9 +288,7 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
 
 
 def test_one_of_several_is_started_again_within_bounds(children):
-    engines = EngineSet(settings(data_parallel_size=2))
-    engines.start()
-    engines.announced = True
+    engines = started(data_parallel_size=2, announced=True)
     assert [child.arguments[::2] for child in children] == [("engine", "0"), ("engine", "1")]
     for deaths in range(1, 6):
         children[-1].code = -9
@@ -290,7 +300,7 @@ def test_one_of_several_is_started_again_within_bounds(children):
     children[-1].code = -9
     assert engines.look() is None
     assert [info.state for info in engines.infos()] == ["running", "failed"]
-    assert engines.running == {0: True}, "nobody waits for it"
+    assert list(engines.statuses()) == [0], "nobody waits for it"
     count = len(children)
     assert engines.look() is None
     assert len(children) == count, "it rests"
@@ -311,15 +321,13 @@ def test_one_of_several_is_started_again_within_bounds(children):
 
 
 def test_a_mistake_in_the_settings_ends_all_at_the_start(children):
-    engines = EngineSet(settings(data_parallel_size=2))
-    engines.start()
+    engines = started(data_parallel_size=2)
     children[1].code = 2
     assert engines.look() == 2
 
 
 def test_numbers_are_never_given_twice_and_the_last_stays(children):
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     for index, word in ((0, "last one"), (5, "no replica 5")):
         with pytest.raises(UsageError, match=word):
             engines.drain(index)
@@ -348,28 +356,22 @@ def test_each_replica_has_its_role_and_one_that_is_added_the_role_that_it_is_giv
     assert [one.role for one in without.infos()] == ["both"]
 
 
-class Answers:
-    """Engines that say that they are ready."""
-
-    def __init__(self, endpoint, context):
-        pass
+class Answers(FakeProbe):
+    """Asks an engine that is ready."""
 
     def ask(self):
         return EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
                             queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
                             ranks=[])
 
-    def close(self):
-        pass
-
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, monkeypatch, count):
     """Its model's files are away: that was no mistake in the settings."""
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
-    engines = EngineSet(settings(data_parallel_size=count))
-    engines.start()
-    assert len(engines.statuses()) == count
+    engines = started(data_parallel_size=count)
+    assert engines.look() is None
+    assert [status.state for status in engines.statuses().values()] == ["ready"] * count
     engines.announced = True
     for deaths in range(1, 6):
         os.write(children[-1].words, b"config.json cannot be read")
@@ -388,8 +390,7 @@ def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, m
 @pytest.mark.parametrize(("code", "waits"), [(-9, False), (2, True)], ids=["crashed", "found something amiss"])
 def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, code, waits):
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 100.0)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     engines._replicas[0].serves()
     children[-1].code = code
     assert engines.look() is None
@@ -398,9 +399,8 @@ def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, co
 
 def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
-    engines = EngineSet(settings())
-    engines.start()
-    engines.statuses()
+    engines = started()
+    assert engines.look() is None
     engines.announced = True
     engines.add()
     children[-1].code = 2
@@ -440,7 +440,8 @@ def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(mon
 
 def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch):
     engines = EngineSet(settings())
-    monkeypatch.setattr("tandem.supervision.replica.os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+    monkeypatch.setattr("tandem.supervision.replica_process.os.pipe",
+                        lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
     engines.start()
     assert engines.look() is None and not children
     monkeypatch.undo()
@@ -452,6 +453,7 @@ def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch)
         raise zmq.ZMQError(24)
 
     monkeypatch.setattr("tandem.supervision.engines.zmq.Context.socket", no_socket)
-    assert engines.statuses() == {}
+    assert engines.look() is None
+    assert engines.statuses() == {0: None}
     monkeypatch.undo()
     engines.close()

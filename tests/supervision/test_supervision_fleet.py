@@ -13,7 +13,7 @@ from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import UsageError
 from tandem.supervision import fleet
 from tandem.supervision.fleet import Fleet, with_names
-from tandem.supervision.memory_plan import Machines, footprint, granted
+from tandem.supervision.model_memory import Machines, footprint, granted
 from tandem.testing import tiny_model
 
 HOSTFILE = """[
@@ -34,7 +34,7 @@ class BrokenEngines:
     announced = False
 
     def __init__(self, settings: Settings, *, model: str, numbers: Any, **_: Any) -> None:
-        self.model, self.children, self.running = model, (), {}
+        self.model, self.children = model, ()
 
     def start(self) -> None: ...
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.checkpoints.resolve import resolve
-from tandem.doctor.model_files import look_at
+from tandem.diagnostics.doctor.model_files import look_at
 from tandem.errors import BrokenModel, ModelNotFound
 from tandem.models.description import describe
 from tandem.system.files import file_trouble

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tandem.doctor.facts import _is_busy
+from tandem.diagnostics.doctor.facts import _is_busy
 from tandem.errors import ConfigError
 from tandem.server.listener import listen
 from tandem.system.ports import is_shadowed

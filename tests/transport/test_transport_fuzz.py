@@ -29,7 +29,8 @@ def nonsense(good: bytes, count: int = 60) -> Iterator[list[bytes]]:
     """Messages of one to three frames, none of which is right; the same ones each time."""
     draw = random.Random(0)
     yield from ([b""], [b"", b""], [good], [good, b"", b""], [b"\x91" * 30_000], [b"\x91" * 30_000, b"x"],
-                [b"\xdd\xff\xff\xff\xff", b"x"])  # fmt: skip
+                [b"\xdd\xff\xff\xff\xff", b"x"], [msgspec.msgpack.encode({"type": "Nothing"})],
+                [msgspec.msgpack.encode({"type": "Hello", "rank": "zero"})])  # fmt: skip
     for _ in range(count):
         yield [draw.randbytes(draw.randrange(80)) + b"\xc1" for _ in range(draw.randint(1, 3))]
 

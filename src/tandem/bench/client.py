@@ -10,19 +10,13 @@ import asyncio
 import json
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.errors import UsageError
-from tandem.printable import printable
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 READ_BYTES = 2**16
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +24,12 @@ class Target:
     """An OpenAI-compatible server and how to ask it."""
 
     base_url: str
-    """Such as http://127.0.0.1:8000, without /v1."""
+    """Address without /v1, such as http://127.0.0.1:8000."""
     model: str
     endpoint: str = COMPLETIONS
     """`COMPLETIONS` or `CHAT`, or another path that takes the same."""
     api_key: str = field(default="", repr=False)
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, object] = field(default_factory=dict)
     """More fields of each request's body."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
@@ -52,7 +46,7 @@ class Job:
 
 @dataclass
 class Timed:
-    """What became of it; times are of time.perf_counter()."""
+    """The answer to a job; times are of time.perf_counter()."""
 
     job: Job
     sent: float
@@ -94,7 +88,7 @@ class Timed:
 
 
 async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
-    """One streaming completion. Failures of any kind stand in the answer's `error`.
+    """Send one streaming completion. Failures of any kind stand in the answer's `error`.
 
     `answer`, where it is given, is what grows while the text comes.
     """
@@ -115,7 +109,7 @@ async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
 
 async def _stream(target: Target, job: Job, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
+    prompt = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
     body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
             "stream_options": {"include_usage": True}, **target.body}
     data = json.dumps(body).encode()
@@ -142,7 +136,7 @@ async def _stream(target: Target, job: Job, answer: Timed) -> None:
 
 
 async def _is_chunked(reader: asyncio.StreamReader) -> bool:
-    """Read the headers."""
+    """Read the headers; True for chunked transfer encoding."""
     chunked = False
     while (line := await reader.readline()).strip():
         name, _, value = line.lower().partition(b":")
@@ -151,7 +145,7 @@ async def _is_chunked(reader: asyncio.StreamReader) -> bool:
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
+    """Generate the lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
     left = b""
     while data := await (_chunk(reader) if chunked else reader.read(READ_BYTES)):
         *whole, left = (left + data).split(b"\n")
@@ -162,7 +156,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """The next chunk's data, empty at the end."""
+    """Return the next chunk's data, empty at the end."""
     size = int((await reader.readline()).split(b";")[0], 16)
     return (await reader.readexactly(size + 2))[:-2]
 
@@ -180,64 +174,3 @@ def _take(answer: Timed, event: dict[str, Any], now: float) -> None:
     if usage := event.get("usage"):
         answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-def open_url(url: str, api_key: str = "", body: bytes | None = None, *, timeout_s: float | None,
-             method: str | None = None) -> Any:
-    """Return a server's response, to be closed by its user. `body` is JSON. No proxy of the environment is asked: it
-    would see key and prompts. Raises OSError, of which urllib.error.HTTPError is one, and ValueError."""
-    headers = {"Content-Type": "application/json"} if body is not None else {}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    return _DIRECT.open(urllib.request.Request(url, body, headers, method=method), timeout=timeout_s)
-
-
-def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET",
-        body: Mapping[str, Any] | None = None) -> bytes:
-    """Body of an answer; of /health also when it says 503. `body` is sent as JSON. Raises UsageError in one line that
-    names the address."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with open_url(base_url + path, api_key, data, timeout_s=timeout_s, method=method) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 503 and path == "/health":
-                return error.read()
-            reason = error_message(error)
-        hint = ("; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401
-                else f": {reason}" if reason else "")
-        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint}", param="base_url") from None
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)
-        raise UsageError(f"{base_url}{path} cannot be reached: {cause}; is the server up, is --url right?",
-                         param="base_url") from None
-
-
-def get_json(base_url: str, path: str, api_key: str = "", **options: Any) -> Any:
-    """As `get`, the body read as JSON; its texts can be shown. Raises UsageError, and ValueError for other bodies."""
-    return _shown(json.loads(get(base_url, path, api_key, **options)))
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {printable(name): _shown(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(one) for one in value]
-    return printable(value) if isinstance(value, str) else value
-
-
-def error_message(error: urllib.error.HTTPError) -> str:
-    """Return what a server says of an error in OpenAI's shape; empty for another answer."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, LookupError, TypeError, OSError):
-        return ""
-
-
-def first_model(base_url: str, api_key: str) -> str:
-    """The first model that the server lists. Raises UsageError."""
-    try:
-        return str(get_json(base_url, "/v1/models", api_key)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{base_url}/v1/models lists no model; name one with --model", param="model") from None

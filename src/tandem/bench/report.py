@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tandem.bench.client import Timed
 
@@ -14,7 +13,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of them lie, linearly interpolated."""
+    """Return the value below which `share` (0 to 1) of them lie, linearly interpolated."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -23,7 +22,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def samples(answers: Sequence[Timed]) -> dict[str, list[float]]:
-    """Milliseconds by metric: one for each answer, of `itl` one for each gap between two pieces."""
+    """Return milliseconds by metric: one for each answer, of `itl` one for each gap between two pieces."""
     return {
         "ttft": [1000 * a.ttft for a in answers],
         "tpot": [1000 * a.tpot for a in answers if a.tokens > 1],
@@ -33,19 +32,19 @@ def samples(answers: Sequence[Timed]) -> dict[str, list[float]]:
 
 
 def duration(answers: Sequence[Timed]) -> float:
-    """Seconds from the first request to the last answer."""
+    """Return the seconds from the first request to the last answer."""
     return max(a.ended for a in answers) - min(a.sent for a in answers)
 
 
-def summary(answers: Sequence[Timed], percentiles: Sequence[float], goodput: Mapping[str, float]) -> dict[str, Any]:
-    """Totals, rates, and mean, median, deviation and percentiles (0 to 100) of each metric in milliseconds.
+def summary(answers: Sequence[Timed], percentiles: Sequence[float], goodput: Mapping[str, float]) -> dict[str, float]:
+    """Return totals, rates, and mean, median, deviation and percentiles (0 to 100) of each metric in milliseconds.
 
     `goodput` holds the most milliseconds of a good answer by metric; empty for none.
     """
     done = [a for a in answers if not a.error]
     seconds = duration(answers)
     tokens_in, tokens_out = sum(a.prompt_tokens for a in done), sum(a.tokens for a in done)
-    result: dict[str, Any] = {
+    result: dict[str, float] = {
         "duration": seconds, "completed": len(done), "failed": len(answers) - len(done),
         "total_input_tokens": tokens_in, "total_output_tokens": tokens_out,
         "total_cached_tokens": sum(a.cached_tokens for a in done), "request_throughput": len(done) / seconds,
@@ -75,13 +74,13 @@ _TOTALS = {"completed": "Successful requests", "failed": "Failed requests", "dur
            "total_token_throughput": "All tokens per second"}  # fmt: skip
 
 
-def lines(result: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
-    """The summary for people; `metrics` are those to show."""
+def lines(result: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
+    """Return the summary for people; `metrics` are those to show."""
     rows = [_row(text, result[key]) for key, text in _TOTALS.items() if key in result]
     for metric in metrics:
-        found = [key for key in result if key.endswith(f"_{metric}_ms") and not key.startswith("std_")]
-        rows += [f"--- {METRICS[metric]} (ms)"] if found else [f"--- {METRICS[metric]}: no samples"]
-        rows += [_row(key.partition("_")[0].capitalize(), result[key]) for key in found]
+        keys = [key for key in result if key.endswith(f"_{metric}_ms") and not key.startswith("std_")]
+        rows += [f"--- {METRICS[metric]} (ms)"] if keys else [f"--- {METRICS[metric]}: no samples"]
+        rows += [_row(key.partition("_")[0].capitalize(), result[key]) for key in keys]
     return rows
 
 
@@ -89,7 +88,7 @@ def _row(text: str, value: float) -> str:
     return f"{text:<40}{value:>14.2f}" if isinstance(value, float) else f"{text:<40}{value:>14}"
 
 
-def detail(answers: Sequence[Timed]) -> dict[str, Any]:
+def detail(answers: Sequence[Timed]) -> dict[str, object]:
     """Every request by itself, in the order of sending; seconds."""
     return {
         "input_lens": [a.prompt_tokens for a in answers], "output_lens": [a.tokens for a in answers],
@@ -101,6 +100,6 @@ def detail(answers: Sequence[Timed]) -> dict[str, Any]:
 RATIOS = {"mean_ttft_ms": "TTFT", "mean_tpot_ms": "TPOT", "p99_itl_ms": "p99 ITL", "output_throughput": "tokens/s"}
 
 
-def ratios(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float]:
-    """Second over first, for what both have measured."""
+def ratios(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """Return second over first, for what both have measured."""
     return {key: second[key] / first[key] for key in RATIOS if first.get(key) and second.get(key)}

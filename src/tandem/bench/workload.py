@@ -1,4 +1,4 @@
-"""What is asked: prompts of given lengths, alike for every server and every run with the same seed. No dataset is
+"""Requests of a load: prompts of given lengths, alike for every server and every run with the same seed. No dataset is
 downloaded: mixes are drawn from distributions.
 """
 
@@ -42,16 +42,16 @@ class Prompts:
                                  param="tokenizer") from error
 
     def length(self, shortest: int, longest: int) -> int:
-        """A length drawn evenly."""
+        """Draw a length evenly."""
         return self._random.randint(shortest, longest)
 
     def log_normal(self, mean: float, sigma: float, lowest: int, highest: int) -> int:
-        """A length drawn from a log-normal distribution with this mean, cut off at both ends."""
+        """Draw a length from a log-normal distribution with this mean, cut off at both ends."""
         drawn = mean * self._random.lognormvariate(-sigma * sigma / 2, sigma)
         return min(max(round(drawn), lowest), highest)
 
     def make(self, tokens: int) -> str:
-        """A text of about `tokens` tokens: random words behind a random number."""
+        """Return a text of about `tokens` tokens: random words behind a random number."""
         number = str(self._random.randrange(10**4 if tokens < 8 else 10**9))
         words = [number, *self._random.choices(WORDS, k=tokens)]
         if self._tokenizer is None:
@@ -80,7 +80,7 @@ class Mix:
     long_share: float = 0.25
 
     def jobs(self, prompts: Prompts) -> list[Job]:
-        """The requests, in the order in which they are sent."""
+        """Return the requests, in the order in which they are sent."""
         if self.dataset == "sharegpt":
             # Means of ShareGPT conversations as serving benchmarks filter them: about 220 tokens in, 200 out.
             return [Job(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
@@ -106,7 +106,7 @@ Progress = Callable[[Timed], None]
 
 async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, burstiness: float = 1.0,
                 concurrency: int | None = None, seed: int = 0, progress: Progress | None = None) -> list[Timed]:
-    """Answers in the order of `jobs`.
+    """Send the jobs and return the answers in their order.
 
     `rate` is in requests a second: the times between two are drawn from a gamma distribution with shape `burstiness`
     (1 is a Poisson process, less is burstier); with an infinite rate all are sent at once. Of those, at most
@@ -115,7 +115,7 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
     draw = random.Random(seed)
     limit = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
-    async def one(job: Job) -> Timed:
+    async def answered(job: Job) -> Timed:
         async with limit:
             answer = await send(target, job)
         if progress is not None:
@@ -126,6 +126,6 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
     tasks, due = [], loop.time()
     for job in jobs:
         await asyncio.sleep(max(due - loop.time(), 0.0))
-        tasks.append(asyncio.create_task(one(job)))
+        tasks.append(asyncio.create_task(answered(job)))
         due += draw.gammavariate(burstiness, 1 / (rate * burstiness)) if math.isfinite(rate) else 0.0
     return await asyncio.gather(*tasks)

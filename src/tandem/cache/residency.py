@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 PATIENCE_S = 1.0
 """Seconds that a model must have been waited for before a busy one is made to finish and go."""
 
 
-@dataclass
+@dataclass(eq=False, kw_only=True)
 class Seat:
     """One model as the policy sees it."""
 
     name: str
-    needs: Mapping[str, int]
+    needs: Mapping[str, int] = field(default_factory=dict)
     """Bytes on each machine; empty where there is no memory plan."""
     state: str = "out"
     """`out`, `loading`, `in` or `leaving`."""
@@ -36,19 +37,22 @@ class Seat:
     """Since when requests wait for it; None when none does."""
 
 
-@dataclass
-class Decision:
-    """What to do now."""
+S = TypeVar("S", bound=Seat)
 
-    load: list[Seat] = field(default_factory=list)
-    unload: list[Seat] = field(default_factory=list)
-    close: list[Seat] = field(default_factory=list)
+
+@dataclass
+class Decision(Generic[S]):
+    """Models to load, to unload and to close now."""
+
+    load: list[S] = field(default_factory=list)
+    unload: list[S] = field(default_factory=list)
+    close: list[S] = field(default_factory=list)
     """Busy models that have to finish and go."""
 
 
-def decide(seats: Sequence[Seat], budget: Mapping[str, int], max_loaded: int | None, now: float) -> Decision:
-    """What follows from the seats as they are. Asked again whenever one has changed, and as time goes by."""
-    decision = Decision()
+def decide(seats: Sequence[S], budget: Mapping[str, int], max_loaded: int | None, now: float) -> Decision[S]:
+    """Return what follows from the seats as they are. Call it whenever one has changed, and as time goes by."""
+    decision: Decision[S] = Decision()
     resident = [seat for seat in seats if seat.state != "out"]
     waiting = [seat for seat in seats if seat.state == "out" and seat.wanted_at is not None]
     for wanted in sorted(waiting, key=lambda seat: seat.wanted_at or 0.0):
@@ -65,14 +69,15 @@ def decide(seats: Sequence[Seat], budget: Mapping[str, int], max_loaded: int | N
     return decision
 
 
-def _victims(wanted: Seat, resident: list[Seat], budget: Mapping[str, int], max_loaded: int | None) -> list[Seat]:
-    """Who goes for `wanted`: idle ones before busy ones, the least recently used first, no more than needed.
+def _victims(wanted: S, resident: list[S], budget: Mapping[str, int], max_loaded: int | None) -> list[S]:
+    """Return the models to unload for `wanted`: idle ones before busy ones, the least recently used first, no more
+    than needed.
 
-    Nobody, as long as it would not fit then either: what is being loaded cannot go before it is there.
+    None, as long as it would not fit then either: what is being loaded cannot be unloaded before it is there.
     """
     staying = [seat for seat in resident if seat.state != "leaving"]
 
-    def fits_without(gone: list[Seat]) -> bool:
+    def fits_without(gone: list[S]) -> bool:
         return _fits([*(seat for seat in staying if seat not in gone), wanted], budget, max_loaded)
 
     order = sorted((seat for seat in staying if seat.state == "in" and not seat.keep),

@@ -1,9 +1,9 @@
-"""What `config.json` and its like say, read with care."""
+"""Readers of `config.json` and the like, which trust nothing in them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Watched(dict[str, Any]):
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """What is computed within from entries that make no sense raises `BrokenModel` with the name of one of them."""
+        """Turn errors of the block, made of entries that make no sense, into `BrokenModel` with the name of one."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -47,7 +47,7 @@ class Watched(dict[str, Any]):
             raise BrokenModel(f"{self._path}/config.json: {key} {trouble}", param=key) from error
 
     def _suspect(self) -> str:
-        """Of the entries that were read, the last that is no positive number, or the very last."""
+        """The last entry read that is no positive number, or the very last."""
         there = [key for key in reversed(self._read) if key in self]
         odd = (key for key in there if key != "model_type" and not is_count(super(Watched, self).__getitem__(key)))
         return next(odd, next(iter(there), "model_type"))
@@ -70,21 +70,32 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
         if not (path / name).exists():
             continue
         config = read_json(path / name)
-        nested = config.get("text_config")
-        value = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+        value = config.get("eos_token_id", nested_text(config).get("eos_token_id"))
         values = value if isinstance(value, list) else [value]
         found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < LARGEST_NUMBER)
     return tuple(sorted(found))
 
 
+def nested_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of the text model that is nested in a config; empty where there is none."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else {}
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `BrokenModel`."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)
+    return value
+
+
+def read_any_json(path: Path) -> object:
+    """The JSON value in a file. Raises `BrokenModel`."""
     try:
-        value = json.loads(read_text(path, MOST))
+        value: object = json.loads(read_text(path, MOST))
+        return value
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=path.name) from error
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: is not valid JSON: {error}", param=path.name) from error
-    if not isinstance(value, dict):
-        raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)
-    return value

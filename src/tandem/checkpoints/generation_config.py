@@ -1,4 +1,4 @@
-"""What a model's `generation_config.json` says of sampling. A file beside the weights, in transformers' words."""
+"""Sampling defaults in a model's `generation_config.json`, in transformers' words."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def sampling_defaults(model: Path, setting: str, override: str | None) -> Sampli
 
 
 def _values(file: dict[str, Any]) -> dict[str, Any]:
-    """What can be used of a file. Others write such files: what is out of its range is left out, not an error."""
+    """Usable values of a file. Others write such files: values out of range are left out, not an error."""
     found = {ours: _number(ours, file.get(theirs)) for theirs, ours in _NAMES.items()}
     return {name: value for name, value in found.items() if value is not None and value in RANGES[name]}
 
 
 def _named(override: str) -> dict[str, Any]:
-    """What `--override-generation-config` says. Raises ConfigError."""
+    """Values of `--override-generation-config`. Raises ConfigError."""
     flag, param = "--override-generation-config", "override_generation_config"
     try:
         entries = json.loads(override)

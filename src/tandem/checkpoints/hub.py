@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,9 @@ from huggingface_hub import HfApi, errors, get_session, hf_hub_url, snapshot_dow
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
-from tandem.checkpoints.index import weight_names
-from tandem.checkpoints.progress import Progress
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.files import Progress, weight_names
 from tandem.checkpoints.safetensors import header_length, read_header
+from tandem.checkpoints.stored import new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 
@@ -57,24 +53,17 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
     if target.is_dir():
         used(target)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".headers-", dir=target.parent))
-    try:
-        with _explained(repo, commit):
-            names = weight_names(snapshot) or _matching(repo, snapshot, patterns)
-            if not names:
-                raise ModelNotFound(f"{repo}: has no weights in safetensors format", param="model")
+    with new_directory(target, proof=".") as scratch, _explained(repo, commit):
+        names = weight_names(snapshot) or _matching(repo, snapshot, patterns)
+        if not names:
+            raise ModelNotFound(f"{repo}: has no weights in safetensors format", param="model")
 
-            def save(name: str) -> None:
-                (scratch / name).write_bytes(_header(repo, commit, snapshot, name))
-                read_header(scratch / name, header_only=True)
+        def save(name: str) -> None:
+            (scratch / name).write_bytes(_header(repo, commit, snapshot, name))
+            read_header(scratch / name, header_only=True)
 
-            with ThreadPoolExecutor(PARALLEL) as pool:
-                list(pool.map(save, names))
-        with suppress(OSError):  # another rank was faster
-            os.rename(scratch, target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            list(pool.map(save, names))
     return target
 
 
@@ -126,7 +115,7 @@ def _bar(progress: Progress) -> type[hub_bar]:
             # There are bars for files too, and one for bytes on the network, which compression makes fewer.
             self._counts = kwargs.get("unit") == "B" and not str(kwargs.get("name", "")).endswith(".transfer")
             self._bytes = 0
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call,unused-ignore]
 
         def update(self, n: float | None = 1) -> None:
             if self._counts:

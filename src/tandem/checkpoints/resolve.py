@@ -9,10 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
-from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
-from tandem.checkpoints.progress import Progress
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.demo import complete_demo
+from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles, Progress
+from tandem.checkpoints.stored import DEMO, demo_path, used
 from tandem.env import cache_dir
 from tandem.errors import ModelNotFound, UsageError
 from tandem.system.files import file_trouble
@@ -68,13 +67,13 @@ def expect(model: str) -> None:
 def _unknown(model: str, path: Path) -> ModelNotFound:
     if path.exists():
         return ModelNotFound(f"{model}: is a pipe or a device; name a directory or a GGUF file", param="model")
-    near = difflib.get_close_matches(model, ["demo", DEMO_NAME, *_beside(path)], 1)
-    meant = f"; did you mean {'demo' if near[0] == DEMO_NAME else near[0]}?" if near else ""
+    near = difflib.get_close_matches(model, ["demo", DEMO, *_beside(path)], 1)
+    meant = f"; did you mean {'demo' if near[0] == DEMO else near[0]}?" if near else ""
     return ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")
 
 
 def _beside(path: Path) -> list[str]:
-    """Models in the same directory, as somebody would write them who writes `path`."""
+    """Models in the same directory, written as `path` is."""
     try:
         found = [one for one in path.parent.iterdir() if one.suffix == ".gguf" or (one / "config.json").is_file()]
     except OSError:
@@ -83,10 +82,10 @@ def _beside(path: Path) -> list[str]:
 
 
 def name_of(model: str) -> str:
-    """What people call a model, before it is made available: `ModelFiles.name` of what `resolve` will give."""
+    """Name of a model before it is made available: `ModelFiles.name` of the result of `resolve`."""
     path = Path(model).expanduser()
     if model == "demo" or not path.exists():
-        return DEMO_NAME if model == "demo" else model
+        return DEMO if model == "demo" else model
     if not path.is_file():
         return path.name or path.resolve().name
     from tandem.checkpoints.gguf.header import model_stem
@@ -101,7 +100,7 @@ def _demo() -> ModelFiles:
     with suppress(OSError):  # a cache that others own stays as it is
         complete_demo(path)
     used(path)
-    return ModelFiles(path, DEMO_NAME)
+    return ModelFiles(path, DEMO)
 
 
 def _directory(path: Path) -> ModelFiles:
@@ -130,7 +129,7 @@ def _hub_model(repo: str, revision: str | None, progress: Progress | None, *, we
 
 
 def hub_model(hub: str) -> ModelFiles:
-    """What `resolve` without weights gave on another machine, on this one; `hub` is that of its `ModelFiles`.
+    """Find here the model that `resolve` without weights found on another machine; `hub` is its `ModelFiles.hub`.
 
     Raises `ModelNotFound`.
     """

@@ -32,7 +32,7 @@ class TensorInfo:
     """One tensor as the header describes it."""
 
     dtype: str
-    """Such as BF16, U32."""
+    """safetensors' name of the type: BF16, U32 ..."""
     shape: tuple[int, ...]
     nbytes: int
     offset: int = 0
@@ -55,17 +55,16 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 < length <= min(_MAX_HEADER, size - 8):
+            start = _length(file.read(8))
+            if not 8 < start <= size:
                 raise _broken(path, f"it is {size} bytes long and has no valid header")
-            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-        tensors, end = _tensors(raw, 8 + length)
+            raw = msgspec.json.decode(file.read(start - 8), type=dict[str, msgspec.Raw])
+        tensors, end = _tensors(raw, start)
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=str(path)) from error
     except UNREADABLE as error:
         raise _broken(path, f"its header is not valid ({error})") from error
-    described = 8 + length + (0 if header_only else end)
+    described = start + (0 if header_only else end)
     if described != size:
         raise _broken(path, f"its header describes {described} bytes but the file has {size}")
     return tensors
@@ -73,10 +72,14 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
 
 def header_length(start: bytes) -> int:
     """Bytes of a file's header, its length field included, from the first 8 bytes. Raises ValueError."""
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if not 0 < length <= _MAX_HEADER:
+    if not (length := _length(start)):
         raise ValueError("has no valid safetensors header")
-    return 8 + int(length)
+    return length
+
+
+def _length(start: bytes) -> int:
+    length = int(struct.unpack("<Q", start)[0]) if len(start) == 8 else 0
+    return 8 + length if 0 < length <= _MAX_HEADER else 0
 
 
 def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:

@@ -1,31 +1,41 @@
-"""Which running server a command is about: the same options, in the same order, for all commands."""
+"""The running server that a command asks, found in the same order by all commands."""
 
 from __future__ import annotations
 
 import argparse
 from urllib.parse import urlsplit
 
+from tandem.cli.arguments import DEFAULT_URL
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.env import variable
 from tandem.errors import UsageError
 from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names
+from tandem.system.http_client import ServerClient
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 VARIABLE = "TANDEM_BASE_URL"
 
 
+def find_server(arguments: argparse.Namespace) -> ServerClient:
+    """Return the server that the options name, with its key. Raises UsageError."""
+    url = server_url(arguments)
+    return ServerClient(url, api_key(arguments, url))
+
+
 def server_url(arguments: argparse.Namespace) -> str:
-    """Address of the server, without /v1: `--url`, `--port`, `--name`, TANDEM_BASE_URL, the server that `tandem up`
-    started, else port 8000 here. Raises UsageError."""
-    return named_url(arguments) or started_url() or DEFAULT_URL
+    """Return the address of the server, without /v1. Raises UsageError.
+
+    It is named by `--url`, `--port`, `--name` or TANDEM_BASE_URL; else it is that of `tandem up`, else port 8000 here.
+    """
+    record = started() if (url := named_url(arguments)) is None else None
+    return url or (DEFAULT_URL if record is None else record_url(record))
 
 
 def named_url(arguments: argparse.Namespace) -> str | None:
-    """The address that the options or the variable name; None if they name none. Raises UsageError."""
-    given = [flag for flag, value in (("--url", arguments.url), ("--port", arguments.server_port),
+    """Return the address that the options or the variable name; None where they name none. Raises UsageError."""
+    named = [flag for flag, value in (("--url", arguments.url), ("--port", arguments.server_port),
                                       ("--name", arguments.server_name)) if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"{given[0]} and {given[1]} both name a server; give one", param="url")
+    if len(named) > 1:
+        raise UsageError(f"{named[0]} and {named[1]} both name a server; give one", param="url")
     if arguments.url is not None:
         return checked_url(arguments.url)
     if arguments.server_port is not None:
@@ -41,45 +51,39 @@ def named_url(arguments: argparse.Namespace) -> str | None:
 
 
 def started() -> Record | None:
-    """The server that `tandem up` started: that of the default name, or the only one. None if there is none."""
+    """Return the server that `tandem up` started, of the default name, or the only one; None where there is none."""
     if (record := running(DEFAULT_NAME)) is not None:
         return record
-    found = all_running()
-    return found[0] if len(found) == 1 else None
+    servers = all_running()
+    return servers[0] if len(servers) == 1 else None
 
 
 def all_running() -> list[Record]:
-    """The servers in the background."""
+    """Return the records of all background servers."""
     return [record for name in known_names() if (record := running(name)) is not None]
 
 
-def started_url() -> str | None:
-    """Its address."""
-    record = started()
-    return None if record is None else record_url(record)
-
-
 def running(name: str) -> Record | None:
-    """What a server in the background wrote down, while it runs. Raises UsageError for what is no name."""
+    """Return the record of a background server while it runs. Raises UsageError for an impossible name."""
     place = Background(name)
     return place.record() if place.runs() else None
 
 
 def record_url(record: Record) -> str:
-    """Where it can be reached from here."""
+    """Return the address at which a background server is reached from here."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
     return f"{record.scheme}://{f'[{host}]' if ':' in host else host}:{record.port}"
 
 
 def checked_url(text: str, flag: str = "--url") -> str:
-    """The address without /v1 and without a slash at its end. Raises UsageError."""
+    """Return an address without /v1 and without a slash at its end. Raises UsageError."""
     if not text.startswith(("http://", "https://")):
         raise UsageError(f"{flag} {text}: must begin with http:// or https://", param="base_url")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def local_port(url: str) -> int:
-    """The port of a server of this machine, whose control socket is named after it. Raises UsageError."""
+    """Return the port of a server of this machine, after which its control socket is named. Raises UsageError."""
     parts = urlsplit(url)
     if parts.port is None:
         raise UsageError(f"{url}: name the port too", param="url")
@@ -87,10 +91,10 @@ def local_port(url: str) -> int:
 
 
 def api_key(arguments: argparse.Namespace, url: str) -> str:
-    """The key for the server at `url`: from the named file, from the environment, or from the file of a server that
-    `tandem up` started there; empty for none. Raises ConfigError."""
+    """Return the key for the server at `url`: from the named file, from the environment, or from the file of a server
+    that `tandem up` started there; empty for none. Raises ConfigError."""
     file, key = arguments.api_key_file, variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""
     if file is None and not key:
         local = url.replace("://localhost", "://127.0.0.1", 1)
-        file = next((one.api_key_file for one in all_running() if record_url(one) == local), None)
+        file = next((record.api_key_file for record in all_running() if record_url(record) == local), None)
     return next(iter(read_key_file(file, ClientLimits(), label="--api-key-file"))) if file else key

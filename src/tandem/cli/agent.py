@@ -7,14 +7,13 @@ import ipaddress
 import logging
 import signal
 import socket
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 from tandem.cli.arguments import say
-from tandem.doctor.facts import gather
-from tandem.doctor.messages import GatherFacts
-from tandem.doctor.parsing import interfaces
-from tandem.doctor.topology import is_virtual
+from tandem.diagnostics.doctor.facts import gather
+from tandem.diagnostics.doctor.messages import GatherFacts
+from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.topology import is_virtual
 from tandem.errors import ConfigError
 from tandem.launchers.agent.agent import Agent
 from tandem.launchers.agent.discovery import Announcement
@@ -43,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        announced: Any = nullcontext() if arguments.no_announce else _announcement(agent, arguments.host)
+        announced: AbstractContextManager[object] = nullcontext()
+        if not arguments.no_announce:
+            announced = _announcement(agent, arguments.host)
         with announced:
             _say(agent, trust, pair=arguments.pair)
             agent.serve(until=lambda: bool(signals))
@@ -60,7 +61,7 @@ def _checked_address(host: str) -> None:
 
 
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
-    """What a person must know, and a code where there is nobody to serve yet."""
+    """Print ports and paired heads, and a code where there is no paired head yet."""
     paired = trust.peers()
     say(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
         f"{', '.join(paired) or 'nobody'}")
@@ -72,8 +73,9 @@ def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
 
 def _announcement(agent: Agent, host: str) -> Announcement:
     facts = gather(GatherFacts())
-    links = [(one.name, network, one.kind) for one in interfaces(facts) for network in one.networks
-             if one.kind != "loopback" and not is_virtual(one.name)]
+    links = [(interface.name, network, interface.kind)
+             for interface in interfaces(facts) for network in interface.networks
+             if interface.kind != "loopback" and not is_virtual(interface.name)]
     addresses = [str(network.ip) for _, network, _ in links] if host == "0.0.0.0" else [host]
     return Announcement(agent.name, agent.port, {
         "public": agent.public, "pair_port": str(agent.pair_port), "chip": facts.chip, "system": facts.system,

@@ -1,4 +1,4 @@
-"""The command line's options, generated from the settings' dataclasses and grouped by their sections."""
+"""Parsers of the command line; most options are generated from the settings' dataclasses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tandem.config.dotenv_file import read_dotenv
+from tandem.config.legacy import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
-from tandem.config.options import ALIASES, Option, field_docs, nearest, options, section_class
+from tandem.config.options import ALIASES, Option, by_name, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
@@ -29,56 +29,61 @@ TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and m
           "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
           "models": "several models"}
 _PREFIX = "setting_"
+METAVARS = {int: "N", float: "X"}
+DEFAULT_URL = "http://127.0.0.1:8000"
+BACKENDS = ("ring", "jaccl", "jaccl-ring", "nccl")
+"""MLX backends that commands beside `tandem serve` take."""
+_Options = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def _nearest(flag: str, known: Collection[str]) -> str | None:
-    """The flag that may have been meant; `--pipline` is how one with more words begins."""
-    meant = {one: one for one in known}
-    for one in list(meant):
-        meant.setdefault("-".join(one.split("-")[:flag.count("-") + 1]), one)
+    """Return the known flag that was probably meant; `--pipline` may also be the beginning of one with more words."""
+    meant = {name: name for name in known}
+    for name in list(meant):
+        meant.setdefault("-".join(name.split("-")[:flag.count("-") + 1]), name)
     near = difflib.get_close_matches(flag, known, 1, 0.8) or difflib.get_close_matches(flag, meant, 1, 0.7)
     return meant[near[0]] if near else None
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments end with code 2 and one line, which names what may have been meant. `--help` shows what most
-    people need, `--help-all` everything."""
+    """Parser of a command. Wrong arguments end with code 2 and one line, which names the word that was probably meant.
+    `--help` shows the options that most people need, `--help-all` all of them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.seldom: set[argparse.Action] = set()
-        """Options that only `--help-all` shows."""
+        """Options that `--help-all` alone shows."""
         self.translate: Callable[[Sequence[str]], list[str]] | None = None
-        """What makes words of this command of those of another system's."""
+        """Function that translates the arguments of another system's command."""
         self.groups: Mapping[str, Collection[str]] = {}
-        """Names of commands, by the headings that they are listed under."""
+        """Names of commands, by the headings of `--help`."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and exit."""
+        """Print the line and exit with code 2."""
         if message.endswith("arguments are required: ACTION"):
             self.exit(2, f"{self.format_help()}\n{self.prog}: name an action\n")
         every = "--help-all" if self.seldom else "--help"
         self.exit(2, f"{self.prog}: {message}; `{self.prog} {every}` lists all\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but words that mean nothing are told by the command that they were given to."""
+        """Parse as argparse does; unknown arguments are reported by the command that they were given to."""
         if self.translate is not None:
             args = self.translate(args)
-        found, unknown = super().parse_known_args(args, namespace)
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             near = _nearest(flags[0], self._option_string_actions) if flags else None
             self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
-        return found, unknown
+        return namespace, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             meant = nearest(str(value), action.choices)
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
         super()._check_value(action, value)
 
     def format_help(self) -> str:
-        """What most people need, of each option the first sentence."""
+        """Return the short help: common options, of each the first sentence."""
         if self.groups:
             return self._format_groups()
         if not self.seldom:
@@ -95,9 +100,9 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def _format_groups(self) -> str:
-        """The commands under their headings, a line for each."""
-        (commands,) = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
-        texts = {one.dest: one.help for one in commands._choices_actions}
+        """Return the commands under their headings, a line for each."""
+        (commands,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        texts = {command.dest: command.help for command in commands._choices_actions}
         parts = [self.format_usage().rstrip(), self.description or ""]
         for title, names in self.groups.items():
             lines = [f"  {name:13}{first_sentence(texts[name])}" for name in names]
@@ -105,12 +110,12 @@ class Parser(argparse.ArgumentParser):
         return "\n\n".join([*parts, self.epilog or ""]) + "\n"
 
     def format_help_all(self) -> str:
-        """Everything."""
+        """Return the help with all options."""
         return super().format_help()
 
 
 def first_sentence(text: str | None) -> str | None:
-    """Without what comes after it, but with the default in brackets."""
+    """Return the first sentence of a help text, with the default in brackets."""
     if text is None or text == argparse.SUPPRESS:
         return text
     default = re.search(r" \[[^\]]*\]$", text)
@@ -119,51 +124,51 @@ def first_sentence(text: str | None) -> str | None:
 
 
 def filled(text: str) -> str:
-    """The type of an option that is not to be empty, as `"$FILE"` may be in a shell. Raises ArgumentTypeError."""
+    """Return `text`, an option's value. Raises ArgumentTypeError if it is empty, as `"$FILE"` may be in a shell."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 class _HelpAll(argparse.Action):
-    """Prints all options, and ends."""
+    """Action that prints the help with all options, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="show all options, and exit")
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         assert isinstance(parser, Parser)
         print(parser.format_help_all(), end="")
         parser.exit()
 
 
 _HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
-"""Wide enough to read."""
 
 
-def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) -> Parser:
-    """A subcommand's parser; a hidden one is another name for one that is listed."""
-    listed = {} if hidden else {"help": text}
+def add_command(commands: argparse._SubParsersAction[Parser], name: str, text: str, *,
+                hidden: bool = False) -> Parser:
+    """Add and return a command's parser; a hidden one is an alias that `--help` does not list."""
+    listed: dict[str, Any] = {} if hidden else {"help": text}
     parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False,
                                          **listed)
     return parser
 
 
 def add_actions(parser: Parser, texts: Mapping[str, str]) -> dict[str, Parser]:
-    """The parsers of a command's actions, with what each does; `action` will be the one that is chosen."""
+    """Add the parsers of a command's actions, by name; `texts` describe them. `action` will hold the chosen name."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
     return {name: add_command(actions, name, text) for name, text in texts.items()}
 
 
 @dataclass(frozen=True)
 class Later:
-    """A command that is imported when it runs, so that `tandem --help` need not wait for any."""
+    """A command that is imported when it runs, so that `tandem --help` and completions import none."""
 
     place: str
-    """Module below `tandem.cli`, and the function in it that runs the command."""
+    """Module below `tandem.cli`, and the function in it that runs the command: `module:function`."""
 
     def __call__(self, arguments: argparse.Namespace) -> int:
-        """Run it. Raises UsageError where it needs a package that is not in the default install."""
+        """Run the command. Raises UsageError where it needs a package that is not in the default install."""
         try:
             run: Callable[[argparse.Namespace], int] = pkgutil.resolve_name(f"tandem.cli.{self.place}")
         except ModuleNotFoundError as error:
@@ -175,18 +180,18 @@ class Later:
 
 
 SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
-"""Settings of `tandem serve`, and of others that start a server."""
+"""Sections of the settings of `tandem serve`, and of other commands that start a server."""
 OFTEN = frozenset({
     "served_name", "max_context", "generation_config", "adapter_path", "pipeline_parallel_size",
     "tensor_parallel_size", "data_parallel_size", "layer_split", "hostfile", "max_batch_size", "kv_tokens",
     "memory_fraction", "draft_model", "host", "port", "api_key_file", "default_max_tokens", "journal", "log_level",
     "also", "lora_modules", "unload_after",
 })
-"""Settings that `--help` shows; `--help-all` shows the others too."""
+"""Names of the settings that `--help` shows."""
 
 
 def add_settings(parser: Parser, sections: Sequence[str]) -> None:
-    """Add the options of `sections`, and the model as a positional argument."""
+    """Add the options of these sections of the settings, and the model as a positional argument."""
     parser.add_argument("--help-all", action=_HelpAll)
     text = field_docs(section_class("model"))["model"]
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
@@ -205,7 +210,7 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
                     parser.seldom.add(action)
 
 
-def _add(group: Any, option: Option) -> argparse.Action:
+def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
     flags = [option.flag, *ALIASES.get(option.name, ())]
     text = option.help.replace("%", "%%") + _default(option)
     target = _PREFIX + option.name
@@ -215,11 +220,32 @@ def _add(group: Any, option: Option) -> argparse.Action:
                                                      help=text)
         group.add_argument(*_off(flags), dest=target, action="append_const", const="false", help=argparse.SUPPRESS)
         return action
-    metavar = {int: "N", float: "X"}.get(option.base, "TEXT")
+    metavar = METAVARS.get(option.base, "TEXT")
     if option.choices:
         metavar = "{" + ",".join(option.choices) + "}"
     listed: argparse.Action = group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
     return listed
+
+
+def add_as_for_serve(parser: _Options, *names: str) -> None:
+    """Add the options of a few settings to another command, with the same help, values and defaults."""
+    for name in names:
+        option = by_name()[name]
+        parser.add_argument(option.flag, type=option.base, choices=option.choices or None, default=option.default,
+                            metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
+                            help=option.help.replace("%", "%%") + _default(option))
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
+                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
+    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
+                       "machine.")
+    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
+    group.add_argument("--api-key-file", metavar="FILE",
+                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 
 
 def _off(flags: Sequence[str]) -> list[str]:
@@ -234,7 +260,7 @@ def _default(option: Option) -> str:
 
 
 def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
-    """Settings from the parsed arguments, the environment and the configuration file. Raises ConfigError."""
+    """Return the settings of the arguments, the environment and the configuration file. Raises ConfigError."""
     flags: dict[str, list[str]] = {}
     for key, value in vars(arguments).items():
         if key.startswith(_PREFIX) and value is not None:
@@ -245,21 +271,21 @@ def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
             raise UsageError(f"MODEL {positional} and --model {flags['model'][-1]} differ; give one", param="model")
         flags["model"] = [positional]
     if (arguments.profile or variable("TANDEM_PROFILE")) == "ring":
-        # Of the process, so that what a library reads (HF_TOKEN, HF_HUB_CACHE) counts too, here and in children.
+        # In the process, so that libraries read it too (HF_TOKEN, HF_HUB_CACHE), here and in children.
         set_variables(read_dotenv(Path.cwd(), variables()))
     return load(flags, environment=variables(), config_file=arguments.config, profile=arguments.profile)
 
 
 def fail(message: str) -> int:
-    """Print one line on stderr; return the exit code for a mistake of the user's."""
+    """Print one line on stderr; return 2, the exit code for a user's mistake."""
     with suppress(OSError):  # the exit code says it too
         print(f"tandem: {printable(message)}", file=sys.stderr)
     return 2
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Run, and say what went wrong in one line. Returns 2 for a mistake of the user's, 3 for a failure of the engine,
-    130 for Ctrl-C. Raises BrokenPipeError."""
+    """Run, and report a failure in one line. Returns the exit code: 2 for a user's mistake, 3 for a failure of the
+    engine, 130 for Ctrl-C. Raises BrokenPipeError."""
     try:
         return run()
     except (UsageError, RequestError) as error:
@@ -286,16 +312,16 @@ def exit_code(run: Callable[[], int]) -> int:
 
 
 def say(text: str) -> None:
-    """Print what only people need: where standard output is full or closed, the process goes on without it."""
+    """Print a line for people; where standard output is full or closed, go on without it."""
     try:
         print(text, flush=True)
     except OSError as error:
-        log.warning("standard output cannot be written (%s); the server runs on without it", error.strerror)
+        log.warning("Standard output cannot be written, continuing without it: %s", error.strerror)
         drop_output()
 
 
 def drop_output() -> None:
-    """Have standard output lead nowhere, also for what its buffer still holds."""
+    """Redirect standard output to /dev/null, its buffer included."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

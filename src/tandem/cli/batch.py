@@ -11,35 +11,36 @@ import urllib.error
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from email.message import Message
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.bench.client import open_url
 from tandem.borders import start_thread
-from tandem.cli.address import api_key, server_url
+from tandem.cli.address import find_server
 from tandem.errors import UsageError
 from tandem.printable import printable
-from tandem.server.batches.lines import Line, parse_line
+from tandem.server.store.lines import Line, answer_line, parse_lines
 from tandem.system.files import read_regular
+from tandem.system.http_client import ServerClient
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 """Statuses that are no answer: another time, or with another key, the same request may succeed."""
 LONGEST_WAIT_S = 30.0
 MOST = 4 << 30
 """Bytes of a file of requests, or of answers."""
-Json = dict[str, Any]
+Answer = tuple[int, bytes | str]
+"""HTTP status and line of an answer, or why there is none."""
 
 
 @dataclass(frozen=True)
-class Server:
-    """Whom to ask, and how patiently."""
+class Asking:
+    """The server, with the limits of a request to it."""
 
-    url: str
-    key: str
+    server: ServerClient
     timeout_s: float
     retries: int
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 when requests are left without an answer. Raises UsageError."""
     if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
         raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
-    server = Server(url := server_url(arguments), api_key(arguments, url), arguments.timeout, arguments.retries)
+    asking = Asking(find_server(arguments), arguments.timeout, arguments.retries)
     source, target = Path(arguments.input), Path(arguments.output)
     lines = read_requests(source)
     if target.exists() and source.samefile(target):
@@ -61,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     with _opened(target) as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("", total=len(lines), completed=len(done))
         missing = len(todo)
-        for record, why in _results(server, todo, arguments.concurrency):
-            if record is None:
-                lost = why
+        for status, answer in _results(asking, todo, arguments.concurrency):
+            if isinstance(answer, str):
+                lost = answer
                 continue
-            out.write(json.dumps(record).encode() + b"\n")
+            out.write(answer)
             out.flush()
-            refused += record["response"]["status_code"] >= 400
+            refused += status >= 400
             missing -= 1
             progress.advance(bar)
     print(f"{len(lines) - missing} of {len(lines)} answered ({len(done)} before, {refused} refused now): {target}")
@@ -78,20 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_requests(path: Path) -> list[Line]:
     """The requests of a file. Raises UsageError naming the line at fault."""
-    lines: dict[str, Line] = {}
-    for number, text in enumerate(_bytes(path, "input").splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = parse_line(text)
-            if line.custom_id in lines:
-                raise ValueError(f"custom_id '{line.custom_id}' is there twice")
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: {error}", param="input") from None
-        lines[line.custom_id] = line
+    lines: list[Line] = []
+    for number, line in parse_lines(_bytes(path, "input").splitlines()):
+        if isinstance(line, ValueError):
+            raise UsageError(f"{path}, line {number}: {line}", param="input")
+        lines.append(line)
     if not lines:
         raise UsageError(f"{path}: there are no requests in it", param="input")
-    return list(lines.values())
+    return lines
 
 
 def _bytes(path: Path, param: str) -> bytes:
@@ -130,13 +125,13 @@ def _opened(target: Path) -> BinaryIO:
         raise UsageError(message, param="output") from None
 
 
-def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:
-    """Answers as they come; None with the reason for a request that got none.
+def _results(asking: Asking, todo: list[Line], concurrency: int) -> Iterator[Answer]:
+    """Yield answers as they come.
 
     The threads are daemons, so that an interrupted command does not wait for what they wait for.
     """
     work: queue.SimpleQueue[Line] = queue.SimpleQueue()
-    results: queue.SimpleQueue[tuple[Json | None, str]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
     for line in todo:
         work.put(line)
 
@@ -146,7 +141,7 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
                 line = work.get_nowait()
             except queue.Empty:
                 return
-            results.put(_ask(server, line))
+            results.put(_ask(asking, line))
 
     for _ in range(min(concurrency, len(todo))):
         start_thread(ask_all, name="requests")
@@ -154,37 +149,32 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
         yield results.get()
 
 
-def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
-    """The answer to one request, after as many tries as it takes and `retries` allow."""
+def _ask(asking: Asking, line: Line) -> Answer:
+    """Return the answer to a request, after as many tries as it takes and `retries` allow."""
     why = ""
-    for attempt in range(server.retries + 1):
+    for attempt in range(asking.retries + 1):
         wait = min(2.0**attempt, LONGEST_WAIT_S)
         try:
-            status, headers, raw = _post(server, line)
+            status, headers, raw = _post(asking, line)
             if status not in AGAIN:
-                return _record(line, status, json.loads(raw)), ""
+                json.loads(raw)
+                return status, answer_line(f"batch_req_{uuid.uuid4().hex}", line.custom_id, status, raw)
             why = f"{line.custom_id}: HTTP {status}: {raw[:200].decode(errors='replace')}"
             if status == 401:
-                return None, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
+                return status, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
             after = headers.get("retry-after", "")
             wait = min(float(after), LONGEST_WAIT_S) if after.isdigit() else wait
         except (OSError, HTTPException, ValueError) as error:
             why = f"{line.custom_id}: {error}"
-        if attempt < server.retries:
+        if attempt < asking.retries:
             time.sleep(wait)
-    return None, why
+    return 0, why
 
 
-def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
+def _post(asking: Asking, line: Line) -> tuple[int, Message, bytes]:
     try:
-        with open_url(server.url + line.url, server.key, line.body, timeout_s=server.timeout_s) as response:
+        with asking.server.open(line.url, line.body, timeout_s=asking.timeout_s) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.headers, error.read()
-
-
-def _record(line: Line, status: int, body: Any) -> Json:
-    request_id = body.get("id", "") if isinstance(body, dict) else ""
-    response = {"status_code": status, "request_id": request_id, "body": body}
-    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}

@@ -1,5 +1,4 @@
-"""Scripts that complete the words of `tandem` in bash (from 3.2, macOS's), zsh and fish: shtab makes them of its
-parser."""
+"""`tandem completions`: scripts for bash (from 3.2, macOS's), zsh and fish, which shtab makes from the parser."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def script(shell: str, parser: Parser) -> str:
-    """Return the script for `bash`, `zsh` or `fish`. The parser is of no use to anything else afterwards."""
+    """Return the script for `bash`, `zsh` or `fish`. Changes the parser, which cannot parse afterwards."""
     _prepare(parser, shell)
     text = shtab.complete(parser, shell, preamble=_ZSH_BEGINS if shell == "zsh" else "")
     if shell == "bash":
@@ -50,11 +49,11 @@ def script(shell: str, parser: Parser) -> str:
 
 
 def _prepare(parser: Parser, shell: str) -> None:
-    """Tell shtab what the parser does not: values of settings, files, and commands that help does not list."""
+    """Add to the parser what shtab needs: values of settings, files, and commands that help does not list."""
     parser.description = first_sentence(parser.description)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            listed = {one.dest for one in action._choices_actions}
+            listed = {command.dest for command in action._choices_actions}
             for name, child in action.choices.items():
                 _prepare(child, shell)
                 if name not in listed:
@@ -68,5 +67,5 @@ def _prepare(parser: Parser, shell: str) -> None:
             if shell == "zsh":  # an optional value, no other colon, and --option=value
                 optional = ":" if action.nargs == "?" and action.option_strings else ""
                 action.metavar = optional + re.sub(r"\W+", " ", metavar)
-                action.option_strings = [f"{one}=" if one[:2] == "--" else one for one in action.option_strings]
+                action.option_strings = [f"{flag}=" if flag[:2] == "--" else flag for flag in action.option_strings]
         action.help = first_sentence(action.help)

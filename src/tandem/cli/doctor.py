@@ -6,23 +6,22 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cli.arguments import Parser
+from tandem.cli.options.machines import add_selftest
 from tandem.cli.screen import screen
-from tandem.doctor.checks_ray import hosts_of
-from tandem.doctor.examine import Question, examine, findings
-from tandem.doctor.findings import Evidence, Finding, Host
-from tandem.doctor.memory_plan import PlanRequest
-from tandem.doctor.session import PROBE
+from tandem.diagnostics.doctor.evidence import Evidence, Finding
+from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
+from tandem.diagnostics.doctor.session import PROBE
 from tandem.errors import ConfigError
-from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
-from tandem.planner.manual import parse_layout
+from tandem.planner.layouts import parse_layout
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _MOST_PORTS = 1000
@@ -30,19 +29,33 @@ _MOST_PORTS = 1000
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine and print; 1 if a check failed. Raises UsageError."""
+    if arguments.deep and (arguments.json or arguments.ray):
+        raise ConfigError("--deep: goes with neither --json nor --ray; leave them out", param="deep")
     question = _question(arguments)
-    console = Console(stderr=True)
     if sys.stderr.isatty() and not arguments.json:
-        with console.status("starting") as status:
+        with Console(stderr=True).status("starting") as status:
             evidence = examine(question, status.update)
     else:
         evidence = examine(question)
-    found = findings(evidence)
+    seen = findings(evidence)
     if arguments.json:
-        print(json.dumps(_as_json(evidence, found), indent=2))
+        print(json.dumps(_as_json(evidence, seen), indent=2))
     else:
-        _print(evidence, found, verbose=arguments.verbose)
-    return int(any(one.verdict == "fail" for one in found))
+        _print(evidence, seen, verbose=arguments.verbose)
+    failed = any(finding.verdict == "fail" for finding in seen)
+    code = _selftest(arguments) if arguments.deep else 0
+    return 1 if failed else code
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    """Run the self-test on the same machines, with its own defaults."""
+    from tandem.cli.selftest import run as selftest
+
+    parser = Parser()
+    add_selftest(parser)
+    words = [word for flag in ("hostfile", "model") if (value := getattr(arguments, flag))
+             for word in (f"--{flag}", value)]
+    return selftest(parser.parse_args(words))
 
 
 def _question(arguments: argparse.Namespace) -> Question:
@@ -50,10 +63,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise ConfigError("--ray and --hostfile: give one of them", param="ray")
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
-    hosts = _hosts(file, arguments.remote_python) if file else []
+    hosts = hostfile_hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, PROBE, token=token))
-                                 for one in nodes})
+        hosts = hosts_of(nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, PROBE, token=token))
+                                 for node in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
         parse_layout(arguments.layout)  # said at once, not after all has been gathered
@@ -63,14 +76,6 @@ def _question(arguments: argparse.Namespace) -> Question:
         model=arguments.model, weights_from_head=arguments.weights_from == "head", full_hash=arguments.full_hash,
         plan=PlanRequest(arguments.layout, arguments.context, arguments.streams), port=arguments.port,
         ports=parse_ports(arguments.ports))
-
-
-def _hosts(file: Hostfile, python: str | None) -> list[Host]:
-    """A machine may stand in the file several times, once for each of its ranks."""
-    ranks = Counter(one.ssh for one in file.hosts)
-    first = {one.ssh: one for one in reversed(file.hosts)}
-    return [Host(name, one.ips[0] if one.ips else "", one.rdma, ranks[name], one.python or python)
-            for name, one in ((name, first[name]) for name in ranks)]
 
 
 def parse_ports(text: str | None) -> list[int]:
@@ -88,36 +93,36 @@ def parse_ports(text: str | None) -> list[int]:
     return ports
 
 
-def _print(evidence: Evidence, found: Sequence[Finding], *, verbose: bool) -> None:
+def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> None:
     console = screen(highlight=False)
-    table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(one.name for one in evidence.hosts)}",
+    table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(host.name for host in evidence.hosts)}",
                   title_justify="left")
     table.add_column("Check")
     table.add_column("")
     table.add_column("Where", overflow="fold")
     table.add_column("Found", overflow="fold")
-    skipped = [] if verbose else [one for one in found if one.verdict == "skip"]
-    for one in found:
-        if one in skipped:
+    skipped = [] if verbose else [line for line in lines if line.verdict == "skip"]
+    for line in lines:
+        if line in skipped:
             continue
-        table.add_row(one.check, f"[{_STYLES[one.verdict]}]{one.verdict}", escape(one.where), escape(one.detail))
+        table.add_row(line.check, f"[{_STYLES[line.verdict]}]{line.verdict}", escape(line.where), escape(line.detail))
     console.print(table)
     if skipped:
-        names = ", ".join(dict.fromkeys(one.check for one in skipped))
+        names = ", ".join(dict.fromkeys(line.check for line in skipped))
         console.print(f"Does not apply here: {names} (--verbose says why).", markup=False, style="dim")
-    for one in found:
-        if one.remedy and one.verdict in ("warn", "fail"):
-            console.print(f"{one.check}{f' ({one.where})' if one.where else ''}: {one.detail}", markup=False)
-            console.print(f"    {one.remedy}", markup=False, style="bold", soft_wrap=True)
-    failed = sum(one.verdict == "fail" for one in found)
+    for line in lines:
+        if line.remedy and line.verdict in ("warn", "fail"):
+            console.print(f"{line.check}{f' ({line.where})' if line.where else ''}: {line.detail}", markup=False)
+            console.print(f"    {line.remedy}", markup=False, style="bold", soft_wrap=True)
+    failed = sum(line.verdict == "fail" for line in lines)
     console.print(f"{failed} check(s) failed." if failed else "Nothing is wrong.")
 
 
-def _as_json(evidence: Evidence, found: Sequence[Finding]) -> dict[str, object]:
+def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
     links = [{"from": a, "to": b, "error": link.error, "latency_s": link.latency_s, "bytes_per_s": link.bandwidth}
              for (a, b), link in evidence.links.items()]
-    return {"ok": not any(one.verdict == "fail" for one in found),
-            "hosts": [{"name": one.name, "address": one.address} for one in evidence.hosts],
-            "findings": [dataclasses.asdict(one) for one in found], "links": links,
-            "all_sum": {name: {"error": one.error, "latency_s": one.latency_s}
-                        for name, one in evidence.collected.items()}}
+    return {"ok": not any(line.verdict == "fail" for line in lines),
+            "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
+            "findings": [dataclasses.asdict(line) for line in lines], "links": links,
+            "all_sum": {name: {"error": times.error, "latency_s": times.latency_s}
+                        for name, times in evidence.collected.items()}}

@@ -1,4 +1,4 @@
-"""`tandem up`, `down` and `logs`: a server in the background."""
+"""`tandem up`, `restart`, `down`, `logs` and `replica`: a server that runs."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
+from tandem.cli.address import local_port, server_url
 from tandem.cli.processes import prepared
+from tandem.cli.screen import replicas_table, screen
 from tandem.cli.serve import GRACE_S, checked
 from tandem.cli.startup import farewell, progress_lines
-from tandem.cli.status import Look, look_at
+from tandem.cli.status import Look, as_json, look_at, look_at_port
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
+from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
 from tandem.supervision.children import MODULE
+from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_names
 
 POLL_S = 0.2
 TAIL = 20
-"""Lines of the log to show when a server did not come up."""
+"""Lines of the log to show of a server that did not start."""
 
 
 def run_up(arguments: argparse.Namespace) -> int:
@@ -42,7 +47,7 @@ def run_up(arguments: argparse.Namespace) -> int:
 
 
 def _place(arguments: argparse.Namespace) -> Background:
-    """The server that is named, with or without --name. Raises UsageError."""
+    """Return the server that is named, with or without --name. Raises UsageError."""
     typed = getattr(arguments, "server", None)
     if typed and arguments.name not in (None, typed):
         raise UsageError(f"{typed} and --name {arguments.name} name two servers; give one", param="name")
@@ -68,20 +73,26 @@ def run_restart(arguments: argparse.Namespace) -> int:
 
 
 class _StartedWith(msgspec.Struct, frozen=True):
-    """What is kept of a server for its restart."""
+    """Settings of a server, kept for its restart."""
 
     settings: Settings
     keys: int
-    """How many keys it had, which are not kept."""
+    """Number of its keys, which are not kept."""
+
+
+def _until_ready(place: Background, alive: Callable[[], bool]) -> Look:
+    """Show the server's progress until it is ready, or no longer `alive`; return its last state."""
+    seen = look_at(place, 0.0)
+    with progress_lines() as show:
+        while alive() and not seen.ready:
+            show(seen.statuses)
+            time.sleep(POLL_S)
+            seen = look_at(place, 0.0)
+    return seen
 
 
 def _runs_already(place: Background) -> int:
-    seen = look_at(place, 0.0)
-    with progress_lines() as show:
-        while place.runs() and not seen.ready:
-            show({one.info.replica: one.status for one in seen.replicas})
-            time.sleep(POLL_S)
-            seen = look_at(place, 0.0)
+    seen = _until_ready(place, place.runs)
     if not seen.ready:
         print(f"tandem: {place.name} did not come up; its log is {place.log}", file=sys.stderr)
         return 3
@@ -117,13 +128,8 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
 def _wait(place: Background, settings: Settings, process: subprocess.Popen[bytes]) -> int:
     if not sys.stderr.isatty():
         print(f"{place.name} is starting (process {process.pid}); its log is {place.log}", file=sys.stderr, flush=True)
-    seen = Look(place.name, False)
-    with progress_lines() as show:
-        while (code := process.poll()) is None and not seen.ready:
-            seen = look_at(place, 0.0)
-            show({one.info.replica: one.status for one in seen.replicas})
-            time.sleep(0.0 if seen.ready else POLL_S)
-    if code is None:
+    seen = _until_ready(place, lambda: process.poll() is None)
+    if (code := process.poll()) is None:
         print(f"{place.name} is ready: {seen.address} (model {seen.model}); its log is {place.log}")
         print(farewell(seen.address, settings.server, stop=place.down))
         return 0
@@ -133,7 +139,7 @@ def _wait(place: Background, settings: Settings, process: subprocess.Popen[bytes
 
 
 def run_down(arguments: argparse.Namespace) -> int:
-    """End a server: it finishes what it has (or with --now drops it). Raises UsageError."""
+    """End a server once it has finished its requests, or with --now at once. Raises UsageError."""
     place = _place(arguments)
     if not place.runs():
         place.forget()
@@ -164,7 +170,7 @@ def run_down(arguments: argparse.Namespace) -> int:
 
 
 def run_logs(arguments: argparse.Namespace) -> int:
-    """Print the end of a server's log, and with --follow what comes, until the server ends. Raises UsageError."""
+    """Print the end of a server's log, and with --follow what is added until the server ends. Raises UsageError."""
     place = _place(arguments)
     if not place.log.exists():
         raise UsageError(f"{place.name} has no log: `tandem up` has not started a server of that name")
@@ -185,7 +191,29 @@ def run_logs(arguments: argparse.Namespace) -> int:
 
 
 def _tail(place: Background, count: int) -> list[str]:
-    """The last lines of the log."""
+    """Return the last lines of the log."""
     with place.log.open(errors="replace") as file:
         lines = file.readlines()
     return lines[-count:] if count else []
+
+
+def run_replica(arguments: argparse.Namespace) -> int:
+    """List the replicas of a running server, add one, or drain one. Raises UsageError."""
+    port = local_port(server_url(arguments))
+    if arguments.action == "list":
+        screen(markup=False).print(replicas_table(as_json(look_at_port(port))["replicas"]))
+    elif arguments.action == "add":
+        reply = ask(control_path(port), AddReplica(arguments.role))
+        assert isinstance(reply, Done)
+        print(f"replica {reply.replica} is starting; it takes requests when `tandem replica list` shows it as ready")
+    else:
+        _drain(port, arguments.replica)
+    return 0
+
+
+def _drain(port: int, replica: int) -> None:
+    others = [other.state for other in look_at_port(port).replicas if other.info.replica != replica]
+    if others and "ready" not in others:
+        raise UsageError(f"no other replica than {replica} is ready ({', '.join(others)}); wait until one is")
+    ask(control_path(port), DrainReplica(replica))
+    print(f"replica {replica} drains: it gets no new requests and ends when it has none left")

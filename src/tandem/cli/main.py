@@ -17,7 +17,7 @@ from tandem.descriptors import raise_limit
 from tandem.version import __version__
 
 EXIT_UNREAD = 141
-"""128 and the number of SIGPIPE."""
+"""Exit code of a process that ends by SIGPIPE: 128 and its number."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
@@ -25,12 +25,12 @@ To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 
 @dataclass(frozen=True)
 class Command:
-    """One of `tandem`'s commands."""
+    """A command of `tandem`."""
 
     text: str
     """Description of the command; `tandem --help` shows the first sentence."""
     add: Callable[[Parser], None]
-    """Adds its options."""
+    """Function that adds its options."""
     run: Callable[[argparse.Namespace], int]
 
 
@@ -40,7 +40,7 @@ def _with(*sections: str) -> Callable[[Parser], None]:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.probe:  # on another machine, which need not have what the report needs
-        from tandem.doctor.probe import main as probe
+        from tandem.diagnostics.doctor.probe import main as probe
 
         return probe()
     return Later("doctor:run")(arguments)
@@ -56,13 +56,14 @@ def _version(arguments: argparse.Namespace) -> int:
 
 
 CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
-               sampling.add_chat, Later("talk.command:run_chat"))
+               sampling.add_chat, Later("talk.chat:run_chat"))
+SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
         "chat": CHAT,
         "generate": Command("Complete a prompt in this terminal, by a running server or a model loaded here.",
-                            sampling.add_generate, Later("talk.command:run_generate")),
+                            sampling.add_generate, Later("talk.chat:run_generate")),
         "model": Command("Fetch models, see and remove those on this machine; load and unload those of a server.",
                          servers.add_model, Later("model:run")),
     },
@@ -77,11 +78,11 @@ COMMANDS = {
                            servers.add_restart, Later("lifecycle:run_restart")),
         "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
         "service": Command("Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
-                           servers.add_service, Later("service.command:run")),
+                           servers.add_service, Later("service:run")),
     },
     "several machines": {
         "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
-                        machines.add_plan, Later("plan.command:run")),
+                        machines.add_plan, Later("plan:run")),
         "hosts": Command("Find machines, pair with them, write the hosts file, and install Tandem on them.",
                          machines.add_hosts, Later("hosts.command:run")),
         "agent": Command("Wait on this machine for heads that it is paired with, to run ranks for them.",
@@ -91,8 +92,7 @@ COMMANDS = {
                         machines.add_rank, Later("rank:run")),
         "doctor": Command("Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
                           machines.add_doctor, _doctor),
-        "firstlight": Command("Try on this machine all that may go another way on another one, and write a report of "
-                              "one page.", machines.add_firstlight, Later("firstlight.command:run")),
+        "selftest": Command(SELFTEST, machines.add_selftest, Later("selftest:run")),
         "parity": Command("Compare a layout's logits and greedy tokens with those of a single process.",
                           machines.add_parity, Later("parity:run")),
     },
@@ -100,13 +100,13 @@ COMMANDS = {
         "top": Command("Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
                        bench.add_top, Later("top:run")),
         "replica": Command("See, add and drain the replicas of a running `tandem serve`.", servers.add_replica,
-                           Later("replica:run")),
+                           Later("lifecycle:run_replica")),
         "cache": Command("See, warm and drop the prefixes that a running server keeps, in memory and on disk.",
                          servers.add_cache, Later("cache.command:run")),
         "batch": Command("Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch,
                          Later("batch:run")),
         "bench": Command("Measure a server, or what joins the ranks of this machine.", bench.add_bench,
-                         Later("bench:run")),
+                         Later("bench.load:run")),
     },
     "parts of a server, and of this command": {
         "api": Command("Serve HTTP for an engine that runs by itself; it can be restarted at any time.",
@@ -118,19 +118,20 @@ COMMANDS = {
         "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
     },
 }
-"""By the headings of `tandem --help`."""
+"""Commands by name, by the headings of `tandem --help`."""
 OTHER_NAMES = {
     "run": CHAT,
+    "firstlight": Command(SELFTEST, partial(machines.add_selftest, report="firstlight.md"), Later("selftest:run")),
     **{name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
        for name, action in servers.SHORT.items()},
     "distributed_launcher": Command("As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts "
                                     "of a hostfile.", vllm_mlx.add_launcher, Later("serve:run_launcher")),
 }
-"""Commands that help does not list."""
+"""Aliases and other commands that help does not list."""
 
 
 def build_parser() -> Parser:
-    """The parser of all commands; each sets `run`, a function that is imported when it is called."""
+    """Return the parser of all commands; each sets `run`, a function that is imported when it is called."""
     parser = Parser(prog="tandem", description="Serve one large language model over several machines.", epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
@@ -145,9 +146,9 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine.
+    """Run a command and return its exit code: 2 for a user's mistake, 3 for a failure of the engine.
 
-    Where whoever reads the output has gone (`| head`), it ends without a word, as one that SIGPIPE ends does.
+    Where the reader of the output has gone (`| head`), it ends silently with `EXIT_UNREAD`.
     """
     _open_streams()
     try:
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Have closed standard streams (`>&-`) lead nowhere: the next file or socket would get their numbers."""
+    """Open closed standard streams (`>&-`) on /dev/null, or the next file or socket would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -180,7 +181,7 @@ def _nobody_reads() -> bool:
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    if argv is None:  # the command itself, not somebody who calls this
+    if argv is None:  # the process is the command, and no other program that calls this
         own_process()
     parser = build_parser()
     arguments = parser.parse_args(argv)

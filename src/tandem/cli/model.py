@@ -12,14 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tandem.bench.client import get_json
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
-from tandem.checkpoints.inventory import find_stored, remove, stored
-from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
-from tandem.cli.address import api_key, server_url
-from tandem.cli.screen import screen
+from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
+from tandem.cli.address import find_server
+from tandem.cli.screen import models_table, screen, size
 from tandem.errors import ConfigError
 from tandem.models.description import describe
 
@@ -27,7 +25,7 @@ DAY_S = 86400.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the action. Raises UsageError."""
     if arguments.action in ("ps", "load", "unload"):
         return _of_server(arguments)
     if arguments.action == "list":
@@ -35,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "show":
         return _show(arguments.name)
     if arguments.action == "rm":
-        one = find_stored(arguments.name)
-        remove(one)
-        print(f"{one.name} is removed; {_size(one.nbytes)} are free again")
+        stored_model = find_stored(arguments.name)
+        remove(stored_model)
+        print(f"{stored_model.name} is removed; {size(stored_model.nbytes)} are free again")
         return 0
     if arguments.action == "prune":
         return _prune(arguments.unused_days, dry_run=arguments.dry_run)
@@ -59,28 +57,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
-
-
 def _list() -> int:
     table = Table("name", "kind", "size", "modified", box=None, pad_edge=False)
-    for one in stored():
-        table.add_row(one.name, one.kind, _size(one.nbytes), time.strftime("%Y-%m-%d %H:%M",
-                                                                           time.localtime(one.modified)))
+    for model in stored():
+        table.add_row(model.name, model.kind, size(model.nbytes),
+                      time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified)))
     if table.row_count:
         screen(markup=False).print(table)
     else:
         print("no model is on this machine; `tandem model get demo` fetches a small one")
-    extra = [one for one in kept() if one.kind != "gguf"]
+    extra = [entry.nbytes for entry in kept() if entry.kind != "gguf"]
     if extra:
-        print(f"{_size(sum(one.nbytes for one in extra))} more are slices and headers of models from other machines "
+        print(f"{size(sum(extra))} more are slices and headers of models from other machines "
               "(tandem model prune)")
     return 0
 
 
 def _show(name: str) -> int:
-    """What a model is. Raises UsageError."""
+    """Print the facts of a model. Raises UsageError."""
     files = resolve(name, weights=False)
     model = describe(files)
     quantised = f", {model.quantization.get('bits')} bits" if model.quantization else ""
@@ -88,7 +82,7 @@ def _show(name: str) -> int:
         "name": files.name, "type": model.family, "directory": str(files.path), "layers": str(model.num_layers),
         "hidden size": str(model.hidden_size), "vocabulary": str(model.vocab_size),
         "context": f"{model.max_context} tokens", "weights": f"{model.dtype}{quantised}",
-        "size": _size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes),
+        "size": size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes),
         "sampling": ", ".join(f"{key} {value}" for key, value in sampling_defaults(files.path, "auto",
                                                                                    None).given().items()) or "-",
     }
@@ -102,23 +96,19 @@ def _prune(days: float, *, dry_run: bool) -> int:
         raise ConfigError(f"--unused-days: {days:g} is out of range: must be 0 or more", param="unused_days")
     gone = unused(days * DAY_S) if dry_run else prune(days * DAY_S)
     total = 0
-    for one in gone:
-        total += one.nbytes
-        print(f"{one.path}  {one.nbytes / 2**20:.1f} MiB, not used for {one.unused_s / DAY_S:.0f} days")
+    for entry in gone:
+        total += entry.nbytes
+        print(f"{entry.path}  {entry.nbytes / 2**20:.1f} MiB, not used for {entry.unused_s / DAY_S:.0f} days")
     print(f"{total / 2**20:.1f} MiB {'would be' if dry_run else 'are'} free again")
     return 0
 
 
 def _of_server(arguments: argparse.Namespace) -> int:
-    key = api_key(arguments, url := server_url(arguments))
+    server = find_server(arguments)
     if arguments.action != "ps":
         path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
-        answer = get_json(url, path, key, timeout_s=None, method="POST")
+        answer = server.get_json(path, timeout_s=None, method="POST")
         print(f"{answer['id']} is {answer['state']}")
         return 0
-    table = Table("model", "state", "context", box=None, pad_edge=False)
-    for one in get_json(url, "/v1/models", key)["data"]:
-        state, detail = one.get("state", "?"), one.get("detail")
-        table.add_row(one["id"], f"{state}: {detail}" if detail else state, str(one.get("max_model_len") or "-"))
-    screen(markup=False).print(table)
+    screen(markup=False).print(models_table(server.get_json("/v1/models")["data"]))
     return 0

@@ -1,4 +1,4 @@
-"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`; and the server that `tandem up` starts.
+"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`; and the server of `tandem up`.
 
 Processes that are started here (`python -m tandem.cli.processes engine`) get their settings as a line of JSON on
 standard input, so that keys never show in process lists. Children end when it closes.
@@ -32,20 +32,19 @@ from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
-from tandem.supervision.control import control_path
+from tandem.supervision.control_socket import control_path
 from tandem.supervision.record import Background, Record, digest
 
 log = logging.getLogger("tandem.cli")
 
 LOOK_S = 10.0
-"""Seconds between two looks at the size of the log of a server in the background."""
+"""Seconds between two checks of the size of a background server's log."""
 
 
 def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
-    """Settings of a command, with the log set up and warnings logged. Raises ConfigError.
+    """Return the settings of a command, set up logging and log their warnings. Raises ConfigError.
 
-    `quiet`: on a terminal only what goes wrong is logged, and answers get 5 seconds to finish, unless a level or a time
-    was asked for.
+    `quiet`: on a terminal log warnings and errors alone, and drain for 5 seconds, unless the settings say otherwise.
     """
     loaded = load_settings(arguments)
     settings = loaded.settings
@@ -59,7 +58,7 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
 
 
 def run_engine_command(arguments: argparse.Namespace) -> int:
-    """`tandem engine`."""
+    """Run `tandem engine`. Raises UsageError."""
     from tandem.engine.service import run_engine
 
     settings = prepared(arguments)
@@ -74,10 +73,10 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 
 
 def run_api_command(arguments: argparse.Namespace) -> int:
-    """`tandem api`."""
-    from tandem.router.router import Router
+    """Run `tandem api`. Raises UsageError."""
     from tandem.server.chats.texts import check_templates
     from tandem.server.engines.replicas import Replicas
+    from tandem.server.engines.router import Router
     from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
@@ -94,15 +93,15 @@ def _engine_child(settings: Settings, lending: ClusterKeys | None) -> int:
 
 
 def _last_words(message: str) -> None:
-    """Tell the supervisor why this process ends. Its pipe has room for it, so this cannot block."""
+    """Tell the supervisor why this process ends. The pipe has room for the message, so this cannot block."""
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
 def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
-    from tandem.router.router import Router
     from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.replicas import Replicas
     from tandem.server.engines.residents import Residents
+    from tandem.server.engines.router import Router
     from tandem.server.engines.served_model import Served
     from tandem.server.engines.supervisor import SupervisorLink
     from tandem.server.run import run_api
@@ -113,23 +112,23 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
     except UsageError as error:
         if not served:
             raise
-        log.error("%s; the api starts without these prompts, which were read before", error.message)
+        log.error("Skipping warm-up prompts: %s", error.message)
         settings = replace(settings, server=replace(settings.server, warm=()))
 
-    def replicas(one: Settings, link: SupervisorLink | None = None) -> Replicas:
-        return Replicas(Router(affinity=one.scheduler.prefix_cache > 0), link=link,
-                        patience_s=one.scheduler.start_timeout)
+    def replicas(model: Settings, link: SupervisorLink | None = None) -> Replicas:
+        return Replicas(Router(affinity=model.scheduler.prefix_cache > 0), link=link,
+                        patience_s=model.scheduler.start_timeout)
 
     engines: Replicas | Residents
     if settings.named:
-        own = [settings_of(settings, one) for one in settings.named]
-        engines = Residents([Served(one, replicas(one)) for one in own], SupervisorLink(control),
+        models = [settings_of(settings, named) for named in settings.named]
+        engines = Residents([Served(model, replicas(model)) for model in models], SupervisorLink(control),
                             max_loaded=settings.models.max_loaded)
     else:
         engines = replicas(settings, SupervisorLink(control))
 
     def orphaned() -> None:
-        # A supervisor that was killed could not do this. The port is ours until we end, so no other has the file yet.
+        # A killed supervisor could not. This process has the port until it ends, so the file is no other's yet.
         control.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -139,7 +138,7 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
 
 
 def _server(settings: Settings, name: str) -> int:
-    """The server that `tandem up` starts; its lock stays open, and is nobody else's, until this process ends."""
+    """Run the server that `tandem up` starts. This process holds the name's lock until it ends."""
     from tandem.cli.serve import serve
 
     place = Background(name)
@@ -149,14 +148,14 @@ def _server(settings: Settings, name: str) -> int:
             time.sleep(LOOK_S)
             with suppress(OSError):  # a full disk: the log stays as it is, and the next look tries again
                 if place.trim_log():
-                    log.info("the log began anew; what was before is in %s.1", place.log)
+                    log.info("Log rotated; the older lines are in %s.1", place.log)
 
     start_thread(keep_log_short, name="log", on_failure=lambda _: None)
 
     def write_down(bound: Settings) -> None:
         file = bound.server.api_key_file or ""
         place.write(Record(os.getpid(), bound.server.host, bound.server.port,
-                           ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
+                           ", ".join(model.name for model in bound.named) or bound.model.model, time.time(),
                            bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https",
                            digest(settings), file and os.path.abspath(file)))
 
@@ -167,7 +166,7 @@ def _server(settings: Settings, name: str) -> int:
 
 
 def main() -> int:
-    """Entry point of processes that are started here: KIND, and what is for that kind."""
+    """Run the process of the kind that the first argument names: server, engine or api."""
     own_process()
     raise_limit()
     kind, content, lending = sys.argv[1], receive_payload(), None
@@ -179,8 +178,8 @@ def main() -> int:
         payload = msgspec.json.decode(content, type=EnginePayload)
         content, lending = bytes(payload.settings), payload.lending
     else:
-        given = msgspec.json.decode(content, type=ApiPayload)
-        content, keys = bytes(given.settings), given.keys
+        api = msgspec.json.decode(content, type=ApiPayload)
+        content, keys = bytes(api.settings), api.keys
     settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
@@ -194,7 +193,7 @@ def main() -> int:
         if wait:  # an api has served before: what is amiss may be mended
             from tandem.server.run import serve_unavailable
 
-            log.error("the api cannot start; requests get 503, and it is tried again in %.3g s", wait)
+            log.error("The api cannot start: answering 503, and trying again in %.3g s", wait)
             serve_unavailable(settings, int(sys.argv[3]), error, wait)
         return code
     except RankFailure as error:

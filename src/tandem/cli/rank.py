@@ -1,4 +1,4 @@
-"""`tandem rank`: put this machine at the disposal of a head, by hand or under `mlx.launch`."""
+"""`tandem rank`: join a head with this machine, by hand or under `mlx.launch`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tandem.protocol.payloads import HostPayload
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Join, and run a rank whenever the head asks for one, until it releases this machine. Raises UsageError."""
-    payload = _received() if arguments.stdin else _given(arguments)
+    """Join, and run a rank whenever the head asks for one, until the head releases this machine. Raises UsageError."""
+    payload = _received() if arguments.stdin else _payload(arguments)
     set_up(payload.log_level, prefix="[rank host]")
     return host_ranks(payload)
 
@@ -31,7 +31,7 @@ def _received() -> HostPayload:
                           "--token-file") from None
 
 
-def _given(arguments: argparse.Namespace) -> HostPayload:
+def _payload(arguments: argparse.Namespace) -> HostPayload:
     if arguments.join is None or arguments.token_file is None:
         raise ConfigError("--join HOST[:PORT] and --token-file FILE are needed: the head's address, and a copy of its "
                           "token file", param="join")

@@ -1,16 +1,28 @@
-"""Tables and live pictures on standard output."""
+"""Tables and live pictures on standard output; among them those of a server's replicas, ranks, models and events."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from tandem.printable import printable
+
+SLOW = 3.0
+"""Slowdown of a rank from which it is shown."""
+_COLOURS = dict.fromkeys(("healthy", "ready", "running", "loaded"), "green") | dict.fromkeys(
+    ("recovering", "starting", "draining", "loading"), "yellow") | dict.fromkeys(("unloaded", "unloading", "?"), "")
+Json = Mapping[str, Any]
+"""A replica, a rank, a model or an event, with the fields of /v1/status, /health and /v1/events."""
 
 
 class _Screen(Console):
@@ -22,9 +34,21 @@ class _Screen(Console):
             yield Segment(text if control else printable(text), style, control)
 
 
-def screen(width: int = 160, **options: Any) -> Console:
+def screen(width: int = 160, *, highlight: bool = True, markup: bool = True) -> Console:
     """Return a console for standard output, `width` columns wide where that is no terminal."""
-    return _Screen(width=None if sys.stdout.isatty() else width, **options)
+    return _Screen(width=None if sys.stdout.isatty() else width, highlight=highlight, markup=markup)
+
+
+def watch(first: RenderableType, next_picture: Callable[[], RenderableType], console: Console) -> None:
+    """Show one picture after the other on the whole screen, until the user interrupts."""
+    with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(next_picture(), refresh=True)
+
+
+def can_watch(console: Console) -> bool:
+    """True where pictures can replace one another: on a terminal."""
+    return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 def plain_table(*headings: str, left: Collection[str]) -> Table:
@@ -33,3 +57,102 @@ def plain_table(*headings: str, left: Collection[str]) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     return table
+
+
+def narrow_table(rows: Sequence[Mapping[str, RenderableType | None]]) -> Table:
+    """Return a table for 80 columns, in which host names give way first. A column of None in all rows is left out."""
+    table = Table(box=None, padding=(0, 0, 0, 1))
+    headings = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
+    for heading in headings:
+        table.add_column(heading.strip(), no_wrap=True, max_width=24 if heading == "host" else None)
+    for row in rows:
+        cells = ("-" if row[heading] is None else row[heading] for heading in headings)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+    return table
+
+
+def coloured(state: str) -> Text:
+    """Return the state of a server, a model or a replica."""
+    return Text(state, _COLOURS.get(state, "red"))
+
+
+def replicas_table(replicas: Sequence[Json]) -> Table:
+    """Return a row for each replica; the bar shows how full its KV cache is."""
+    rows: list[dict[str, RenderableType | None]] = []
+    for replica in replicas:
+        used, total, rate = (replica.get(name) for name in ("kv_tokens_used", "kv_tokens_total", "tokens_per_s"))
+        rows.append({
+            "replica": str(replica["replica"]), "role": replica["role"], "state": coloured(replica["state"]),
+            "pid": _text(replica.get("pid")), "ranks": _text(replica.get("ranks")),
+            "running": _text(replica.get("running")), "waiting": _text(replica.get("queued")),
+            "KV tokens": None if used is None else f"{used}/{total}",
+            " ": None if used is None else bar(used, total or 0),
+            "tokens/s": None if rate is None else f"{rate:.1f}",
+            "restarts": str(replica.get("process_restarts", 0) + replica.get("restarts", 0))})
+    return narrow_table(rows)
+
+
+def ranks_table(ranks: Sequence[Json]) -> Table:
+    """Return a row for each rank; bars compare their peaks with the highest one."""
+    most = max((rank["peak_bytes"] for rank in ranks), default=0)
+    stages = {rank["replica"]: 0 for rank in ranks}
+    for rank in ranks:
+        stages[rank["replica"]] = max(stages[rank["replica"]], rank["stage"] + 1)
+    wired = any(rank.get("wired_bytes") for rank in ranks)
+    return narrow_table([{
+        "rank": str(rank["rank"]), "repl": str(rank["replica"]),
+        "stage": f"{rank['stage'] + 1}/{stages[rank['replica']]}",
+        "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}", "host": rank["host"], "pid": str(rank["pid"]),
+        "weights": size(rank["weight_bytes"]), "wired": size(rank["wired_bytes"]) if wired else None,
+        "KV": size(rank["kv_bytes"]), "peak": size(rank["peak_bytes"]), " ": bar(rank["peak_bytes"], most),
+        "ms/step": f"{1000 * rank['step_s']:.1f}",
+        "pace": _pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)),
+    } for rank in ranks])
+
+
+def models_table(models: Sequence[Json]) -> Table:
+    """Return a row for each model."""
+    return narrow_table([{
+        "model": model["id"], "state": coloured(model.get("state", "?")),
+        "replicas": model.get("replicas"), "memory": size(max(model["needs"].values())) if model.get("needs") else None,
+        "context": _text(model.get("max_model_len") or None), "detail": model.get("detail") or None,
+    } for model in models])
+
+
+def event_lines(events: Sequence[Json]) -> list[Text]:
+    """Return a heading and a line for each event: when, what, and what to do."""
+    lines = [Text("lately", "bold")] if events else []
+    for event in events:
+        style = {"error": "red", "warning": "yellow"}.get(event["level"], "")
+        when = time.strftime("%d %b %H:%M:%S", time.localtime(event.get("time", event.get("at"))))
+        subject = ", ".join(filter(None, (event.get("model"), event.get("replica") and f"replica {event['replica']}")))
+        text = f"{subject}: {event['text']}" if subject else event["text"]
+        lines.append(Text.assemble(f"  {when}  ", (text, style), f". {event['remedy']}" if event["remedy"] else ""))
+    return lines
+
+
+def _pace(state: str, slowdown: float) -> Text:
+    """Return how a rank is: at its usual pace, so many times slower, or not there."""
+    if state != "ready":
+        return Text(state, "red" if state == "lost" else "yellow")
+    return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")
+
+
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return str(len(value) if isinstance(value, list) else value)
+
+
+def bar(part: float, whole: float) -> ProgressBar:
+    """Return a bar that is filled by `part` of `whole`."""
+    return ProgressBar(total=max(whole, 1), completed=part, width=8)
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"

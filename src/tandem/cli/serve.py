@@ -37,10 +37,10 @@ from tandem.protocol.events import History
 from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.chats.texts import check_templates
 from tandem.server.connections.tls import Certificate
-from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
+from tandem.server.store.journal import make_directory
 from tandem.supervision.api import ApiProcess
-from tandem.supervision.control import ControlServer, control_path
+from tandem.supervision.control_socket import ControlServer, control_path
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.fleet import Fleet, several, with_names
 
@@ -48,9 +48,11 @@ log = logging.getLogger("tandem.cli")
 
 POLL_S = 0.1
 GRACE_S = 10.0
-"""Seconds beyond `drain_timeout` that children get to end by themselves."""
+"""Seconds beyond `drain_timeout` in which children must end by themselves."""
+FRESH_S = 1.5
+"""Seconds after which each engine has told its status once more."""
 HURRY_S = 3.0
-"""Seconds that they get for that after a second signal."""
+"""Seconds to end after a second signal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_launcher(arguments: argparse.Namespace) -> int:
-    """Serve as vllm-mlx's launcher does, a rank of one stage on each host; says which command that is. Raises
+    """Serve as vllm-mlx's launcher does, with a rank of one stage on each host; print the command that does it. Raises
     UsageError."""
     words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1:])
     if arguments.setting_hostfile is None and variable("MLX_RANK") is not None:
@@ -73,7 +75,7 @@ def run_launcher(arguments: argparse.Namespace) -> int:
 
 
 def checked(settings: Settings) -> Settings:
-    """The settings, if they are enough to serve. Raises UsageError."""
+    """Return the settings, if they are enough to serve. Raises UsageError."""
     if several(settings):
         return with_names(settings)
     if not settings.model.model:
@@ -98,7 +100,7 @@ def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda 
 
 @contextmanager
 def _with_cluster(settings: Settings) -> Iterator[Settings]:
-    """With `--ray-address new` a Ray cluster of this server's own, which all its replicas share."""
+    """Start a Ray cluster for this server where `--ray-address new` asks for one; yield the settings for it."""
     parallel = settings.parallel
     if parallel.ray_address != "new":
         yield settings
@@ -108,17 +110,18 @@ def _with_cluster(settings: Settings) -> Iterator[Settings]:
 
 
 def _completed(settings: Settings, listener: socket.socket) -> Settings:
-    """With the port that was really bound (0 asks for a free one), and the engine's socket named after it."""
+    """Return the settings with the port that was bound (0 asks for a free one), and a socket for engines named after
+    it."""
     port = listener.getsockname()[1]
     usual = engine_socket_path(port)
-    for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # by engines killed with their supervisor
+    for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # of engines killed with their supervisor
         left.unlink(missing_ok=True)
     process = dataclasses.replace(settings.process, engine_socket=settings.process.engine_socket or str(usual))
     return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port), process=process)
 
 
 class Supervisor:
-    """Starts, watches and ends the children."""
+    """Parent process of engines and api: starts, watches and ends them."""
 
     def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
@@ -128,15 +131,15 @@ class Supervisor:
                                             else EngineSet(settings, history=self._history))
         self._api = ApiProcess(settings, listener, self._history)
         self._over = ""
-        """Why no engine will come any more."""
+        """Reason why no engine will be started any more."""
         self._signals = 0
         self._reached = 0
-        """Replicas that the api is connected to, as it said last."""
+        """Replicas that the api is connected to, as it last told."""
         self._told = not sys.stdout.isatty()
-        """It has been said what the end waits for; in a log the api says it."""
+        """True once the user knows what the end waits for; a log has it from the api."""
 
     def run(self) -> int:
-        """Until a signal, or until a child cannot go on. Returns the exit code; raises UsageError."""
+        """Serve until a signal, or until a child fails for good. Returns the exit code; raises UsageError."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._control = ControlServer(control_path(self._settings.server.port), self._answer)
@@ -158,9 +161,14 @@ class Supervisor:
         self._signals += 1
 
     def _answer(self, request: supervisor.SupervisorRequest) -> supervisor.SupervisorReply:
-        """Answer the control socket. Raises UsageError."""
-        if isinstance(request, supervisor.ListReplicas) and self._api.heard(request.api):
-            self._reached = request.reached
+        """Answer a request of the control socket. Raises UsageError."""
+        if isinstance(request, supervisor.ListReplicas):
+            if self._api.heard(request.api):
+                self._reached = request.reached
+            models, budget = ((self._engines.models(), self._engines.budget) if isinstance(self._engines, Fleet)
+                              else ([], {}))
+            return supervisor.ReplicaList(self._engines.infos(), models, budget, self._over, self._engines.announced,
+                                          self._history.after(request.events_after), request.number)
         if isinstance(request, supervisor.NoteEvent):
             self._history.take([request.event])
             return supervisor.Done()
@@ -168,33 +176,23 @@ class Supervisor:
             return supervisor.Done(self._engines.add(request.role))
         if isinstance(request, supervisor.DrainReplica):
             return supervisor.Done(self._engines.drain(request.replica))
-        events = self._history.after(request.events_after) if isinstance(request, supervisor.ListReplicas) else []
-        if isinstance(self._engines, EngineSet):
-            if isinstance(request, supervisor.LoadModel | supervisor.UnloadModel):
-                raise UsageError("this server has one model, which stays loaded")
-            return supervisor.ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced,
-                               events=events)
+        if not isinstance(self._engines, Fleet):
+            raise UsageError("this server has one model, which stays loaded")
         if isinstance(request, supervisor.LoadModel):
             return supervisor.Done(model=self._engines.load(request.model))
-        if isinstance(request, supervisor.UnloadModel):
-            return supervisor.Done(model=self._engines.unload(request.model))
-        return supervisor.ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
-                           self._engines.announced, events)
+        return supervisor.Done(model=self._engines.unload(request.model))
 
     @property
     def _children(self) -> list[ChildProcess]:
         return [*([self._api.child] if self._api.child else []), *self._engines.children]
 
     def _wait_until_ready(self) -> int | None:
-        """None once requests can be served by all replicas, else an exit code."""
-        known: dict[int, EngineStatus] = {}
+        """Return None once all replicas can serve requests, else an exit code."""
         with progress_lines() as show:
             while (code := self._look()) is None:
-                known |= self._engines.statuses()
-                states = {index: known.get(index) if runs else None for index, runs in self._engines.running.items()}
-                known = {index: one for index, one in states.items() if one is not None}
+                states = self._engines.statuses()
                 show(states)
-                ready = [one for one in states.values() if one is not None and one.state == "ready"]
+                ready = [status for status in states.values() if status is not None and status.state == "ready"]
                 if states and len(ready) == len(states) <= self._reached:
                     break
         if code is None:
@@ -203,7 +201,8 @@ class Supervisor:
 
     def _announce(self, engines: list[EngineStatus]) -> None:
         self._engines.announced = True
-        self._history.note("server_ready", f"the server is ready: {', '.join(sorted({one.model for one in engines}))}")
+        models = ", ".join(sorted({engine.model for engine in engines}))
+        self._history.note("server_ready", f"the server is ready: {models}")
         host, port = self._settings.server.host, self._settings.server.port
         scheme = "http" if self._settings.server.tls_cert is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -224,7 +223,7 @@ class Supervisor:
         return code
 
     def _look(self) -> int | None:
-        """Answer the control socket for a moment and see to the children; an exit code when it is time to end."""
+        """Answer the control socket for a moment and check the children; return an exit code when it is time to end."""
         self._control.serve(POLL_S)
         if self._signals:
             return 0
@@ -237,21 +236,23 @@ class Supervisor:
         return code
 
     def _end(self, code: int) -> int:
-        """Drain the api, then end the engines; a second signal ends all at once."""
+        """Drain the api, then end the engines; a second signal ends everything at once."""
         self._history.note("server_draining", self._over or "the server was told to end: it finishes what it has",
                            level="error" if self._over else "info")
+        self._ends_at = time.monotonic()
         if self._api.child is not None:
             self._end_all([self._api.child], self._while_draining)
         self._end_all(self._engines.children)
         return code
 
     def _while_draining(self) -> None:
-        """The requests that the api still has need their engines, also those that die now. If no engine can come any
-        more, the api hears that, and tells its clients."""
+        """Keep engines alive for the requests that the api still has; tell it if none can be started any more."""
         self._control.serve(POLL_S)
         if not self._over:
             self._look_at_engines()
-        left = 0 if self._told else sum(one.running + one.queued for one in self._engines.statuses().values())
+        if self._told or time.monotonic() - self._ends_at < FRESH_S:
+            return
+        left = sum(status.running + status.queued for status in self._engines.statuses().values() if status is not None)
         if left:
             self._told = True
             say(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
@@ -267,8 +268,8 @@ class Supervisor:
                 meanwhile()
                 if self._signals > 1 and not hurried:
                     hurried, deadline = True, min(deadline, time.monotonic() + HURRY_S)
-                    child.terminate()  # its second signal: no more draining, but its clients hear why
+                    child.terminate()  # its second signal: it stops draining, but tells its clients why
                 if not killed and (child.stopped or time.monotonic() > deadline):
                     killed = True
-                    log.warning("the %s did not end in time; it is killed, and what it had left is lost", child.name)
+                    log.warning("Killing the %s, which did not end in time; its requests are lost", child.name)
                     child.kill()

@@ -1,25 +1,38 @@
-"""What a terminal shows while a server starts: a line for each rank, and at the end where it is and what to do."""
+"""Output of a server that starts in a terminal: a line for each rank, and at the end its address and what to do."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 from tandem.config.settings import ServerSettings
+from tandem.protocol.control import LoadProgress
 
 PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links"}
-"""Phases of `LoadProgress`, as a person reads them."""
+"""Phases of `LoadProgress` in words."""
 
 
-Show = Callable[[Mapping[int, Any]], None]
-"""Shows how far engines are, given the status of each by its number; None where there is none yet."""
+class Starting(Protocol):
+    """An engine that loads, as `EngineStatus` tells of it."""
+
+    @property
+    def loading(self) -> Sequence[LoadProgress]:
+        """Progress of its ranks."""
+
+    @property
+    def detail(self) -> str:
+        """Its current task."""
+
+
+Show = Callable[[Mapping[int, Starting | None]], None]
+"""Shows the progress of engines: their statuses by number, None for one that has not answered yet."""
 
 
 @contextmanager
 def progress_lines() -> Iterator[Show]:
-    """Live lines on standard error if that is a terminal; they are gone when the block ends. Elsewhere nothing."""
+    """Show live lines on standard error until the block ends; nothing where that is no terminal."""
     if not sys.stderr.isatty():
         yield lambda engines: None
         return
@@ -32,27 +45,27 @@ def progress_lines() -> Iterator[Show]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as lines:
         starting = lines.add_task("starting", total=None, size="")
         tasks: dict[str, TaskID] = {}
-        """By rank and phase: a phase may have no total, which a task cannot lose."""
+        """Tasks by rank and phase: a phase may have no total, which a task cannot lose."""
 
-        def show(engines: Mapping[int, Any]) -> None:
+        def show(engines: Mapping[int, Starting | None]) -> None:
             several = len(engines) > 1
-            found = {f"{f'replica {number}, ' if several else ''}rank {one.rank}: {PHASES[one.phase]}": one
-                     for number, status in engines.items() if status is not None for one in status.loading}
+            loading = {f"{f'replica {number}, ' if several else ''}rank {part.rank}: {PHASES[part.phase]}": part
+                       for number, status in engines.items() if status is not None for part in status.loading}
             details = [status.detail for status in engines.values() if status is not None and status.detail]
-            lines.update(starting, description=details[0] if details else "starting", visible=not found)
-            for text in tasks.keys() - found.keys():
+            lines.update(starting, description=details[0] if details else "starting", visible=not loading)
+            for text in tasks.keys() - loading.keys():
                 lines.update(tasks[text], visible=False)
-            for text, one in found.items():
+            for text, part in loading.items():
                 if text not in tasks:
                     tasks[text] = lines.add_task(text, total=None, size="")
-                size = f"{decimal(one.done)} of {decimal(one.total)}" if one.total else ""
-                lines.update(tasks[text], total=one.total or None, completed=one.done, size=size, visible=True)
+                size = f"{decimal(part.done)} of {decimal(part.total)}" if part.total else ""
+                lines.update(tasks[text], total=part.total or None, completed=part.done, size=size, visible=True)
 
         yield show
 
 
 def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
-    """What can be done with a server that is ready, a line each."""
+    """Return what can be done with a server that is ready, a line each."""
     key = " -H \"Authorization: Bearer $TANDEM_API_KEY\"" if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
     return (f"  page  {address}/ui\n"

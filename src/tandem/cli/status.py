@@ -1,4 +1,4 @@
-"""`tandem status`: the servers in the background, their replicas and ranks."""
+"""`tandem status`: background servers, their replicas and ranks."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tandem.cli.address import checked_url, local_port
-from tandem.cli.screen import screen
+from tandem.cli.screen import can_watch, event_lines, models_table, ranks_table, replicas_table, screen, watch
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
-from tandem.supervision.control import ask, control_path
-from tandem.supervision.probe import StatusProbe
+from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import Background, known_names
+from tandem.supervision.status_probe import StatusProbe
 
-SLOW = 3.0
-"""Times slower than usual from which that is shown."""
 PROBE_S = 3.0
-"""Seconds that an engine gets to say how it is: on a busy machine more than one."""
+"""Seconds in which an engine must tell its status: on a busy machine it takes more than replica."""
 NEWS_S = 0.6
-"""Seconds after which an engine surely has said something new."""
-_MIB = 2**20
+"""Seconds after which an engine has surely published a new status."""
 _SHOWN_EVENTS = 8
 _WIDTH = 140
-"""Columns of tables that do not go to a terminal."""
+"""Columns where the output is no terminal."""
 
 
 @dataclass
 class Replica:
-    """One engine."""
+    """One engine, and its status where it answers."""
 
     info: ReplicaInfo
     status: EngineStatus | None
@@ -44,20 +41,20 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """`ready`, `starting` and so on; `unreachable` if it does not answer."""
+        """`ready`, `starting` and so on; `unreachable` where it does not answer."""
         if self.info.state != "running":
             return self.info.state
         return "unreachable" if self.status is None else self.status.state
 
     @property
     def detail(self) -> str:
-        """What it is about, or waits for; empty while it serves."""
+        """Current task, or what it waits for; empty while it serves."""
         return self.info.detail if self.status is None else self.status.detail or self.status.degraded
 
 
 @dataclass
 class Look:
-    """A server as it is just now."""
+    """State of a server at one time."""
 
     name: str
     runs: bool
@@ -67,60 +64,79 @@ class Look:
     started_at: float | None = None
     replicas: list[Replica] = field(default_factory=list)
     models: list[ModelInfo] = field(default_factory=list)
-    """Where there are several; any of them can be loaded."""
+    """The models, where there are several."""
     events: list[Event] = field(default_factory=list)
-    """What happened since it began, the oldest first."""
+    """Events since its start, the oldest first."""
     announced: bool = False
-    """The server has said that it is ready; engines may be so before its api has heard of them."""
+    """True once the server has announced that it is ready; engines may be ready before its api knows them."""
 
     @property
     def ready(self) -> bool:
-        """Every replica takes requests."""
+        """True when every replica takes requests."""
         begun = self.announced and bool(self.replicas or self.models)
-        return begun and all(one.state == "ready" for one in self.replicas)
+        return begun and all(replica.state == "ready" for replica in self.replicas)
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State of the whole: `down`, `ready`, or that of the first replica that is not ready."""
         if not self.runs:
             return "down"
         if self.ready:
             return "ready"
-        return next((one.state for one in self.replicas if one.state != "ready"), "starting")
+        return next((replica.state for replica in self.replicas if replica.state != "ready"), "starting")
 
     @property
     def detail(self) -> str:
-        """What the first engine that is not ready is about."""
-        return next((one.detail for one in self.replicas if one.state != "ready" and one.detail), "")
+        """Current task of the first replica that is not ready."""
+        return next((replica.detail for replica in self.replicas if replica.state != "ready" and replica.detail), "")
+
+    @property
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Status of each replica, by its number."""
+        return {replica.info.replica: replica.status for replica in self.replicas}
 
     @property
     def running(self) -> int:
-        """Requests under way."""
-        return sum(one.status.running + one.status.queued for one in self.replicas if one.status is not None)
+        """Requests in flight."""
+        return sum(status.running + status.queued for status in self.statuses.values() if status is not None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0 if everything that was asked for is ready. Raises UsageError."""
+    """Print the servers; return 0 if all of them are ready, else 1. Raises UsageError."""
     if arguments.url is not None:
         arguments.port = local_port(checked_url(arguments.url))
-    if arguments.port is not None:
-        looks = [look_at_port(arguments.port, arguments.interval)]
-    else:
-        named = arguments.server or arguments.name
-        names = [named] if named else [name for name in known_names() if Background(name).runs()]
-        looks = [look_at(Background(name), arguments.interval) for name in names]
+    looks, console = _looks(arguments), screen(_WIDTH, highlight=False, markup=False)
     if arguments.json:
-        print(json.dumps([_as_json(one) for one in looks], indent=2))
+        print(json.dumps([as_json(look) for look in looks], indent=2))
     elif not looks:
         print("no server runs in the background; `tandem up MODEL` starts one")
-    for one in () if arguments.json else looks:
-        _show(one)
-    return 0 if looks and all(one.ready for one in looks) else 1
+    elif arguments.watch and can_watch(console):
+        watch(Group(*map(_picture, looks)), lambda: _next_picture(arguments), console)
+    else:
+        for part in [part for look in looks for part in _picture(look).renderables]:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    return 0 if looks and all(look.ready for look in looks) else 1
+
+
+def _looks(arguments: argparse.Namespace) -> list[Look]:
+    if arguments.port is not None:
+        return [look_at_port(arguments.port, arguments.interval)]
+    named = arguments.server or arguments.name
+    names = [named] if named else [name for name in known_names() if Background(name).runs()]
+    return [look_at(Background(name), arguments.interval) for name in names]
+
+
+def _next_picture(arguments: argparse.Namespace) -> RenderableType:
+    time.sleep(NEWS_S)
+    try:
+        return Group(*map(_picture, _looks(arguments)))
+    except UsageError as error:  # it may come back
+        return Text(error.message, "red")
 
 
 def look_at(place: Background, interval: float) -> Look:
-    """The server of that name. Tokens a second are counted over `interval` seconds, at least `NEWS_S`; 0 leaves them
-    out."""
+    """Return the state of a background server. Tokens per second are counted over `interval` seconds, at least
+    `NEWS_S`; 0 leaves them out."""
     if not place.runs():
         return Look(place.name, False)
     look, record = Look(place.name, True), place.record()
@@ -131,12 +147,12 @@ def look_at(place: Background, interval: float) -> Look:
         try:
             _fill(look, record.port, interval)
         except UsageError:
-            look.replicas = []  # it has only just begun, or is about to end
+            look.replicas = []  # it has only just started, or is about to end
     return look
 
 
 def look_at_port(port: int, interval: float = 0.0) -> Look:
-    """The server on a port of this machine, however it was started. Raises UsageError."""
+    """Return the state of the server on a port of this machine, however it was started. Raises UsageError."""
     look = Look(f"port {port}", True, address=f"127.0.0.1:{port}")
     _fill(look, port, interval)
     return look
@@ -156,113 +172,65 @@ def _fill(look: Look, port: int, interval: float) -> None:
         for probe in probes.values():
             probe.close()
     if not look.models:
-        look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
+        look.model = next((replica.status.model for replica in look.replicas if replica.status is not None), look.model)
 
 
 def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: float) -> None:
-    """Ask once more after `interval` seconds, for the tokens a second of each engine that answers both times."""
+    """Query again after `interval` seconds, for the tokens per second of each engine that answers both times."""
     time.sleep(max(interval, NEWS_S))
-    for one in replicas:
-        if one.status is not None and (now := probes[one.info.replica].ask(PROBE_S)) is not None:
-            seconds = (time.monotonic() - now.age_s) - (one.asked_at - one.status.age_s)
-            tokens = now.generated_tokens - one.status.generated_tokens
-            one.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
+    for replica in replicas:
+        if replica.status is not None and (now := probes[replica.info.replica].ask(PROBE_S)) is not None:
+            seconds = (time.monotonic() - now.age_s) - (replica.asked_at - replica.status.age_s)
+            tokens = now.generated_tokens - replica.status.generated_tokens
+            replica.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
 
-def _as_json(look: Look) -> dict[str, Any]:
+def as_json(look: Look) -> dict[str, Any]:
+    """Return all facts about a server, as `--json` prints them."""
     replicas = []
-    for one in look.replicas:
-        entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
-                                 "role": one.info.role,
-                                 "state": one.state, "pid": one.info.pid,
-                                 "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s,
-                                 "detail": one.detail}
-        if (status := one.status) is not None:
+    for replica in look.replicas:
+        entry: dict[str, Any] = {"replica": replica.info.replica, "model": replica.info.model or look.model,
+                                 "role": replica.info.role,
+                                 "state": replica.state, "pid": replica.info.pid,
+                                 "process_restarts": replica.info.restarts, "tokens_per_s": replica.tokens_per_s,
+                                 "detail": replica.detail}
+        if (status := replica.status) is not None:
             entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
                                                                "kv_tokens_total", "restarts", "stages")}
             entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
                               for rank in status.ranks]
         replicas.append(entry)
     facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models", "events")}
-    models = [{name: getattr(one, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
-              for one in look.models]
+    models = [{name: getattr(model, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
+              for model in look.models]
     names = ("number", "at", "kind", "level", "text", "remedy", "replica", "rank", "model", "request_id")
-    events = [{name: getattr(one, name) for name in names} for one in look.events]
+    events = [{name: getattr(event, name) for name in names} for event in look.events]
     return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
 
 
-def _show(look: Look) -> None:
-    console = screen(_WIDTH, highlight=False, markup=False)
+def _picture(look: Look) -> Group:
+    """Return the facts that `--json` prints, as tables."""
+    view = as_json(look)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""
-    console.print(f"{look.name}: {look.state}{where}", markup=False, style="bold")
+    parts: list[RenderableType] = [Text(f"{look.name}: {look.state}{where}", "bold")]
     if look.models:
-        console.print(_models(look))
-    if not look.replicas:
-        return
-    table = Table("replica", "role", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
-    ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "wired", "KV", "peak", "ms/step",
-                  "pace", "process", box=None)
-    for one in look.replicas:
-        status, restarts = one.status, one.info.restarts
-        if status is None:
-            table.add_row(str(one.info.replica), one.info.role, one.state, "-", "-", "-", "-", str(restarts))
-            continue
-        rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.1f}"
-        table.add_row(str(one.info.replica), one.info.role, one.state, str(status.running), str(status.queued),
-                      f"{status.kv_tokens_used}/{status.kv_tokens_total}", rate, str(restarts + status.restarts))
-        for rank in status.ranks:
-            ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",
-                          f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.wired_bytes,
-                          rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}",
-                          pace(rank.state, rank.slowdown), str(rank.pid))
-    console.print(table)
-    for one in look.replicas:
-        if one.detail:
-            console.print(f"replica {one.info.replica}: {one.detail}", markup=False, soft_wrap=True)
-    if ranks.row_count:
-        console.print(ranks)
-    if look.events:
-        console.print("lately:")
-    for event in look.events[-_SHOWN_EVENTS:]:
-        console.print(event_line(event.at, event.level, _subject(event), event.text, event.remedy), soft_wrap=True)
+        parts.append(models_table([_model(look, model) for model in look.models]))
+    if replicas := view["replicas"]:
+        ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
+        parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
+    parts += [Text(f"replica {replica['replica']}: {replica['detail']}") for replica in replicas if replica["detail"]]
+    return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
 
 
-def pace(state: str, slowdown: float) -> Text:
-    """How a rank is: at its usual pace, so many times slower, or not there."""
-    if state != "ready":
-        return Text(state, "red" if state == "lost" else "yellow")
-    return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")
-
-
-def event_line(at: float, level: str, subject: str, text: str, remedy: str | None) -> Text:
-    """One event: when, what, and what to do."""
-    style = {"error": "red", "warning": "yellow"}.get(level, "")
-    when = time.strftime("%d %b %H:%M:%S", time.localtime(at))
-    return Text.assemble(f"  {when}  ", (f"{subject}{text}", style), f". {remedy}" if remedy else "")
-
-
-def _subject(event: Event) -> str:
-    parts = [event.model, f"replica {event.replica}" if event.replica else ""]
-    named = ", ".join(part for part in parts if part)
-    return f"{named}: " if named else ""
-
-
-def _models(look: Look) -> Table:
-    table = Table("model", "state", "replicas", "memory", "context", box=None)
-    for one in look.models:
-        mine = [replica for replica in look.replicas if replica.info.model == one.model]
-        loaded = all(replica.state == "ready" for replica in mine)
-        state = one.state if one.state != "running" else "loaded" if loaded else "loading"
-        table.add_row(one.model, f"{state}: {one.detail}" if one.detail else state,
-                      ", ".join(str(replica.info.replica) for replica in mine) or "-",
-                      _size(max(one.needs.values())) if one.needs else "-", str(one.max_context))
-    return table
-
-
-def _size(count: int) -> str:
-    return f"{count / _MIB:.0f} MiB"
+def _model(look: Look, model: ModelInfo) -> dict[str, Any]:
+    mine = [replica for replica in look.replicas if replica.info.model == model.model]
+    loaded = "loaded" if all(replica.state == "ready" for replica in mine) else "loading"
+    return {"id": model.model, "state": loaded if model.state == "running" else model.state, "needs": model.needs,
+            "detail": model.detail,
+            "replicas": ", ".join(str(replica.info.replica) for replica in mine) or "-",
+            "max_model_len": model.max_context}
 
 
 def _span(seconds: float) -> str:

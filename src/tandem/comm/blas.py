@@ -31,8 +31,8 @@ def preload_blas(choice: str) -> str | None:
         if choice == "auto":
             return None
         raise ConfigError("--blas: MLX is loaded already; set it before anything imports mlx", param="blas")
-    found = (*CANDIDATES, *glob.glob(str(Path(sys.prefix) / "lib" / "libmkl_rt.so.*")))
-    for name in found if choice == "auto" else (choice,):
+    candidates = (*CANDIDATES, *glob.glob(str(Path(sys.prefix) / "lib" / "libmkl_rt.so.*")))
+    for name in candidates if choice == "auto" else (choice,):
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             return name

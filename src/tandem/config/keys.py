@@ -11,13 +11,13 @@ from tandem.system.files import NotRegular, read_text
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """What one client may use; None is without limit."""
+    """Limits of one client; None is without limit."""
 
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     weight: float = 1.0
-    """Its share of the machine beside that of others."""
+    """Share of the machine beside that of other clients."""
 
 
 MOST = 10**12

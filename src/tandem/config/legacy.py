@@ -1,11 +1,18 @@
-"""Variables of the ring project (`--profile ring`): those that mean something here, and what to use for the others."""
+"""The ring project's settings (`--profile ring`): its file `.env`, and its variables with what they mean here."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from dotenv import dotenv_values
+from dotenv.parser import parse_stream
+
 from tandem.config.options import by_name
+from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 MAPPED = {
     "MODEL_REPO": "model",
@@ -23,7 +30,7 @@ MAPPED = {
 """Legacy variable -> field."""
 
 RING_DEFAULTS = {"port": 8100, "keep_conversations": 3600.0}
-"""What the profile sets where nothing else does."""
+"""Values that the profile sets where nothing else does."""
 
 NOT_MAPPED = {
     "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
@@ -56,3 +63,29 @@ def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[Any, st
             values[name] = (by_name()[name].parse([text], label=variable), variable)
     set_in_vain = (variable for variable in NOT_MAPPED if environment.get(variable, "").strip())
     return values, [f"{variable} has no effect: {NOT_MAPPED[variable]}" for variable in set_in_vain]
+
+
+def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `.env` in `directory` that `environment` lacks; none where there is no such file.
+
+    Raises ConfigError, in one line, for a file that cannot be read, and for a line that is not NAME=VALUE.
+    """
+    path = directory / ".env"
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", param="profile") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text", param="profile") from None
+    for binding in parse_stream(io.StringIO(text)):
+        # A name alone is right for python-dotenv, and sets nothing.
+        if binding.error or (binding.key is not None and binding.value is None):
+            line = binding.original.string
+            number = binding.original.line + line[:len(line) - len(line.lstrip())].count("\n")
+            start = line.strip().splitlines()[0].partition("=")[0][:40]
+            raise ConfigError(f"{path}, line {number}: {start!r} is not followed by a value: lines are NAME=VALUE, or "
+                              "begin with #", param="profile")
+    values = dotenv_values(stream=io.StringIO(text))
+    return {name: value for name, value in values.items() if value is not None and name not in environment}

@@ -173,7 +173,7 @@ def _add_file(merged: _Values, path: str) -> None:
 
 
 def _table_hint(table: str) -> str:
-    """Where a key that stands outside of all tables belongs, or the nearest table."""
+    """Table in which a key that stands outside of all tables belongs, or the nearest table."""
     if table in by_name():
         return f"; {table} belongs into [{by_name()[table].section}]"
     return nearest(table, section_names())

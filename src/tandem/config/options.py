@@ -62,12 +62,12 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Such as `--pipeline-parallel-size`."""
+        """Flag, as `--pipeline-parallel-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Such as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
+        """Environment variable, as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
         return "TANDEM_" + self.name.upper()
 
     def parse(self, texts: Sequence[str], *, label: str) -> Any:
@@ -81,7 +81,7 @@ class Option:
         return tuple(self._parse_one(item, label) for item in items)
 
     def convert(self, value: Any, *, label: str) -> Any:
-        """The same for a value that already has a type (TOML): lists become tuples, whole numbers floats."""
+        """Convert a value that already has a type (TOML): lists become tuples, whole numbers floats."""
         if self.repeated and isinstance(value, list):
             return tuple(self._convert_one(item, label) for item in value)
         converted = self._convert_one(value, label)

@@ -123,7 +123,7 @@ class ParallelSettings:
     """What ranks compute on. auto: what TANDEM_DEVICE says on a rank's machine, else a GPU where MLX has one."""
     fast_sync: Literal["auto", "on", "off"] = "off"
     """MLX's fast fences (MLX_METAL_FAST_SYNCH) on ranks of Macs: a sum over ranks waits about 4 us for the GPU and not
-    180. MLX warns of them: they have locked GPUs up until the Mac was restarted (docs/machines.md). auto: where ranks
+    180. MLX warns of them: they have locked GPUs up until a restart (docs/two-machines.md). auto: where ranks
     share layers; on: everywhere, and refused where no Mac's GPU computes; off: never, whatever the environment says."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
@@ -220,7 +220,7 @@ class ServerSettings:
     """Keys that clients may use. Better given as a file or as TANDEM_API_KEY, which do not show in process lists."""
     api_key_file: str | None = None
     """File with one API key a line. After a key may stand what it may use, such as `requests_per_minute=60 weight=2`
-    (docs/limits.md)."""
+    (docs/operate.md)."""
     max_concurrent_requests: int | None = None
     """Most requests of one client at once, the next is refused with 429; a client is an API key, or an address where
     there are no keys."""
@@ -242,7 +242,7 @@ class ServerSettings:
     names the client; anybody else's is ignored."""
     tls_cert: str | None = None
     """PEM file with the certificate, and those between it and its authority, to serve HTTPS; read anew when it changes
-    (docs/security.md)."""
+    (docs/operate.md)."""
     tls_key: str | None = None
     """PEM file with its private key, if that is not in `tls_cert`."""
     max_connections: int | None = None
@@ -283,7 +283,7 @@ class ServerSettings:
     """Serve what the model's tokenizer_config.json says, chat template included, at /tokenizer_info."""
     journal: str | None = None
     """Directory of a journal of requests that carry an Idempotency-Key or `Prefer: respond-async`: they are answered
-    even after a crash of the whole server, and each once (docs/journal.md). By default there is none."""
+    even after a crash of the whole server, and each once (docs/background-work.md). By default there is none."""
     journal_sync: Literal["always", "everysec", "no"] = "always"
     """When the journal is forced to disk. always: before a request is accepted and before its answer is shown;
     everysec: once a second; no: when the operating system likes."""
@@ -337,11 +337,12 @@ class NamedModel:
     """One further model, as `also` or a table [models.NAME] describes it."""
 
     name: str
-    """What clients ask for."""
+    """Name that clients ask for."""
     values: dict[str, Any]
-    """What differs from the other settings: by field name, `keep` and `unload_after` among them, typed as in TOML."""
+    """Values that differ from the other settings: by field name, `keep` and `unload_after` among them, typed as in
+    TOML."""
     source: str
-    """Where it stands, as messages name it."""
+    """Place of the entry, as messages name it."""
 
     def label(self, field: str) -> str:
         """A field as messages name it."""

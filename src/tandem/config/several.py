@@ -90,6 +90,6 @@ def unload_after(settings: Settings, one: NamedModel) -> float | None:
 
 
 def _allowed() -> list[Option]:
-    """What a table [models.NAME] may say, beside `keep`."""
+    """Options that a table [models.NAME] may have, beside `keep`."""
     return [option for option in by_name().values() if option.name not in _NOT_OWN and (
         option.section in _SECTIONS or option.name in (*_SERVER, "unload_after"))]

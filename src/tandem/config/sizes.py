@@ -22,7 +22,7 @@ def memory_size(text: str, label: str, param: str = "hosts") -> int:
 
 
 def wired_bytes(text: str, label: str = "--wired") -> int | None:
-    """Of `--wired`: None for `auto`, 0 for `off`, else the size in bytes. Raises ConfigError."""
+    """Bytes of `--wired`: None for `auto`, 0 for `off`, else the size. Raises ConfigError."""
     if text in ("auto", "off"):
         return None if text == "auto" else 0
     try:

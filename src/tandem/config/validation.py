@@ -18,12 +18,12 @@ from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative
 from tandem.errors import ConfigError
 
 Label = Callable[[str], str]
-"""Where the value of a field came from, for messages: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
+"""Source of a field's value, for messages: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
 
 LONGEST_SOCKET = 98
 """Bytes of the path of a Unix socket: 103 on macOS, less what tells replicas apart (`-123`)."""
 _BEYOND = 2**63
-"""What no setting is: settings travel to other processes as numbers of 64 bits."""
+"""Limit of all numbers: settings travel to other processes as numbers of 64 bits."""
 _AT_LEAST_ONE = (1, math.inf)
 _POSITIVE = (math.ulp(0.0), math.inf)
 _RANGES: dict[str, tuple[float, float]] = {
@@ -109,7 +109,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
 
 
 def client_limits(settings: Settings) -> ClientLimits:
-    """What a client may use for whom nothing else is said."""
+    """Default limits of a client."""
     server = settings.server
     return ClientLimits(max_concurrent_requests=server.max_concurrent_requests,
                         requests_per_minute=server.requests_per_minute, tokens_per_minute=server.tokens_per_minute)
@@ -153,7 +153,7 @@ def _check_item(name: str, value: Any, label: Label) -> None:
 
 
 def _check_socket(path: str | None, label: Label) -> None:
-    """The same path must do on every system, so the shortest limit counts."""
+    """Check the socket's path. It must do on every system, so the shortest limit counts."""
     if path is not None and (length := len(os.fsencode(path))) > LONGEST_SOCKET:
         raise ConfigError(f"{label('engine_socket')}: {path} has {length} bytes, and macOS takes {LONGEST_SOCKET} with "
                           "room for a replica's number; choose a shorter path", param="engine_socket")

@@ -1,6 +1,6 @@
 """The check that a layout of several ranks computes what it should, over its real links, before it serves.
 
-Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of a whole prefill chunk
+Links can corrupt in silence, often only when a prompt is long (docs/checks.md). So one prompt of a whole prefill chunk
 and a little more is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch,
 on all lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, what every rank
 computes is compared in every step (`tandem.engine.quorum`).
@@ -13,9 +13,8 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from tandem.engine.drive import Drive, Driven, drive
 from tandem.engine.layout import GangLayout
-from tandem.engine.quorum import disagreement
+from tandem.engine.quorum import Disagreement, Drive, Driven, drive
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor
 from tandem.protocol.control import Ready
@@ -35,7 +34,7 @@ TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
 """Difference of log probabilities that other chunk boundaries and batch sizes may cause: they change the order of
 sums. Corrupted activations are off by several nats."""
 QUANTIZED_KV = {"auto": 0.0, "8bit": 0.3, "4bit": 1.0}
-"""The same of quantised KV, where that is more: a number at the border of two codes may get either."""
+"""Tolerance by KV type, where that is more: a number at the border of two codes may get either."""
 REPEAT_S = 1.0
 """A canary that took less is sent again when the ranks were replaced."""
 
@@ -102,11 +101,10 @@ def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
 
 def _drive(executor: Executor, layout: GangLayout, limits: Limits, requests: list[EngineRequest],
            first_step: int) -> Drive:
-    run = drive(executor, limits, requests, ranks=len(layout.ranks), first_step=first_step)
-    for step_id, reports in run.steps.items():
-        if found := disagreement(step_id, reports, layout.ranks):
-            raise _wrong(found)
-    return run
+    try:
+        return drive(executor, limits, requests, layout.ranks, first_step=first_step)
+    except Disagreement as failure:
+        raise _wrong(failure.difference) from failure
 
 
 def _compare(alone: Driven, crowd: Driven, allowed: float, vocab: int) -> float:

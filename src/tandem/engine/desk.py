@@ -1,5 +1,4 @@
-"""Answers to what apis ask of the prefixes that an engine keeps; where disks have part in it, once all ranks have
-looked there."""
+"""Answers queries of apis about cached prefixes; where KV is kept on disk, once all ranks have looked there."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from tandem.cache.prefix import block_hashes
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
+from tandem.kv.index import block_hashes
 from tandem.protocol.kept import MOST_PREFIXES, CacheReport, DiskReport, KeptPrefix, QueryCache
 from tandem.protocol.pieces import Surveyed
 from tandem.scheduler.scheduler import Scheduler
@@ -31,7 +30,7 @@ class _Question:
     until: float
     dropped_tokens: int
     seen: dict[int, Surveyed] = field(default_factory=dict)
-    """What each rank has said."""
+    """Answers by rank."""
 
 
 class CacheDesk:
@@ -42,7 +41,7 @@ class CacheDesk:
         self._questions: list[_Question] = []
 
     def ask(self, query: QueryCache, reply: Reply, scheduler: Scheduler | None) -> None:
-        """Answer by `reply`, now or later."""
+        """Drop what the query says and answer it by `reply`, now or once all ranks have answered."""
         if scheduler is None or self._gang.state in ("starting", "recovering", "failed"):
             reply(CacheReport(query.query_id, trouble=REPLACED if scheduler else "the model is still being loaded"))
             return
@@ -57,30 +56,30 @@ class CacheDesk:
             question.seen = scheduler.disk.look(partial(self._answer, question, scheduler), drop=query.drop == "all")
 
     def look(self, scheduler: Scheduler) -> None:
-        """Whoever has waited for too long is told so."""
+        """Answer queries that have waited for more than `PATIENCE_S` with what is missing."""
         now = time.monotonic()
-        for question in [one for one in self._questions if now > one.until]:
+        for question in [question for question in self._questions if now > question.until]:
             silent = sorted({ready.rank for ready in self._gang.ready} - set(question.seen))
             self._answer(question, scheduler, f"the disk of rank {', '.join(map(str, silent))} has not answered for "
                          f"{PATIENCE_S:.0f} s")
 
     def give_up(self) -> None:
-        """The ranks are gone, and what they were asked with them."""
+        """Answer all open queries with an error: the ranks are gone."""
         questions, self._questions = self._questions, []
         for question in questions:
             question.reply(CacheReport(question.query.query_id, trouble=REPLACED))
 
     def _answer(self, question: _Question, scheduler: Scheduler, trouble: str = "") -> None:
         if question not in self._questions:
-            return  # it has waited for too long
+            return  # it was answered when its time was over
         self._questions.remove(question)
         query, prefixes, disk = question.query, scheduler.prefixes, scheduler.disk
         hashes = block_hashes(query.tokens)
         kept = prefixes.kept()
         report = CacheReport(
             query.query_id, trouble=trouble, serves=prefixes.serves, kv_disk=self._report.kv_disk, count=len(kept),
-            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), one.hits)
-                      for one in kept[:MOST_PREFIXES]],
+            prefixes=[KeptPrefix(snapshot.length, min(disk.has(snapshot.hashes), snapshot.length), snapshot.hits)
+                      for snapshot in kept[:MOST_PREFIXES]],
             tokens=prefixes.positions, limit_tokens=prefixes.budget, nbytes=self._report.prefix_bytes,
             queries=prefixes.queries, hits=prefixes.hits, hit_tokens=prefixes.hit_tokens,
             memory_has=prefixes.peek(hashes), disk_has=disk.has(hashes), dropped_tokens=question.dropped_tokens)
@@ -92,8 +91,8 @@ class CacheDesk:
             ready = self._gang.ready[rank]
             machines[ready.machine or ready.host] = seen
         spec, counts, drops = self._gang.layout.ranks[0], disk.counts, query.drop == "all"
-        held = sum(seen.nbytes for seen in (question.seen if drops else machines).values())
+        nbytes = sum(seen.nbytes for seen in (question.seen if drops else machines).values())
         total = sum(seen.total_bytes for seen in machines.values())
-        question.reply(replace(report, dropped_bytes=held if drops else 0, disk=DiskReport(
-            spec.kv_disk, spec.kv_disk_bytes, disk.positions, 0 if drops else held, total, len(machines),
+        question.reply(replace(report, dropped_bytes=nbytes if drops else 0, disk=DiskReport(
+            spec.kv_disk, spec.kv_disk_bytes, disk.positions, 0 if drops else nbytes, total, len(machines),
             counts.hit_tokens, counts.read_bytes, counts.read_s, counts.written_bytes, counts.failures)))

@@ -9,29 +9,27 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from typing import Protocol
 
 import zmq
 
 from tandem.config.settings import Settings
 from tandem.engine.desk import CacheDesk, Reply
-from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import GangLayout, make_executor
-from tandem.engine.memory_guard import MemoryGuard
-from tandem.engine.metrics import EngineMetrics
+from tandem.engine.metrics import DrainRate, EngineMetrics
 from tandem.engine.quorum import Quorum
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
+from tandem.engine.sizing import MemoryGuard
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
-from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
-from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
-from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +43,26 @@ GRAMMAR_S = 60.0
 """Seconds that ranks may take to compile a grammar."""
 
 
+class EngineStopped(BaseException):
+    """Leaves an engine's loop, at whatever it is, also while it replaces ranks."""
+
+
+class MessageSource(Protocol):
+    """The peer of an engine's loop: brings messages, takes answers."""
+
+    @property
+    def socket(self) -> object:
+        """A socket, ZeroMQ's or plain, that turns readable when there are messages to take."""
+
+    def take(self, *, replacing: bool = False) -> None:
+        """Hand to the engine what has come for it; `replacing`: while ranks are replaced. Raises EngineStopped."""
+
+    def deliver(self, messages: list[EngineMessage]) -> None:
+        """Hand out what the engine has to say."""
+
+
 class _Standstill:
-    """How long something that somebody waits for has been as it is."""
+    """Measures for how long something that is waited for has made no progress."""
 
     def __init__(self) -> None:
         self._state: object = None
@@ -64,8 +80,8 @@ class Engine:
 
     def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None,
                  lending: ClusterKeys | None = None) -> None:
-        """Nothing is started; `executor` is for tests. `lending`: keys with which ranks of all engines of the model
-        lend one another what they keep on disk."""
+        """Store the collaborators; `start` launches ranks. `executor` is for tests. `lending`: keys with which ranks of
+        all engines of the model fetch KV from one another's disks."""
         self.settings = settings
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout, lending),
@@ -77,15 +93,13 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
-        """What nobody has taken yet."""
-        self._resting: tuple[Sequence, float] | None = None
-        """For whom nothing runs, and until when."""
+        """Messages that nobody has taken yet."""
         self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
-        """Of what is read from disks, of what is written there of those that leave, and of grammars."""
+        """Progress of reads from disk, of writes there for migrations, and of grammars."""
 
     @property
     def executor(self) -> Executor:
-        """What runs the plans."""
+        """The executor that runs the plans."""
         return self.gang.executor
 
     @property
@@ -95,7 +109,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """As in `EngineStatus`."""
+        """State as in `EngineStatus`."""
         return self.gang.state
 
     @property
@@ -105,7 +119,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What makes the plans. Only after `start`."""
+        """The scheduler that makes the plans. Only after `start`."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -113,7 +127,7 @@ class Engine:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
         self._scheduler = self.gang.start(progress)
         if self.layout.ranks[0].kv_disk and self._report.kv_disk != "on":
-            log.warning("nothing is kept with --kv-disk; it is %s", self._report.kv_disk)
+            log.warning("KV disk not used (--kv-disk): %s", self._report.kv_disk)
 
     # --- requests ---
 
@@ -152,7 +166,7 @@ class Engine:
         """Which ranks of other replicas lend KV."""
         if neighbours.lenders != self.gang.neighbours:
             self.gang.neighbours = neighbours.lenders
-            log.info("other replicas lend KV from %d directories",
+            log.info("Remote KV available from %d directories of other replicas",
                      len(self.gang.lenders.keys() - self.gang.lends.keys()))
             if self._scheduler is not None:
                 self._scheduler.disk.lend(self.gang.lenders.items())
@@ -174,12 +188,21 @@ class Engine:
 
     # --- steps ---
 
-    def sleep(self, other: object) -> None:
-        """Wait until a rank or `other`, a socket, has something to say, but not for long: ranks are to be watched."""
-        poller = zmq.Poller()
-        for one in filter(None, (other, self.executor.wait_socket)):
-            poller.register(one, zmq.POLLIN)
-        poller.poll(IDLE_MS if self.idle else POLL_MS)
+    def serve(self, source: MessageSource) -> None:
+        """Run until the source raises EngineStopped or `pump` raises; exchange messages during recovery too."""
+        def exchange() -> None:
+            source.deliver(self.take_messages())
+            source.take(replacing=True)
+
+        self.gang.on_wait = exchange
+        while True:
+            source.take()
+            source.deliver(self.pump(0.0))
+            # Ranks are to be watched, so not for long.
+            poller = zmq.Poller()
+            for socket in filter(None, (source.socket, self.executor.wait_socket)):
+                poller.register(socket, zmq.POLLIN)
+            poller.poll(IDLE_MS if self.idle else POLL_MS)
 
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
@@ -210,13 +233,13 @@ class Engine:
         return self.take_messages()
 
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
-        self._resting, self._compiling = None, _Standstill()
+        self._compiling = _Standstill()
         self._desk.give_up()
         self._quorum.forget()
         self.gang.recover(scheduler, failure, self._out)
 
     def take_messages(self) -> list[EngineMessage]:
-        """What there is for clients since the last call; `pump` returns it too, once it is done."""
+        """Return the messages for clients since the last call; `pump` returns them too."""
         messages = list(self._out)
         self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
         for message in messages:
@@ -234,58 +257,38 @@ class Engine:
 
     def _send_plans(self) -> None:
         now = time.monotonic()
-        self._order_fetches(now)
-        self._let_leave(now)
-        self._rest(now)
+        self._send_disk_orders(now)
+        self._migrate(now)
+        self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
-    def _order_fetches(self, now: float) -> None:
-        """Of prefixes on disk, and looks there; nobody waits for a disk that says nothing for long."""
+    def _send_disk_orders(self, now: float) -> None:
+        """Send the disk tier's orders to the ranks; after `FETCH_S` without progress nobody waits for disks."""
         disk = self.scheduler.disk
         for order in disk.orders:
             self.executor.fetch(order)
         disk.orders.clear()
         if self._fetching.seconds(disk.fetching, now) > FETCH_S:
-            log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
+            log.warning("KV disk silent for %.0f s: computing the prompts that wait for it", FETCH_S)
             disk.lose_patience()
 
-    def _let_leave(self, now: float) -> None:
+    def _migrate(self, now: float) -> None:
         departures = self.scheduler.departures
         self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
-            log.warning("what requests that leave have computed is not written in %.0f s; those who can stay do, and "
-                        "what the others have is computed again where they go", WRITE_S)
+            log.warning("KV disk wrote nothing for %.0f s: migrating requests of a drain without it, "
+                        "keeping others", WRITE_S)
             departures.lose_patience()
 
     def _await_grammars(self, now: float) -> None:
         """End a request whose grammar takes too long to compile."""
         sequence = self.scheduler.compiling
         if self._compiling.seconds(sequence, now) > GRAMMAR_S and sequence is not None:
-            log.error("a grammar is not compiled in %.0f s; request %s ends with an error", GRAMMAR_S,
+            log.error("Grammar not compiled in %.0f s: ending request %s with an error", GRAMMAR_S,
                       sequence.request_id)
             self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
-
-    def _rest(self, now: float) -> None:
-        """Nothing runs for a while before a suspect does, to see whether ranks die without it; then its api is told."""
-        suspect = self.scheduler.suspect
-        resting = None if suspect is None or suspect.may_be_tried else suspect
-        if resting is None or self._resting is None or self._resting[0] is not resting:
-            self._resting = None if resting is None else (resting, now + REST_S)
-            if resting is not None:
-                log.warning("nothing runs for %.0f s; it shows whether ranks die without request %s too, which ran "
-                            "alone when they did", REST_S, resting.request_id)
-                self._tell_trial(resting, resting=True)
-        elif now >= self._resting[1]:
-            resting.rested = True
-        if suspect is not None and suspect.may_be_tried and not (suspect.expected or suspect.announced):
-            suspect.announced = True
-            self._tell_trial(suspect, resting=False)
-
-    def _tell_trial(self, sequence: Sequence, *, resting: bool) -> None:
-        if sequence.suspicion.suspect and sequence.request.suspicion is not None:
-            self._out.append(Trial(sequence.request_id, resting))
 
     def _take(self, report: Report) -> None:
         if isinstance(report, GrammarReady):
@@ -302,13 +305,13 @@ class Engine:
             return
         assert whole.result is not None
         messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)
-        self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
+        self.metrics.scheduled(self.scheduler.batches.preemptions, self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()
         self._out += messages
 
     def failures(self, error: Exception) -> list[EngineMessage]:
-        """What is left to say, and an error for every request, because the engine cannot go on."""
+        """Return the remaining messages, and an error for every request: the engine cannot go on."""
         live = [] if self._scheduler is None else list(self._scheduler.sequences)
         self._out += [Refused(name, 503, f"the engine stopped: {error}", code="engine_failed") for name in live]
         return self.take_messages()

@@ -1,4 +1,4 @@
-"""The engine's door: a thread that talks to apis over a Unix socket, so that a long step never makes it look dead."""
+"""IPC server of the engine: a thread that talks to apis over a Unix socket, so that no long step looks like death."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
-from tandem.executors.mailbox import Mailbox
 from tandem.log import Seldom
 from tandem.protocol import control
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.kept import QueryCache
+from tandem.transport.mailbox import Mailbox
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 SILENCE_S = 15.0
-"""An api that says nothing for so long is gone; its requests are aborted."""
+"""Seconds without a message after which an api counts as gone, and its requests are aborted."""
 DOUBT_S = 2.0
-"""After so long it is sent something: if its end of the socket is closed, it is gone."""
+"""Seconds without a message after which an api is sent one: sending fails if its end of the socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
@@ -80,7 +80,7 @@ class Gateway:
 
     @property
     def status(self) -> control.EngineStatus:
-        """What apis are told. Replaced as a whole by the engine's thread."""
+        """The status that apis are told. Replaced as a whole by the engine's thread."""
         return self._status[0]
 
     @status.setter
@@ -142,7 +142,7 @@ class Gateway:
             try:
                 message = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
             except TransportError as error:
-                seldom.warning("a message of an api cannot be read: %s; it is dropped; are both of one version?", error)
+                seldom.warning("Dropping a message of an api that cannot be read: %s; are both of one version?", error)
                 continue
             self._seen[client] = time.monotonic()
             if isinstance(message, control.QueryStatus):
@@ -164,7 +164,7 @@ class Gateway:
                 self._send([client, encode(self._answer(0))])
 
     def _forget(self, client: Client) -> None:
-        """It is gone: what it still has running is aborted."""
+        """Drop an api that is gone; its running requests are aborted."""
         self._asked.pop(client, None)
         if self._seen.pop(client, None) is not None:
             self.inbox.put((client, control.Detach()))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.fingerprint import fingerprint
+from tandem.checkpoints.files import ModelFiles, fingerprint
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
@@ -143,7 +142,7 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
 
 
 def kv_space(model: ModelSettings, files: ModelFiles) -> str:
-    """What KV depends on beside the tokens, and the type of computation and versions, which ranks know: model, adapter,
+    """Name of all that KV depends on beside tokens, type of computation and versions, which ranks know: model, adapter,
     and weights made whole. Raises ConfigError."""
     if files.headers is not None:
         raise ConfigError("--kv-disk: needs all of the model's weights on this machine, to tell them from others; "

@@ -1,4 +1,4 @@
-"""What the engine counts, in Prometheus terms. Names follow vLLM's with `tandem_` in front."""
+"""Prometheus metrics of the engine. Names follow vLLM's with `tandem_` in front."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tandem.kv.disk import DiskCounts
 from tandem.protocol.control import Stepped
-from tandem.scheduler.disk import DiskCounts
 from tandem.speculation.proposers import SpeculationCounts
 
 LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SAMPLE_S = 1.0
+"""Seconds between two samples."""
+MEMORY = 0.8
+"""Share of the old drain rate in the new one."""
+UNKNOWN_S, LONGEST_S = 5.0, 120.0
+"""Seconds to wait before anything has been measured, and the most that is answered."""
 
 
 class EngineMetrics:
@@ -79,19 +85,19 @@ class EngineMetrics:
                               "rank")
 
     def disk(self, counts: DiskCounts) -> None:
-        """What has been read from disk and written there so far."""
+        """Count up to what has been read from disk and written there so far."""
         self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
                            self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
                            self.disk_written_seconds: counts.written_s, self.disk_brought: counts.brought_bytes,
                            self.disk_failures: counts.failures})
 
     def cached(self, tokens: int, from_disk: int) -> None:
-        """Tokens of a prompt that were not computed, and those of them that were read from disk."""
+        """Count a prompt's tokens that were not computed, and those of them that were read from disk."""
         self.prefix_hits.labels("memory").inc(tokens - from_disk)
         self.prefix_hits.labels("disk").inc(from_disk)
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
-        """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""
+        """Count up to the scheduler's numbers: preempted sequences, and drafts."""
         self._count_up_to({self.preemptions: preemptions, self.spec_drafts: counts.drafts,
                            self.spec_draft_tokens: counts.draft_tokens, self.spec_accepted: counts.accepted_tokens})
 
@@ -101,14 +107,14 @@ class EngineMetrics:
         self._counted |= counts
 
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
-        """A request was queued; `begun`: another engine began to answer it."""
+        """Record a queued request; `begun`: another engine began to answer it."""
         self._arrived[request_id] = now = time.monotonic()
         self._prompts[request_id] = prompt_tokens
         if begun:
             self._last_token[request_id] = now
 
     def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
-        """`count` tokens went out; when it is 0, what the prompt alone brings: a vector if it was `embedded`."""
+        """Record `count` tokens that went out; 0 for a request that ends with its prompt, `embedded` or not."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
@@ -129,19 +135,19 @@ class EngineMetrics:
             self.ended(request_id, finish_reason)
 
     def ended(self, request_id: str, finish_reason: str) -> None:
-        """The request is answered."""
+        """Record that a request is answered."""
         now = time.monotonic()
         self.finished.labels(finish_reason).inc()
         self.e2e.observe(now - self._arrived.get(request_id, now))
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop the time stamps of a request that is over."""
         for table in (self._arrived, self._last_token, self._prompts):
             table.pop(request_id, None)
 
     def stepped(self, report: Stepped) -> None:
-        """A rank reported a step."""
+        """Record a rank's report of a step."""
         rank = str(report.step.rank)
         self.step.labels(rank).observe(report.step.busy_s)
         self.kv_bytes.labels(rank).set(report.step.kv_bytes)
@@ -151,3 +157,32 @@ class EngineMetrics:
     def text(self) -> bytes:
         """Prometheus text exposition. May be called from any thread."""
         return generate_latest(self.registry)
+
+
+class DrainRate:
+    """Tokens per second that leave the queue, averaged over the last seconds in which something waited.
+
+    Clients that are refused hear by it when to come back.
+    """
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._sample: tuple[float, int] | None = None
+
+    def observe(self, now: float, admitted_tokens: int, *, waiting: bool) -> None:
+        """Record at `now` seconds how many tokens have ever left the queue. To be called often."""
+        if not waiting:
+            self._sample = None
+        elif self._sample is None:
+            self._sample = (now, admitted_tokens)
+        elif (seconds := now - self._sample[0]) >= SAMPLE_S:
+            rate = (admitted_tokens - self._sample[1]) / seconds
+            self._rate = rate if self._rate is None else MEMORY * self._rate + (1 - MEMORY) * rate
+            self._sample = (now, admitted_tokens)
+
+    def retry_after(self, queued_tokens: int) -> float:
+        """Seconds until half of the queue will be gone: room for those that come back then, and work until they do."""
+        if self._rate is None:
+            return UNKNOWN_S
+        seconds = queued_tokens / 2 / self._rate if self._rate > 0 else LONGEST_S
+        return min(max(seconds, 1.0), LONGEST_S)

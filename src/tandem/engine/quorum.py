@@ -11,11 +11,28 @@ hold the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tandem.errors import RankFailure
-from tandem.protocol.control import Stepped
+from tandem.executors.base import Executor
+from tandem.protocol.control import Output, Refused, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.step import RankStep
+from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import GrammarReady, RankStep
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
+
+POLL_S = 0.1
+
+
+class Disagreement(RankFailure):
+    """Ranks hold different activations in one step."""
+
+    def __init__(self, difference: str) -> None:
+        super().__init__(f"what was computed does not count: {difference}; see to the links (`tandem doctor`)",
+                         cause="link")
+        self.difference = difference
 
 
 class Quorum:
@@ -26,38 +43,90 @@ class Quorum:
         """By step and rank."""
 
     def complete(self, report: Stepped, ranks: Sequence[StageSpec]) -> Stepped | None:
-        """The report that has the result, with the last report of a step. Raises RankFailure if they disagree."""
+        """Return the report that has the result, with the last report of a step. Raises Disagreement."""
         step_id = report.step.step_id
         reports = self._reports.setdefault(step_id, {})
         reports[report.step.rank] = report
         if len(reports) < len(ranks):
             return None
         del self._reports[step_id]
-        if found := disagreement(step_id, {rank: one.step for rank, one in reports.items()}, ranks):
-            raise RankFailure(f"what was computed does not count: {found}; see to the links (`tandem doctor`)",
-                              cause="link")
-        return next(one for one in reports.values() if one.result is not None)
+        if difference := _difference(step_id, {rank: stepped.step for rank, stepped in reports.items()}, ranks):
+            raise Disagreement(difference)
+        return next(stepped for stepped in reports.values() if stepped.result is not None)
 
     def forget(self) -> None:
-        """The ranks are gone: what they have not finished together does not count."""
+        """Drop the reports of ranks that are gone: what they have not finished together does not count."""
         self._reports.clear()
 
 
-def disagreement(step_id: int, reports: Mapping[int, RankStep], ranks: Sequence[StageSpec]) -> str:
-    """How the digests of a step disagree, empty if they do not: every rank's against those of its stage's leader, and
-    each stage's input against the output of the one before."""
-    arrived = leader = reports[0].digest
+def _difference(step_id: int, reports: Mapping[int, RankStep], ranks: Sequence[StageSpec]) -> str:
+    """Say how the digests of a step differ, if they do: every rank's from those of its stage's leader, or a stage's
+    input from the output of the stage before."""
+    arrived: tuple[int, int] | None = None
+    leader: tuple[int, int] | None = None
     for spec in ranks:
-        found = reports[spec.rank].digest
-        if found is None:  # not asked for, or a step that only removes sequences
+        digest = reports[spec.rank].digest
+        if digest is None:  # not asked for, or a step that only removes sequences
             continue
         if spec.tp_rank == 0:
-            if spec.stage and arrived is not None and found[0] != arrived[1]:
+            if spec.stage and arrived is not None and digest[0] != arrived[1]:
                 return (f"the activations that stage {spec.stage} sent in step {step_id} (digest {arrived[1]:08x}) are "
-                        f"not those that stage {spec.stage + 1} received ({found[0]:08x})")
-            arrived = leader = found
-        elif leader is not None and found != leader:
-            return (f"rank {spec.rank} holds other activations in step {step_id} (digests {found[0]:08x} "
-                    f"{found[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage ({leader[0]:08x} "
+                        f"not those that stage {spec.stage + 1} received ({digest[0]:08x})")
+            arrived = leader = digest
+        elif leader is not None and digest != leader:
+            return (f"rank {spec.rank} holds other activations in step {step_id} (digests {digest[0]:08x} "
+                    f"{digest[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage ({leader[0]:08x} "
                     f"{leader[1]:08x})")
     return ""
+
+
+@dataclass
+class Driven:
+    """Output of one request of an offline run."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each token, if the request asked for them."""
+
+
+@dataclass
+class Drive:
+    """Outcome of `drive`."""
+
+    answers: dict[str, Driven]
+    next_step: int
+    """Number that the next plan for these ranks must have."""
+
+
+def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest], ranks: Sequence[StageSpec], *,
+          first_step: int = 0) -> Drive:
+    """Run `requests` to their end on the started `ranks`, without an engine, and leave nothing behind there.
+
+    A scheduler of its own makes the plans, numbered from `first_step`. Raises RankFailure, also when the logits of a
+    request are not finite or ranks disagree, and RequestError. Calls the executor's `on_wait` as long as it runs.
+    """
+    scheduler, collector = Scheduler(limits, first_step=first_step), Quorum()
+    answers = {request.request_id: Driven() for request in requests}
+    for request in requests:
+        scheduler.submit(request, seed=0)
+    while not scheduler.idle:
+        while (plan := scheduler.next_plan()) is not None:
+            executor.submit(plan)
+        executor.on_wait()
+        for report in executor.collect(POLL_S):
+            if isinstance(report, GrammarReady):
+                scheduler.compiled(report.request_id)
+            whole = collector.complete(report, ranks) if isinstance(report, Stepped) else None
+            if whole is not None and whole.result is not None:
+                for message in scheduler.update(whole.result):
+                    _take(answers, message)
+    return Drive(answers, scheduler.next_step)
+
+
+def _take(answers: dict[str, Driven], message: object) -> None:
+    if isinstance(message, Refused):
+        raise RankFailure(message.message)
+    if isinstance(message, Output):
+        answer = answers[message.request_id]
+        answer.tokens += message.tokens
+        answer.logprobs += message.logprobs

@@ -1,4 +1,4 @@
-"""The ranks that serve: how they are started, replaced when they fail, and laid out over the machines that are there.
+"""The rank group: how ranks are started, replaced when they fail, and laid out over the machines that are present.
 
 Ranks are disposable. The scheduler holds every request; a new gang gets its sequences from there, and goes on where the
 old one stopped.
@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
-from tandem.engine.fallback import Alternatives, Fallback
+from tandem.engine.degrade import MOST_HALVINGS, ActiveLayout, Alternatives, ExcludedMachines, MemoryBackoff
 from tandem.engine.layout import GangLayout, kv_space
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits, require_quantized
@@ -36,14 +36,12 @@ log = logging.getLogger(__name__)
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
+"""Seconds after which a failure counts as the first in a row."""
 WAIT_S = 0.05
 KEPT_EVENTS = 32
-"""Of the history; the supervisor takes what is new each second."""
+"""Events kept in the history; the supervisor takes new ones each second."""
 LOSSES = ("died", "stopped", "silent", "link", "stuck")
-"""Causes of a failure that may well not come again."""
-SEEK_S = 1.0
-"""Seconds between two looks for machines that were lost."""
+"""Causes of failures that may not come again."""
 REMEDIES = {
     "host": "See that the machine is on and in the network; it is taken in again by itself.",
     "link": "See to the cable or network between the machines; `tandem doctor` measures it.",
@@ -55,48 +53,28 @@ REMEDIES = {
 REMEDY = "Nothing to do if it stays at this once; else the log of that rank and `tandem doctor` say more."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
-"""Why a request no longer fits."""
-MOST_SHED = 2
-"""Times that limits are halved because a GPU's memory was full; then requests are blamed as for other failures."""
-WIDEN_S, LATEST_WIDEN_S = 300.0, 7200.0
-"""Seconds without a full memory until limits that were halved are doubled; twice as long each time that it was full
-again, up to the second."""
-BAR_AFTER = 2
-"""Starts in a row that one rank's place forbids before it is done without."""
-AGAIN_S, LATEST_AGAIN_S = 10.0, 300.0
-"""Seconds until all machines are tried again after they could not start; twice as long each time, up to the second."""
-
-
-@dataclass(frozen=True)
-class _Laid:
-    """A layout, and the places of the whole one that it takes."""
-
-    layout: GangLayout
-    slots: tuple[int, ...] | None = None
-    """None: all of them."""
-    degraded: str = ""
-    """Why it is not the whole one."""
+"""Reasons why a request no longer fits."""
 
 
 class Gang:
-    """One gang of ranks after the other. Used by one thread."""
+    """Starts ranks, and replaces all of them when one fails. Used by one thread."""
 
     def __init__(self, settings: Settings, layout: GangLayout, executor: Executor, metrics: EngineMetrics) -> None:
-        """Nothing is started."""
+        """Store the collaborators; call `start` to launch ranks."""
         self._settings = settings
         self._metrics = metrics
-        self._whole = self._laid = _Laid(layout)
+        self._full = self._active = ActiveLayout(layout)
         self._space = layout.ranks[0].kv_space
-        """What KV of the model's files is called on disk, as they were when they were last loaded."""
+        """Name on disk of KV that the model's files make, as of their last loading."""
         self.executor = executor
         self.state = "starting"
         self.detail = "loading the model"
         self.restarts = 0
         self.ready: list[Ready] = []
-        """What each rank said when it was ready."""
+        """Report of each rank when it was ready."""
         self.history = History(KEPT_EVENTS)
         self.neighbours: list[tuple[str, str]] = []
-        """What ranks of other replicas lend: which directory (`Ready.store`), and where."""
+        """KV directories of other replicas (`Ready.store`), and the endpoint of each."""
         self.lost: int | None = None
         """The rank whose failure ended the last gang, until the next one stands."""
         self.load_s = 0.0
@@ -104,37 +82,24 @@ class Gang:
         self.on_wait: Callable[[], None] = do_nothing
         """Called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
         self._failures_in_a_row = 0
-        self._shed = 0
-        """How often the limits were halved."""
-        self._widen_pause = WIDEN_S
-        self._widen_at = 0.0
-        """When they may be doubled again."""
-        self._fitted = (layout, 0)
-        """Layout and halvings that the scheduler's limits are for."""
-        self._spared = 0
+        self._blameless = 0
         """Failures in a row that no request was blamed for."""
+        self._memory = MemoryBackoff()
+        self._excluded = ExcludedMachines()
+        self._limits_for = (layout, 0)
+        """Layout and halvings that the scheduler's limits are for."""
         self._canary_s = 0.0
         self._ready_at = 0.0
-        self._sought_at = 0.0
-        self._accused: tuple[int, int] = (-1, 0)
-        """The place whose rank could not start last, and how often in a row."""
-        self._barred: set[int] = set()
-        """Places that are done without, though their machines are there."""
-        self._wedged: set[int] = set()
-        """Places whose GPU does not answer, until their machines have been away, and so may have been restarted."""
-        self._whole_at = 0.0
-        """When the whole layout may be tried again."""
-        self._whole_pause = AGAIN_S
 
     @property
     def layout(self) -> GangLayout:
-        """How the model lies over the ranks."""
-        return self._laid.layout
+        """The layout of the model over the ranks."""
+        return self._active.layout
 
     @property
     def degraded(self) -> str:
         """Why fewer machines serve than the settings name; empty when all do."""
-        return self._laid.degraded
+        return self._active.degraded
 
     def start(self, progress: Progress | None = None) -> Scheduler:
         """Load the model everywhere, for the first time. Raises UsageError or RankFailure, with nothing left running.
@@ -145,7 +110,7 @@ class Gang:
             try:
                 self._launch(progress)
                 if specs := self.executor.specs:
-                    self._whole = self._laid = _Laid(replace(self.layout, ranks=tuple(specs)))
+                    self._full = self._active = ActiveLayout(replace(self.layout, ranks=tuple(specs)))
                 if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 require_quantized(self.layout, self.ready)
@@ -156,7 +121,7 @@ class Gang:
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
             except RankFailure as failure:
-                worth_it = self._lighten(failure) or failure.cause in LOSSES
+                worth_it = self._halve_limits(failure) or failure.cause in LOSSES
                 if not worth_it or self._failures_in_a_row >= self._settings.scheduler.max_restarts:
                     self.executor.shutdown()
                     raise
@@ -167,54 +132,52 @@ class Gang:
             except BaseException:
                 self.executor.shutdown()
                 raise
-        self._fitted = (self.layout, self._shed)
+        self._limits_for = (self.layout, self._memory.halvings)
         self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
-        self._stand()
+        self._mark_ready()
         self._begin(scheduler)
         return scheduler
 
     def _begin(self, scheduler: Scheduler) -> None:
         for ready in self.ready:
             if ready.disk_trouble:
-                log.warning("rank %d: %s; nothing is kept on disk until the ranks start again", ready.rank,
-                            ready.disk_trouble)
+                log.warning("Rank %d: %s; KV disk not used until the ranks start again", ready.rank, ready.disk_trouble)
         scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes,
                              self.lenders.items())
 
     @property
     def lends(self) -> dict[str, str]:
-        """Directories that these ranks lend from, and where."""
+        """KV directories that these ranks serve to others, and the endpoint of each."""
         return {ready.store: ready.lends for ready in self.ready if ready.lends}
 
     @property
     def lenders(self) -> dict[str, str]:
-        """All that lend what these ranks can use: of another model, type or version nobody is asked for anything."""
+        """KV directories and endpoints that these ranks can use: those of the same model, type and version."""
         spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
         return {store: endpoint for store, endpoint in self.neighbours
                 if store.rpartition("/")[2] in spaces} | self.lends
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()
-        self._tell_apart()
+        self._refresh_kv_namespace()
         self.ready = self.executor.start(progress)
         self.load_s = time.monotonic() - started
         self._metrics.load_seconds.set(self.load_s)
 
-    def _tell_apart(self) -> None:
-        """Ranks are about to load the model's files as they are now; KV on disk may be of what they were before."""
+    def _refresh_kv_namespace(self) -> None:
+        """Name KV on disk after the model's files as they are now: ranks are about to load them anew."""
         if not self.layout.ranks[0].kv_disk:
             return
         # Where files are missing or broken, the ranks say it.
         with suppress(UsageError, OSError):
             space = kv_space(self._settings.model, self.layout.files)
             if space != self._space:
-                log.warning("the model's files have changed since they were last loaded; KV on disk that was computed "
-                            "with the old ones is not used")
+                log.warning("Model files have changed since their last loading: KV on disk of the old ones is not used")
             self._space = space
             self.executor.keep_apart(space)
 
-    def _stand(self) -> None:
+    def _mark_ready(self) -> None:
         if self.state != "draining":
             self.state, self.detail = "ready", ""
         self.lost = None
@@ -222,7 +185,8 @@ class Gang:
         self.executor.keep_spares()
 
     def _limits(self) -> Limits:
-        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), shed=self._shed)
+        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded),
+                           halvings=self._memory.halvings)
 
     def _canary(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
@@ -236,77 +200,71 @@ class Gang:
         return outcome.next_step
 
     def proven(self) -> None:
-        """The gang has brought something: what fails next is the first failure in a row."""
-        self._failures_in_a_row = self._spared = 0
+        """Reset the failure counters: ranks have produced tokens."""
+        self._failures_in_a_row = self._blameless = 0
 
-    def _lighten(self, failure: RankFailure) -> bool:
-        """After a GPU's memory was full: let the next gang hold and do half as much. False when it is not worth it."""
-        if failure.cause != "memory" or self._shed >= MOST_SHED:
+    def _halve_limits(self, failure: RankFailure) -> bool:
+        """Halve the next ranks' limits after a GPU's memory was full; False for other failures, and after two times."""
+        if failure.cause != "memory" or not self._memory.halve(time.monotonic()):
             return False
-        self._shed += 1
-        if self._widen_at:
-            self._widen_pause = min(2 * self._widen_pause, LATEST_WIDEN_S)
-        self._widen_at = time.monotonic() + self._widen_pause
-        log.warning("the device is full; the next ranks get half as much to do at once, and half the KV cache (%d of "
-                    "at most %d times)", self._shed, MOST_SHED)
+        log.warning("GPU out of memory: halving batch and KV limits (%d of at most %d times)", self._memory.halvings,
+                    MOST_HALVINGS)
         self.history.note("memory_full", "a device's memory was full; the ranks get half as much to do at once, "
                           "and half the KV cache", level="warning", rank=failure.rank, remedy="A smaller --max-context "
                           "or --memory-fraction leaves more room; so does ending other programs on that machine.")
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
-        """Take back a halving when a GPU's memory has not been full for long: what filled it may have been others."""
-        if not self._shed or time.monotonic() < self._widen_at:
+        """Double limits again when a GPU's memory has not been full for long: other programs may have filled it."""
+        if not self._memory.restore(time.monotonic()):
             return
-        self._shed -= 1
-        self._widen_at = time.monotonic() + self._widen_pause
         scheduler.widen(self._limits())
-        self._fitted = (self.layout, self._shed)
+        self._limits_for = (self.layout, self._memory.halvings)
         self._metrics.kv_total.set(scheduler.limits.kv_tokens)
-        log.info("no device has been full for %.0f s; the ranks get twice as much to do again, and %d tokens of KV "
-                 "cache", self._widen_pause, scheduler.limits.kv_tokens)
-        self.history.note("memory_restored", f"no device has been full for {self._widen_pause:.0f} s; the ranks get "
+        log.info("No GPU out of memory for %.0f s: doubling limits, KV cache of %d tokens", self._memory.pause_s,
+                 scheduler.limits.kv_tokens)
+        self.history.note("memory_restored", f"no device has been full for {self._memory.pause_s:.0f} s; the ranks get "
                           "twice as much to do again")
 
     def _blames(self, failure: RankFailure | None) -> bool:
-        """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""
-        if failure is None or failure.cause not in ("memory", "timeout") or self._spared >= MOST_SHED:
+        """True if the requests under way may have ended the ranks; a GPU's limits are blamed on none at first."""
+        if failure is None or failure.cause not in ("memory", "timeout") or self._blameless >= MOST_HALVINGS:
             return failure is not None and failure.blame
-        self._spared += 1
+        self._blameless += 1
         return False
 
     # --- replacing ranks ---
 
     def recover(self, scheduler: Scheduler, failure: RankFailure | None, out: list[EngineMessage]) -> None:
-        """A new gang, and every request queued again with the tokens it has. Refusals go to `out` at once.
+        """Start new ranks, and queue every request again with the tokens it has. Refusals go to `out` at once.
 
-        Without a failure the old gang ends on purpose, for the whole layout. Raises RankFailure when it gives up.
+        Without a failure the old ranks end on purpose, for the full layout. Raises RankFailure after `max_restarts`.
         """
-        noticed, before = time.monotonic(), self._laid
+        noticed, before = time.monotonic(), self._active
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
         self.executor.on_wait = self.on_wait
-        groups = {name: one.request.group for name, one in scheduler.sequences.items()}
+        groups = {name: sequence.request.group for name, sequence in scheduler.sequences.items()}
         refused = scheduler.restart(died=failure is not None, blame=self._blames(failure))
         out += refused
-        for one in refused:
-            if isinstance(one, Refused):
-                self.history.note("request_refused", f"a request is not tried again: {one.message}", level="error",
-                                  request_id=one.request_id, group=groups.get(one.request_id, ""),
+        for refusal in refused:
+            if isinstance(refusal, Refused):
+                self.history.note("request_refused", f"a request is not tried again: {refusal.message}", level="error",
+                                  request_id=refusal.request_id, group=groups.get(refusal.request_id, ""),
                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         if failure is None:
             self._announce("recovering", "all machines are back; the model is laid out over them again")
             self.executor.close()
-            self._lay_out(self._whole)
+            self._lay_out(self._full)
             failure = self._bring_up(scheduler, out)
             if failure is not None:
                 self._go_back(before, failure)
                 failure = self._bring_up(scheduler, out)
         while failure is not None:
             self._count_failure(failure)
-            self._lighten(failure)
+            self._halve_limits(failure)
             self.executor.close()
             if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
@@ -318,22 +276,22 @@ class Gang:
             if failure.cause != "host" and self._failures_in_a_row > 1:
                 self._pause(failure)
             failure = self._bring_up(scheduler, out)
-        self._stand()
+        self._mark_ready()
         self._begin(scheduler)
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
-        log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
+        log.info("Ranks ready again after %.1f s: resuming %d requests", self._ready_at - noticed,
                  len(scheduler.sequences))
         self.history.note("ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after "
                           f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on")
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
-        """Start the next gang; what went wrong if it did."""
+        """Start the next ranks; returns why they could not start."""
         try:
             self._launch()
-            layout, shed = self._fitted
-            if self.layout is not layout or self._shed != shed:
-                out += scheduler.resize(self._limits(), FULL if self._shed != shed else FEWER)
-                self._fitted = (self.layout, self._shed)
+            layout, halvings = self._limits_for
+            if self.layout is not layout or self._memory.halvings != halvings:
+                out += scheduler.resize(self._limits(), FULL if self._memory.halvings != halvings else FEWER)
+                self._limits_for = (self.layout, self._memory.halvings)
                 self._metrics.kv_total.set(scheduler.limits.kv_tokens)
             if self._canary_s < REPEAT_S:
                 scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)
@@ -342,11 +300,7 @@ class Gang:
         except UsageError as mistake:
             # It did serve: what is amiss came since, and may go again.
             return RankFailure(mistake.message, rank=mistake.rank, cause="start")
-        self._accused = (-1, 0)
-        if self._laid is self._whole:
-            self._barred.clear()
-            self._wedged.clear()
-            self._whole_pause = AGAIN_S
+        self._excluded.started(full=self._active is self._full)
         return None
 
     def _pause(self, failure: RankFailure) -> None:
@@ -379,82 +333,62 @@ class Gang:
     # --- machines that are lost for longer, or cannot start their ranks ---
 
     def _do_without(self, failure: RankFailure) -> None:
-        """Lay the model out over some of the machines if others are missing, or cannot start. If it fits nowhere the
-        layout that failed is tried again."""
+        """Lay the model out over the usable machines if others are missing, or cannot start their ranks.
+
+        Where it fits on no such layout the one that failed is tried again.
+        """
         present = self.executor.present()
         if present is None:
             return
-        self._accuse(failure)
-        self._note_wedged(failure)
-        usable = [slot for slot in present if slot not in self._barred | self._wedged]
-        lost = failure.cause in ("host", "gpu") or (failure.cause == "start" and bool(self.degraded or self._barred))
-        if not lost or not usable or len(usable) == len(self._whole.layout.ranks):
+        self._excluded.note(failure, self._active.slots, time.monotonic())
+        usable = self._excluded.usable(present)
+        lost = failure.cause in ("host", "gpu") or (failure.cause == "start"
+                                                    and bool(self.degraded or self._excluded.barred))
+        if not lost or not usable or len(usable) == len(self._full.layout.ranks):
             return
-        found = self._looked_for(usable)
-        if found is None:
-            log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(usable))
+        smaller = self._plan_fallback(usable)
+        if smaller is None:
+            log.error("Model does not fit on the %d usable machine(s): waiting for the others", len(usable))
             return
-        ranks = f"{len(found.layout.ranks)} of {len(self._whole.layout.ranks)} ranks"
+        ranks = f"{len(smaller.layout.ranks)} of {len(self._full.layout.ranks)} ranks"
         why = self.degraded.partition(": ")[2] if failure.cause == "start" and self.degraded else failure.message
-        self._lay_out(_Laid(found.layout, found.slots, f"{ranks}: {why}"))
+        self._lay_out(replace(smaller, degraded=f"{ranks}: {why}"))
 
-    def _looked_for(self, usable: Sequence[int]) -> Fallback | None:
-        """A layout over these places. The planner may take seconds; requests come and go meanwhile."""
+    def _plan_fallback(self, usable: Sequence[int]) -> ActiveLayout | None:
+        """Plan a layout over these places, in a thread: that may take seconds, and requests come and go meanwhile."""
         with ThreadPoolExecutor(1, "planner") as pool:
-            found = pool.submit(self._alternatives.next, usable)
-            while not found.done():
+            planned = pool.submit(self._alternatives.next, usable)
+            while not planned.done():
                 self.on_wait()
-                wait((found,), WAIT_S)
-        return found.result()
+                wait((planned,), WAIT_S)
+        return planned.result()
 
-    def _accuse(self, failure: RankFailure) -> None:
-        """Note a rank of the whole layout that cannot start; a place that forbids it again and again is barred."""
-        if failure.cause != "start" or failure.rank is None or self._laid is not self._whole:
-            return
-        slot, times = self._accused
-        self._accused = (failure.rank, times + 1 if slot == failure.rank else 1)
-        if self._accused[1] >= BAR_AFTER:
-            self._barred.add(failure.rank)
-            self._whole_at = time.monotonic() + self._whole_pause
-
-    def _note_wedged(self, failure: RankFailure) -> None:
-        """A machine whose GPU does not answer counts as lost, though its processes do."""
-        if failure.cause == "gpu" and failure.rank is not None:
-            slots = self._laid.slots
-            self._wedged.add(failure.rank if slots is None else slots[failure.rank])
-
-    def _go_back(self, laid: _Laid, failure: RankFailure) -> None:
-        """The whole layout could not start: serve again as before, and try it later."""
-        log.warning("all machines are back, but: %s; they are tried again in %.0f s", failure.message,
-                    self._whole_pause)
+    def _go_back(self, before: ActiveLayout, failure: RankFailure) -> None:
+        """Serve with the layout `before` again, as the full one could not start, and try that later."""
+        log.warning("All machines are back, but: %s; trying them again in %.0f s", failure.message,
+                    self._excluded.pause_s)
         self._metrics.failures.labels(failure.cause).inc()
-        self._note_wedged(failure)
         self.executor.close()
-        self._whole_at = time.monotonic() + self._whole_pause
-        self._whole_pause = min(2 * self._whole_pause, LATEST_AGAIN_S)
-        self._lay_out(laid)
+        self._excluded.full_layout_failed(failure, time.monotonic())
+        self._lay_out(before)
 
-    def _lay_out(self, laid: _Laid) -> None:
-        if self.degraded != laid.degraded:
-            if laid.degraded:
-                log.warning("degraded: %s; all is answered, slower, until they are back", laid.degraded)
-                self.history.note("layout_degraded", f"the model is laid out over fewer machines ({laid.degraded}); "
+    def _lay_out(self, active: ActiveLayout) -> None:
+        if self.degraded != active.degraded:
+            if active.degraded:
+                log.warning("Degraded: %s; answering more slowly until they are back", active.degraded)
+                self.history.note("layout_degraded", f"the model is laid out over fewer machines ({active.degraded}); "
                                   "all is answered, slower", level="warning",
                                   remedy="Bring the machine back; it is taken in again by itself.")
             else:
-                log.info("all machines are back")
+                log.info("All machines are back")
                 self.history.note("layout_restored", "all machines are back; the model is laid out over them again")
-        self._laid = laid
+        self._active = active
         self.ready = []
-        self.executor.relay(laid.layout.ranks, laid.slots)
-        self._metrics.degraded.set(bool(laid.degraded))
+        self.executor.relay(active.layout.ranks, active.slots)
+        self._metrics.degraded.set(bool(active.degraded))
 
     def all_back(self) -> bool:
-        """All machines are there, while fewer serve. Looked for once a second."""
-        now = time.monotonic()
-        if not self.degraded or now - self._sought_at < SEEK_S or now < self._whole_at:
+        """True when all machines are present while fewer serve; looks once a second."""
+        if not self.degraded or not self._excluded.due(time.monotonic()):
             return False
-        self._sought_at = now
-        present = self.executor.present() or ()
-        self._wedged &= set(present)
-        return not self._wedged and len(present) == len(self._whole.layout.ranks)
+        return self._excluded.all_back(self.executor.present() or (), len(self._full.layout.ranks))

@@ -1,4 +1,4 @@
-"""How the engine says that it is: the status for apis, and the gauges that go with it."""
+"""Status of the engine for apis, and the gauges that go with it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.executors.watchdog import Slowness
+from tandem.kv.disk import Pace
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
-from tandem.scheduler.disk import Pace
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 
 KEPT_STEPS = 64
 """Steps that the median is of, and that may be under way at once."""
 FEWEST = 4
-"""Steps before which nothing is said."""
+"""Least steps for a median."""
 OLD = 0.9
-"""Share of the old mean in the new one."""
+"""Weight of the old mean in a moving average of step times."""
 PROOF = 8192
-"""Tokens of prompts from which on it is said how fast they are computed."""
+"""Least prompt tokens that must have been computed before their speed is reported."""
 
 
 def _speculation(layout: GangLayout) -> str:
-    """In words of `/model/info`."""
+    """Text for `/model/info`."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")
@@ -50,7 +50,7 @@ class Handoffs:
         self._seconds: dict[int, deque[float]] = {}
 
     def note(self, step: RankStep, now: float) -> None:
-        """A rank has reported at `now`, in seconds of any clock."""
+        """Record a rank's report that came `now`, in seconds of any clock."""
         stage = self._stages.get(step.rank, 0)
         steps = self._done.setdefault(step.step_id, {})
         steps[stage] = max(now, steps.get(stage, now))
@@ -62,12 +62,12 @@ class Handoffs:
 
     def seconds(self, rank: int) -> float:
         """Median from the stage before to this rank; 0 where there is none, or too little was seen."""
-        found = self._seconds.get(rank, ())
-        return median(found) if len(found) >= FEWEST else 0.0
+        seconds = self._seconds.get(rank, ())
+        return median(seconds) if len(seconds) >= FEWEST else 0.0
 
 
 class Report:
-    """Keeps what ranks have said of their steps."""
+    """Keeps the last reports of ranks."""
 
     def __init__(self, gang: Gang, metrics: EngineMetrics) -> None:
         self._gang = gang
@@ -82,7 +82,7 @@ class Report:
         return Handoffs({spec.rank: spec.stage for spec in self._layout.ranks})
 
     def stepped(self, report: Stepped) -> None:
-        """A rank has done a step."""
+        """Record that a rank has done a step."""
         self._metrics.stepped(report)
         if self._layout is not self._gang.layout:
             self._layout = self._gang.layout
@@ -96,9 +96,9 @@ class Report:
 
     @property
     def prefix_bytes(self) -> int:
-        """Of the prefixes that ranks keep in memory."""
-        there = self._latest.values() if self._layout is self._gang.layout else ()
-        return sum(one.step.prefix_bytes for one in there)
+        """Bytes of the prefixes that ranks keep in memory."""
+        latest = self._latest.values() if self._layout is self._gang.layout else ()
+        return sum(report.step.prefix_bytes for report in latest)
 
     @property
     def kv_disk(self) -> str:
@@ -109,13 +109,13 @@ class Report:
         """Snapshot for the api; also refreshes the gauges. `scheduler` is None while the first ranks load."""
         gang, layout = self._gang, self._gang.layout
         queued = len(scheduler.waiting) if scheduler else 0
-        running = scheduler.running if scheduler else 0
-        used = scheduler.kv_positions if scheduler else 0
+        running = scheduler.batches.running if scheduler else 0
+        used = scheduler.batches.kv_positions if scheduler else 0
         self._metrics.running.set(running)
         self._metrics.waiting.set(queued)
         self._metrics.kv_used.set(used)
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
-        self._metrics.scheduled(scheduler.preemptions if scheduler else 0, counts)
+        self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(
             query_id=0, state=gang.state, detail=gang.detail, model=layout.served_name, source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,
@@ -165,7 +165,7 @@ class Report:
         return slowdown
 
     def _note_slowness(self, rank: int, slowdown: float) -> None:
-        """For the history, once when it begins to last and once when it is over."""
+        """Write slowness into the history, once when it begins to last and once when it is over."""
         slowness, note = self._slowness.setdefault(rank, Slowness()), self._gang.history.note
         if slowness.turned(slowdown, time.monotonic()):
             if slowness.told:
@@ -178,7 +178,7 @@ class Report:
 
 
 def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
-    """In words of `/model/info`."""
+    """Text for `/model/info`."""
     asked = layout.ranks[0].kv_dtype
     layers = sorted({layer for ready in ranks for layer in ready.quantized_layers})
     if asked == "auto" or not layers:
@@ -190,7 +190,7 @@ def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
 
 
 def _proven(pace: Pace) -> float:
-    """Tokens a second; 0 before so many were seen that chance has little part in it."""
+    """Prompt tokens a second; 0 before `PROOF` tokens were computed."""
     return pace.tokens_s if pace.seen >= PROOF else 0.0
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 import msgspec
 
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.gateway import Client, Gateway, Inbound
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
@@ -36,13 +36,13 @@ LOG_S = 10.0
 PUBLISH_S = 0.5
 """Seconds between refreshes of the published status."""
 FETCHED_S = 30.0
-"""Seconds for those who take over the last requests to have what was computed of them from here."""
+"""Seconds in which other replicas may fetch the KV of requests that were migrated last."""
 EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
-"""Exit codes. STUCK: another process with the same settings may well go on."""
+"""Exit codes. STUCK: another process with the same settings may well serve."""
 
 
 class EngineService:
-    """Moves messages between gateway and engine until it is told to stop."""
+    """Moves messages between IPC server and engine until it is told to stop."""
 
     def __init__(self, settings: Settings, lending: ClusterKeys | None = None) -> None:
         """Check model and layout, and open the socket; `lending` as for `Engine`. Raises UsageError."""
@@ -50,12 +50,12 @@ class EngineService:
         layout = plan_layout(settings)
         say_what_is_idle(settings, layout)
         self._engine = Engine(settings, layout, lending=lending)
-        self._engine.gang.on_wait = self._meanwhile
+        self._engine.gang.on_wait = self.take
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
         self._handed: dict[str, Client] = {}
-        """Requests that have left, and of which what was computed here may not have been taken there yet."""
+        """Migrated requests whose KV may not have been fetched from here yet."""
         self._handed_at = 0.0
         self._stopping = threading.Event()
         self._serving = False
@@ -75,7 +75,7 @@ class EngineService:
     def run(self, report: Callable[[str], None]) -> int:
         """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend.
 
-        `report` hears why it ended, if ranks failed.
+        `report` is called with the reason if ranks failed.
         """
         try:
             self._engine.start(self._loading)
@@ -83,45 +83,41 @@ class EngineService:
                      len(self._engine.layout.ranks), self._engine.layout.lanes, self._engine.status().kv_tokens_total)
             self._serving = True
             self._publish()
-            self._serve()
-        except _Over:
-            log.info("ended while ranks were being replaced")
+            self._engine.serve(self)
+        except EngineStopped:
+            pass
         except EngineStuck as stuck:
-            log.error("%s; this process ends, since the step cannot be ended without it", stuck.message)
+            log.error("%s; ending this process, since the step cannot be ended without it", stuck.message)
             self._gateway.close()
             # Not an exit in good order, which would wait for the thread that is stuck.
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
-            log.error("%s; this engine ends, and its requests are told", failure.message)
+            log.error("%s; ending this engine and failing its requests", failure.message)
             report(failure.message)
-            self._deliver(self._engine.failures(failure))
+            self.deliver(self._engine.failures(failure))
             return EXIT_FAILED
         finally:
             self._engine.close()
             self._gateway.close()
         return EXIT_OK
 
-    def _serve(self) -> None:
-        while not self._over():
-            self._take_messages()
-            self._deliver(self._engine.pump(0.0))
-            self._engine.sleep(self._gateway.inbox.socket)
-            self._publish_now_and_then()
+    # --- the engine's loop ---
 
-    def _take_messages(self) -> None:
+    @property
+    def socket(self) -> object:
+        """Readable when apis have sent something."""
+        return self._gateway.inbox.socket
+
+    def take(self, *, replacing: bool = False) -> None:
+        """Hand messages of apis to the engine, and publish the status at times. Raises EngineStopped once drained."""
+        if replacing:
+            self._handed.clear()
         for client, message in self._gateway.receive(0.0):
             self._handle(client, message)
-
-    def _meanwhile(self) -> None:
-        """While ranks are being replaced: requests may come and go, and the status shows it."""
-        self._handed.clear()
-        self._take_messages()
-        self._deliver(self._engine.take_messages())
-        if self._over():
-            raise _Over
-        if self._gateway.status.state != self._engine.state:
+        if self._gateway.status.state != self._engine.state or time.monotonic() - self._published > PUBLISH_S:
             self._publish()
-        self._publish_now_and_then()
+        if self._over():
+            raise EngineStopped
 
     def _over(self) -> bool:
         if not self._stopping.is_set():
@@ -149,13 +145,13 @@ class EngineService:
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._gateway.send, client))
         elif isinstance(message, control.HandOver):
-            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+            for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
         elif isinstance(message, control.Neighbours):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}
-            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+            for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]
                 self._engine.abort(request_id)
 
@@ -169,8 +165,8 @@ class EngineService:
             return
         self._owners[request.request_id] = client
 
-    def _deliver(self, messages: list[control.EngineMessage]) -> None:
-        """Hand out what a step brought: all that goes to one api at once, since sending costs more than encoding."""
+    def deliver(self, messages: list[control.EngineMessage]) -> None:
+        """Send messages to their apis, all that goes to one at once: sending costs more than encoding."""
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
@@ -185,7 +181,7 @@ class EngineService:
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
         if ended:
-            self._publish()  # who has his answer and looks at the status does not find himself still running
+            self._publish()  # first, so that a client never sees its finished request as running
         for client, batch in batches.items():
             self._gateway.send(client, *batch)
 
@@ -196,17 +192,9 @@ class EngineService:
         self._gateway.status = status
         self._published = time.monotonic()
 
-    def _publish_now_and_then(self) -> None:
-        if time.monotonic() - self._published > PUBLISH_S:
-            self._publish()
-
-
-class _Over(Exception):
-    """The engine was told to end while it replaced ranks, and nothing is left to wait for."""
-
 
 class _Loading:
-    """How far the ranks are: kept for the status, and a log line when a phase is over, or has taken long."""
+    """Loading progress of the ranks: kept for the status, and logged when a phase is over or takes long."""
 
     def __init__(self, changed: Callable[[], None], history: History) -> None:
         """`changed` is called when there is something new to show."""
@@ -241,7 +229,7 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
                lending: ClusterKeys | None = None) -> int:
     """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
 
-    `report` hears why it ended, if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
+    `report` is called with the reason if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
     UsageError before anything is left running.
     """
     service = EngineService(settings, lending)
@@ -257,5 +245,5 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("stopped at once; what was under way is lost")
+        log.warning("EngineStopped at once: requests under way are lost")
         return 128 + signal.SIGTERM

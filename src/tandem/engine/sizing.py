@@ -1,4 +1,10 @@
-"""How much a gang of ranks can hold and do at once: the scheduler's limits, from settings and what ranks report."""
+"""How much the ranks can hold and do at once: the scheduler's limits, and what is done while memory is nearly full.
+
+Room for KV is worked out when ranks start, from settings and what ranks report. Buffers that steps take for a moment,
+other programs and rounding are not known then. So ranks report what they hold after every step. Where those of one
+device hold too much together, prefixes and freed buffers are dropped and nobody joins a batch; where that is not
+enough, sequences are preempted, the youngest first.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +12,55 @@ import logging
 import math
 from collections.abc import Sequence
 
-from tandem.cache.budget import held_sequences, kv_capacity
-from tandem.cache.prefix import BLOCK
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
+from tandem.kv.budget import held_sequences, kv_capacity
+from tandem.log import Seldom
 from tandem.models.description import ModelDescription
+from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
-from tandem.protocol.control import Ready
+from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.pieces import BLOCK_SIZE
 from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 METAL_QUERIES = 32
 """Most queries of one head of keys, over the tokens of a row, for which MLX's fused attention for short queries takes a
 step on Metal (`sdpa_vector`: tokens times query heads per kv head); more of them are computed without it."""
-GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
+EASE, SHED = 0.85, 0.95
+"""Shares of a device's memory from which caches are dropped, and from which sequences are preempted."""
+MARGIN = 0.03
+"""Least distance of `EASE` above `--memory-fraction`, since a full KV cache is no trouble. The share must fall as far
+below it until all is well again."""
 
 
 def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
-                shed: int = 0) -> Limits:
-    """What the scheduler must keep to with these ranks. Raises OutOfMemory.
+                halvings: int = 0) -> Limits:
+    """Work out what the scheduler must keep to with these ranks. Raises OutOfMemory.
 
-    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `shed`: how often a
-    GPU's memory has been full in spite of these limits; each time they are halved.
+    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `halvings`: how often to
+    halve all limits, because a GPU's memory was full in spite of them.
     """
     chosen = settings.scheduler
-    chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
-    kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
+    chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
+    kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
-    if 0 < prefix_tokens < snapshot + BLOCK:
+    if 0 < prefix_tokens < snapshot + BLOCK_SIZE:
         log.warning("prefix cache is off: a snapshot of this model's states takes as much memory as %d tokens of KV, "
                     "and %d are set aside; raise --kv-tokens or --prefix-cache", snapshot, prefix_tokens)
     return Limits(
         prefix_extra=snapshot,
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
-        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> shed, 1),
-        prefill_chunk=max(chunk >> shed, 1), kv_tokens=kv_tokens,
+        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> halvings, 1),
+        prefill_chunk=max(chunk >> halvings, 1), kv_tokens=kv_tokens,
         prefill_time_s=None if chosen.prefill_time_ms is None else chosen.prefill_time_ms / 1000,
         max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
@@ -85,7 +99,7 @@ def _fixed(ready: Ready, sequences: int) -> int:
 
 
 def _most(ranks: Sequence[Ready]) -> int:
-    """Bytes of a position on the rank where it takes most: by it snapshots are counted, on all ranks alike."""
+    """Bytes of a position on the rank where it takes most; snapshots are counted by it on all ranks alike."""
     return max(ready.kv_bytes_per_token for ready in ranks)
 
 
@@ -97,10 +111,10 @@ def _position(ready: Ready, ranks: Sequence[Ready], prefixes: float) -> int:
 
 
 def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
-    """What the tightest memory has room for, or what the settings say if that is less."""
+    """KV tokens that the tightest memory has room for, or that the settings name if fewer. Raises OutOfMemory."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
-        pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
+        pools.setdefault(_device(ready), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
     sequences = held_sequences(chosen.max_batch_size, layout.lanes)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
@@ -116,3 +130,46 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
                           f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
                           param="kv_tokens")
     return tokens
+
+
+def _device(ready: Ready) -> tuple[str, int]:
+    """The memory that a rank uses: its machine's, or that of its own GPU."""
+    return ready.machine or ready.host, ready.rank if ready.own_memory else -1
+
+
+class MemoryGuard:
+    """Watches the memory of an engine's ranks, over all their replacements."""
+
+    def __init__(self, memory_fraction: float) -> None:
+        """`memory_fraction`: share of a device's memory that weights and KV may take."""
+        self._ease = min(max(EASE, memory_fraction + MARGIN), SHED)
+        self._ready: Sequence[Ready] = ()
+        self._used: dict[int, int] = {}
+        self._next = 0
+
+    def watch(self, ready: Sequence[Ready], report: Stepped, scheduler: Scheduler) -> None:
+        """Have the `scheduler` hold less memory, or no longer so, after a step of one of the ranks that are `ready`."""
+        if ready is not self._ready:
+            self._ready, self._next, scheduler.batches.pressed = ready, 0, False
+            self._used.clear()
+        self._used[report.step.rank] = report.used_bytes
+        share, where = self._fullest()
+        if share >= self._ease and not scheduler.batches.pressed:
+            seldom.warning("the device's memory on %s is %.0f %% full: dropping cached prefixes and buffers, and "
+                           "requests wait; lower --memory-fraction or --kv-tokens if this goes on", where, 100 * share)
+        scheduler.batches.pressed = share >= self._ease - (MARGIN if scheduler.batches.pressed else 0)
+        # What the last one leaves shows once the steps that were under way are done.
+        if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
+            self._next = scheduler.next_step + scheduler.limits.lanes
+            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
+                           100 * share)
+
+    def _fullest(self) -> tuple[float, str]:
+        """The largest share of a device's memory that its ranks hold, and the name of its machine."""
+        used: dict[tuple[str, int], int] = {}
+        most = (0.0, "")
+        for ready in self._ready:
+            device = _device(ready)
+            used[device] = used.get(device, 0) + self._used.get(ready.rank, 0)
+            most = max(most, (used[device] / max(ready.memory_bytes, 1), ready.host))
+        return most

@@ -1,7 +1,7 @@
-"""An engine in a thread of its own, within a program that may have many: what the Python API stands on.
+"""An engine in a thread of its own, for the Python API.
 
-All that is done with the engine is done in that thread. Others hand in work and hear of the outcome, so neither Ctrl-C
-nor the garbage collector, which come at any point of any of them, can leave it half done.
+Only that thread works with the engine. Others hand in work and get the outcome, so neither Ctrl-C nor the garbage
+collector, which come at any point of any of them, can leave work half done.
 """
 
 from __future__ import annotations
@@ -19,41 +19,37 @@ from typing import TypeVar
 
 from tandem.borders import start_thread
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress, do_nothing
-from tandem.executors.mailbox import Mailbox
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
+from tandem.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Event = Output | Exception
-"""What comes of a request: the last is an output with a finish reason, or an error."""
+"""An output of a request; the last one has a finish reason, or is an error."""
 Sink = Callable[[Event], object]
-"""Where the events of a request go. Called in the engine's thread; RuntimeError says that nobody listens any more."""
+"""Called in the engine's thread with the events of a request; RuntimeError means that nobody listens any more."""
 CLOSED = "this LLM is closed"
 
 
-class _Closing(BaseException):
-    """Leaves whatever the engine is at."""
-
-
 class EngineThread:
-    """Starts, feeds, looks after and ends an engine. Threads may share one."""
+    """Starts, feeds and ends an engine. Threads may share one."""
 
     def __init__(self, settings: Settings, layout: GangLayout) -> None:
-        """Nothing is started."""
+        """Make the engine; `start` loads the model."""
         self.engine = Engine(settings, layout)
         self._calls: Mailbox[Callable[[], None]] = Mailbox()
         self._held: deque[tuple[EngineRequest, Sink]] = deque()
-        """Requests for which the queue has had no room yet."""
+        """Requests that wait for room in the queue."""
         self._sinks: dict[str, Sink] = {}
         self._closing = False
         self._ended: Exception | None = None
-        """Why nothing can be asked of it any more."""
+        """Why the thread takes no more calls."""
         self._pid = os.getpid()
         self._news: queue.SimpleQueue[tuple[int, int, int, str] | Exception | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -110,15 +106,11 @@ class EngineThread:
     def _run(self) -> None:
         ended: Exception = UnavailableError(CLOSED)
         try:
-            self.engine.gang.on_wait = self.engine.executor.on_wait = self._meanwhile
+            self.engine.gang.on_wait = self.engine.executor.on_wait = self.take
             self.engine.start(lambda *progress: self._news.put(progress))
             self._news.put(None)
-            while True:
-                self._meanwhile()
-                self._deliver(self.engine.pump(0.0))
-                self._fill()
-                self.engine.sleep(self._calls.socket)
-        except _Closing:
+            self.engine.serve(self)
+        except EngineStopped:
             pass
         except TandemError as error:
             ended = error
@@ -142,12 +134,17 @@ class EngineThread:
         self._news.put(error)
         self._calls.close()
 
-    def _meanwhile(self) -> None:
-        """Take what has been handed in; also while ranks are being replaced."""
+    @property
+    def socket(self) -> object:
+        """Readable when other threads have handed in calls."""
+        return self._calls.socket
+
+    def take(self, *, replacing: bool = False) -> None:
+        """Do the calls of other threads. Raises EngineStopped once closed."""
         for call in self._calls.take():
             call()
         if self._closing:
-            raise _Closing
+            raise EngineStopped
 
     def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -179,8 +176,27 @@ class EngineThread:
         self._sinks[request.request_id] = sink
         return True
 
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._sinks.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+        gone = set(request_ids)
+        if any(request.request_id in gone for request, _ in self._held):
+            self._held = deque(pair for pair in self._held if pair[0].request_id not in gone)
+
+    def deliver(self, messages: Sequence[EngineMessage]) -> None:
+        """Call the sinks of outputs and errors; then queue requests that waited for room."""
+        for message in messages:
+            if not isinstance(message, Output | Refused) or (sink := self._sinks.get(message.request_id)) is None:
+                continue
+            if isinstance(message, Refused) or message.finish_reason:
+                del self._sinks[message.request_id]
+            if not _tell(sink, message.as_error() if isinstance(message, Refused) else message):
+                self._abort([message.request_id])
+        self._fill()
+
     def _fill(self) -> None:
-        """Queue what has been waiting for room."""
+        """Queue requests that waited for room."""
         while self._held:
             request, sink = self._held[0]
             try:
@@ -189,23 +205,6 @@ class EngineThread:
             except RequestError as error:
                 _tell(sink, error)
             self._held.popleft()
-
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if self._sinks.pop(request_id, None) is not None:
-                self.engine.abort(request_id)
-        gone = set(request_ids)
-        if any(request.request_id in gone for request, _ in self._held):
-            self._held = deque(one for one in self._held if one[0].request_id not in gone)
-
-    def _deliver(self, messages: Sequence[EngineMessage]) -> None:
-        for message in messages:
-            if not isinstance(message, Output | Refused) or (sink := self._sinks.get(message.request_id)) is None:
-                continue
-            if isinstance(message, Refused) or message.finish_reason:
-                del self._sinks[message.request_id]
-            if not _tell(sink, message.as_error() if isinstance(message, Refused) else message):
-                self._abort([message.request_id])
 
 
 def _tell(sink: Sink, event: Event) -> bool:
@@ -218,5 +217,5 @@ def _tell(sink: Sink, event: Event) -> bool:
 
 
 def _again(error: Exception) -> Exception:
-    """`error` for another to raise, who adds his own traceback."""
+    """Copy an error without its traceback, for another caller to raise."""
     return copy(error).with_traceback(None)

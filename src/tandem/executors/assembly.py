@@ -15,6 +15,9 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import Report
 from tandem.guided.vocabulary import Vocabulary
+from tandem.kv.files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
+from tandem.kv.remote import Lending
+from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import (
     cache_bytes,
     device_name,
@@ -25,24 +28,22 @@ from tandem.loading.memory import (
     peak_bytes,
     wire_weights,
 )
+from tandem.loading.parcel import dtype_name
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import kv_bytes_per_token, slice_bytes, token_bytes
+from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Layers, kind_of, takes_part
-from tandem.runner.links import StageLink, dtype_name
-from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
+from tandem.runner.links import StageLink
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
-from tandem.transport.lenders import Lending
 from tandem.version import __version__
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
-    dequantize = _dequantizes(spec)
+    dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
     shard = shard_of(spec, description, dequantize)
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
@@ -66,21 +67,14 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     return stage
 
 
-def _dequantizes(spec: StageSpec) -> bool:
-    return spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
-
-
 def _fuses(spec: StageSpec) -> bool:
     return spec.fuse_projections == "on" or (spec.fuse_projections == "auto" and on_gpu())
 
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
-    description, dequantize = describe(files), _dequantizes(spec)
-    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=on_gpu())
-    if spec.samples and spec.draft_path:
-        draft = describe(_draft_files(spec))
-        need += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=on_gpu())
+    draft = describe(_draft_files(spec)) if spec.samples and spec.draft_path else None
+    need = rank_weights(describe(files), spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
     if need > allowed:
         raise OutOfMemory(
@@ -90,7 +84,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
 
 
 def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
-    """This rank's part of the heads and widths; None for the whole of them. Raises LayoutError."""
+    """Return this rank's shard of heads and widths; None if it holds them whole. Raises LayoutError."""
     if spec.tp_size == 1:
         return None
     shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize,
@@ -109,7 +103,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
-                       dequantize=_dequantizes(spec), fuse=_fuses(spec))
+                       dequantize=dequantizes(spec.dequantize, gpu=on_gpu()), fuse=_fuses(spec))
     log.info("Draft model loaded: %s", files.name)
     return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
 
@@ -139,7 +133,7 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Ca
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
         return None, ""
     description = describe(files)
-    shard = shard_of(spec, description, _dequantizes(spec))
+    shard = shard_of(spec, description, dequantizes(spec.dequantize, gpu=on_gpu()))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"

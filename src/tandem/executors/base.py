@@ -1,4 +1,4 @@
-"""What the engine needs of whatever executes its plans."""
+"""Interface of the engine to whatever executes its plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Wri
 from tandem.protocol.step import GrammarReady, StepPlan
 
 Report = Stepped | GrammarReady | Fetched | Written | Surveyed
-"""What ranks tell while they serve."""
+"""Messages of ranks while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
 
@@ -40,7 +40,7 @@ class Executor(ABC):
 
     @abstractmethod
     def collect(self, timeout_s: float) -> Sequence[Report]:
-        """What ranks have reported since the last call; waits up to `timeout_s` seconds for something.
+        """Return the reports of ranks since the last call; waits up to `timeout_s` seconds for one.
 
         Raises RankFailure when a rank has died, failed, or makes no progress.
         """
@@ -74,12 +74,12 @@ class Executor(ABC):
 
     @property
     def slowdowns(self) -> list[float]:
-        """Of each rank: seconds for a unit of work lately, as a multiple of what is usual; empty if not measured."""
+        """Slowdown of each rank: recent seconds for a unit of work over the usual; empty if not measured."""
         return []
 
     @property
     def specs(self) -> list[StageSpec]:
-        """What the ranks were last told; empty if that is what the executor was made with."""
+        """Specifications of the last start; empty if they are those that the executor was made with."""
         return []
 
     @property

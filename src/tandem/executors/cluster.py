@@ -137,7 +137,7 @@ class ClusterExecutor(Executor):
             raise
 
     def present(self) -> list[int] | None:
-        """As the launcher knows."""
+        """Ask the launcher which places have machines."""
         return self._launcher.present(self._places)
 
     def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
@@ -299,7 +299,7 @@ class ClusterExecutor(Executor):
 
     @property
     def slowdowns(self) -> list[float]:
-        """As the watchdog measures them."""
+        """Slowdowns that the watchdog measures."""
         return self._watchdog.slowdowns
 
     # --- the bus ---
@@ -407,7 +407,7 @@ class ClusterExecutor(Executor):
 
     @property
     def specs(self) -> list[StageSpec]:
-        """As they fit the places."""
+        """Specifications, fitted to the places."""
         return self._specs
 
     @property
@@ -439,7 +439,7 @@ class ClusterExecutor(Executor):
         self._worlds.clear()
 
     def _wait_for_ends(self, seconds: float) -> None:
-        """Until all ranks have ended, but no longer than that."""
+        """Wait for all ranks to exit, at most `seconds`."""
         deadline = time.monotonic() + seconds
         for process in self._processes:
             while not process.wait(max(min(deadline - time.monotonic(), POLL_S), 0.0)):

@@ -1,4 +1,4 @@
-"""What a rank's error says of its GPU, as the cause of the gang's failure. Pure."""
+"""Cause of a failure, from the error that a rank raised. Pure."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from tandem.executors.assembly import build_runner, load_slice, require_memory
 from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
-from tandem.executors.mailbox import Mailbox
 from tandem.executors.rank_loop import Event, Loaded, RankLoop
 from tandem.executors.rank_loop import Report as LoadReport
 from tandem.executors.watchdog import Watchdog
@@ -25,6 +24,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
+from tandem.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class InlineExecutor(Executor):
 
     @property
     def slowdowns(self) -> list[float]:
-        """As the watchdog measures it."""
+        """Slowdown that the watchdog measures."""
         return self._watchdog.slowdowns
 
     def _wait(self, timeout_s: float) -> list[Event]:

@@ -40,7 +40,7 @@ class LentThread:
         self._over.wait(timeout_s)
 
     def is_alive(self) -> bool:
-        """It works still."""
+        """True while it works."""
         return not self._over.is_set()
 
 

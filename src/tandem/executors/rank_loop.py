@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
-from tandem.executors.mailbox import Mailbox
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
+from tandem.transport.mailbox import Mailbox
 
 
 class Loaded(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Where a rank's weights come from: its machine, the hub, or the engine's machine. No mlx."""
+"""Source of a rank's weights: its machine, the hub, or the engine's machine. No mlx."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from tandem.checkpoints.files import METADATA, ModelFiles
-from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.errors import RankFailure, TransportError
 from tandem.models.description import describe
@@ -20,7 +19,7 @@ from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
 
 
 class Head(Struct, frozen=True):
-    """Where the engine's machine serves its copy of the model."""
+    """Address at which the engine's machine serves its copy of the model."""
 
     endpoint: str
     keys: ClusterKeys

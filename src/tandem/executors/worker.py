@@ -1,4 +1,6 @@
-"""Entry point of a rank process: `python -m tandem.executors.worker`, with its specification on standard input.
+"""Entry point of a rank process: `python -m tandem.executors.worker`, with its payload on standard input.
+
+With the argument `standby` it waits to become a rank (`--spares`).
 
 A rank sleeps in a socket while it is idle, never in a collective. It does what plans say; whatever goes wrong ends it,
 with a `Failure` on the bus where that is still possible.
@@ -10,9 +12,11 @@ import logging
 import os
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -21,21 +25,22 @@ import msgspec
 from tandem.borders import own_process
 from tandem.comm.blas import preload_blas
 from tandem.descriptors import raise_limit
+from tandem.env import set_variables
 from tandem.errors import RankFailure
-from tandem.executors.mailbox import Mailbox
 from tandem.executors.weights import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.payloads import WorkerPayload
+from tandem.protocol.payloads import STANDBY, WorkerPayload
 from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
+from tandem.transport.mailbox import Mailbox
 from tandem.version import __version__
 
 if TYPE_CHECKING:
@@ -86,10 +91,10 @@ class Worker:
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
-        from tandem.executors.assembly import build_runner, load_slice, on_gpu, require_memory
+        from tandem.executors.assembly import build_runner, load_slice, require_memory
         from tandem.executors.gpu_probe import probe_gpu
-        from tandem.loading.memory import choose_device
-        from tandem.transport.lenders import Lending
+        from tandem.kv.remote import Lending
+        from tandem.loading.memory import choose_device, on_gpu
 
         choose_device(self._spec.device)
         probe_gpu(mailbox.put)
@@ -159,9 +164,26 @@ class Worker:
                     self._bus.send(Pong(self._spec.rank, command.number, *loop.where()))
 
 
-def main() -> None:
+def main(*words: str) -> None:
     """Run a rank until its engine stops it, it fails, or the engine is gone."""
+    if STANDBY in words:
+        stand_by()
     run_rank(msgspec.json.decode(receive_payload(), type=WorkerPayload))
+
+
+def stand_by() -> None:
+    """Import all that a rank needs, and wait for the rank group that this process is for.
+
+    Standard input brings the specification of the rank that it may replace, then variables of the environment, and last
+    the payload of a worker. Ends the process.
+    """
+    spec = msgspec.json.decode(receive_payload(), type=StageSpec)
+    prepare(spec)
+    preload_blas(spec.blas)
+    for module in ("tandem.executors.rank_loop", "tandem.executors.assembly", "tandem.runner.links"):
+        import_module(module)
+    set_variables(msgspec.json.decode(receive_payload(), type=dict[str, str]))
+    serve(msgspec.json.decode(receive_payload(), type=WorkerPayload))
 
 
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
@@ -171,7 +193,7 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
 
 
 def prepare(spec: StageSpec) -> None:
-    """What has to be before MLX is imported."""
+    """Prepare the process before MLX is imported."""
     raise_limit()
     own_process()
     import_models_only()
@@ -205,4 +227,4 @@ def serve(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What a launcher is: it places rank processes and knows nothing of tokens."""
+"""The interface of launchers, which place rank processes and know nothing of tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id on its host; 0 while it is not known yet."""
+        """Process id on its host; 0 while unknown."""
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
 
     @property
     def stopped(self) -> bool:
-        """It lives but stands still (SIGSTOP), as far as that can be told."""
+        """True when it is suspended (SIGSTOP), as far as that is known."""
 
     def describe_exit(self) -> str:
-        """How it ended, in words."""
+        """Tell in words how it ended."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end; False when `timeout_s` seconds pass first."""
@@ -39,45 +39,45 @@ class RankProcess(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """One MLX group of ranks; made anew, with fresh ports, for each gang. Variables and files by the rank's number."""
+    """A process group of MLX, made anew with fresh ports for each gang. Variables and files are by rank."""
 
     backend: str
-    """MLX's name for it, as `StageGroup` takes it."""
+    """MLX's name of the backend, as `StageGroup` takes it."""
     environment: list[dict[str, str]]
     contents: list[dict[str, str]] = field(default_factory=list)
     directory: Path | None = None
-    """Holds its files, where these are on this machine."""
+    """Directory of its files, where these are on this machine."""
 
     def variables(self, index: int) -> dict[str, str]:
-        """Environment of the group's rank `index`."""
+        """Return the environment of the group's rank `index`."""
         return self.environment[index]
 
     def files(self, index: int) -> dict[str, str]:
-        """Content of files that variables of the same names must point to, on the machine of rank `index`."""
+        """Return files for the machine of rank `index`: name of the variable that must point to the file -> content."""
         return self.contents[index] if self.contents else {}
 
     def remove(self) -> None:
-        """Delete what it keeps on this machine's disk."""
+        """Delete its directory."""
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank will run."""
+    """A place for one rank."""
 
     host: str
-    """Name of the machine, for people."""
+    """The machine's name, for messages."""
     machine: str
-    """What tells machines apart; the same for all places on one."""
+    """Identity of the machine, the same for all places on it."""
     address: str
     """Address on which other ranks reach it."""
     engine_address: str
     """Address on which it reaches the engine."""
     memory_bytes: int = 0
-    """Its share of the memory that the machine's ranks may use; 0 when that is not known."""
+    """Memory of the machine that this rank may use; 0 when unknown."""
     own_gpu: bool = False
-    """Of several GPUs of the machine one is this rank's alone."""
+    """True when the rank has a GPU of its own among several."""
 
 
 class Launcher(ABC):
@@ -91,21 +91,21 @@ class Launcher(ABC):
     @abstractmethod
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
-        """Have a place for each of `count` ranks; what was there for the last gang and still is serves again.
+        """Find a place for each of `count` ranks; places of the last gang are used again.
 
-        With `slots` only those of the places are wanted, for ranks in that order. `deadline` is in seconds of the
+        With `slots` only those places are wanted, for ranks in that order. `deadline` is in seconds of the
         monotonic clock. Raises UsageError for what the user must mend, and RankFailure (cause `host`) when places are
         missing that may come back.
         """
 
     def present(self, count: int) -> list[int] | None:
-        """Which of `count` places could be had now; lost ones are sought again by and by. None where a place is no
-        machine that one could do without."""
+        """Return which of `count` places are available now, and look for lost ones in the background. None where the
+        launcher cannot do without single places."""
         return None
 
     @abstractmethod
     def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """An MLX group of some of the recruited ranks, over `backend` (auto: the launcher chooses).
+        """Make an MLX group of some of the recruited ranks, over `backend` (auto: the launcher chooses).
 
         Raises LayoutError and RankFailure.
         """
@@ -116,12 +116,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
-        """Have a process wait, beside one of the started ranks, for the rank that will be in its place in the next gang
-        and has this specification."""
+        """Start a standby process beside a started rank, for the rank with this specification in the next gang."""
 
     @abstractmethod
     def drop_spares(self) -> None:
-        """The next gang is another one: end what waits for it."""
+        """End the standby processes: the next gang has another layout."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of the machines; nothing follows. Idempotent."""
+        """Release the machines. Idempotent."""

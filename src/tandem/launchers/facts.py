@@ -1,4 +1,4 @@
-"""What a rank host tells of its machine when it joins."""
+"""Facts that a rank host reports of its machine when it joins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,24 +24,24 @@ from tandem.version import __version__
 
 
 def installed() -> dict[str, str | None]:
-    """Versions of Python, Tandem and MLX here; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
+    """Return the versions of Python, Tandem and MLX here; None for what is not installed."""
+    numbers: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
     for name in ("mlx", "mlx-lm"):
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            numbers[name] = None
+    return numbers
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be alike on all machines: Python's to its minor one."""
-    return {name: found or "missing" for name, found in
+    """Return the versions that must be alike on all machines; Python's without its last number."""
+    return {name: number or "missing" for name, number in
             {**installed(), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}.items()}
 
 
 def host_facts(address: str) -> HostFacts:
-    """This machine, reached at `address`."""
+    """Describe this machine, which is reached at `address`."""
     return HostFacts(
         name=socket.gethostname(), machine=machine_id(), pid=os.getpid(), address=address, versions=versions(),
         system=f"{platform.system()} {platform.machine()}", chip=chip(), cores=os.cpu_count() or 1,
@@ -50,7 +49,7 @@ def host_facts(address: str) -> HostFacts:
 
 
 def chip() -> str:
-    """Name of this machine's processor; empty where the system does not tell."""
+    """Return the name of this machine's processor; empty where the system does not tell."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string")
     try:
@@ -61,7 +60,7 @@ def chip() -> str:
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address of this machine from which packets go to `host`. Raises OSError. Nothing is sent."""
+    """Return this machine's IPv4 address from which packets go to `host`, without sending any. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -78,7 +77,7 @@ def is_own(address: str) -> bool:
 
 
 def launched_world() -> MlxWorld:
-    """What `mlx.launch` has put into this process's environment. Raises ConfigError when it cannot be read."""
+    """Read what `mlx.launch` put into this process's environment. Raises ConfigError when it cannot be read."""
     rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
     host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
     try:
@@ -92,8 +91,8 @@ def launched_world() -> MlxWorld:
                           "mlx.launch, or unset it") from error
 
 
-def _listed(name: str) -> Any:
-    """The JSON file that a variable names, with a list for each rank. mlx.launch leaves it empty for a single rank."""
+def _listed(name: str) -> object:
+    """Read the JSON file that a variable names, a list for each rank; mlx.launch leaves it empty for a single rank."""
     path = variable(name)
     text = read_text(path).strip() if path else ""
     return json.loads(text) if text else []

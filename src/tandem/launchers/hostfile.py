@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, TypeGuard, get_args, get_type_hints
 
 from tandem.config.settings import ParallelSettings
 from tandem.config.sizes import memory_size
@@ -41,17 +42,17 @@ class HostEntry:
     """The host's Python interpreter."""
     memory_bytes: int | None = None
     facts: tuple[tuple[str, str], ...] = ()
-    """What `tandem plan` wants to know (`PLAN_FIELDS`), as it was written."""
+    """Values for `tandem plan` (`PLAN_FIELDS`) as they are written in the file."""
 
     @property
     def is_here(self) -> bool:
-        """It means the machine that reads the file."""
+        """True for the machine that reads the file."""
         return self.ssh in LOCAL_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostfile:
-    """The whole file."""
+    """A hostfile that was read."""
 
     path: str
     hosts: tuple[HostEntry, ...]
@@ -61,7 +62,7 @@ class Hostfile:
 
 
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
-    """Read and check. Raises ConfigError in one line that names entry, field, value and remedy."""
+    """Read and check a hostfile. Raises ConfigError in one line that names entry, field, value and remedy."""
     return _Reader(path, label).read()
 
 
@@ -75,7 +76,7 @@ class _Reader:
 
     def read(self) -> Hostfile:
         try:
-            data = json.loads(read_text(Path(self._path).expanduser()))
+            data: object = json.loads(read_text(Path(self._path).expanduser()))
         except OSError as error:
             self._fail(f"cannot be read: {error.strerror or error}")
         except json.JSONDecodeError as error:
@@ -88,100 +89,100 @@ class _Reader:
             data = {"hosts": data}
         if not isinstance(data, dict):
             self._fail('must be a list of hosts, or an object that has one as "hosts"')
-        self._known(data, TOP_FIELDS, "")
-        entries = data.get("hosts")
+        fields = self._fields(data, TOP_FIELDS, "")
+        entries = fields.get("hosts")
         if not isinstance(entries, list) or not entries:
             self._fail('"hosts" must be a list with at least one host, such as [{"ssh": "mac1", "ips": ["10.0.0.1"]}]')
+        envs = fields.get("envs") or []
+        for index, text in enumerate(envs):
+            self._check("NAME=value", text, f"envs[{index}]")
         hosts = tuple(self._host(entry, f"host {index}", len(entries)) for index, entry in enumerate(entries))
-        return Hostfile(path=self._path, hosts=hosts, backend=self._backend(data), envs=self._envs(data))
+        return Hostfile(path=self._path, hosts=hosts, backend=fields.get("backend") or None,
+                        envs=tuple((name, value) for name, _, value in (text.partition("=") for text in envs)))
 
-    def _known(self, data: dict[str, Any], fields: Sequence[str], where: str) -> None:
-        for name in data:
+    def _fields(self, values: dict[str, Any], fields: Sequence[str], where: str) -> dict[str, Any]:
+        """Check names and values of an object of the file; leave out what MLX leaves empty."""
+        for name in values:
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(fields)}"
                 self._fail(f"{where}{name!r} is not a field of a hostfile; {hint}")
+        present = {name: value for name, value in values.items() if value is not None}
+        for name, value in present.items():
+            if name in CHECKS:
+                self._check(name, value, f"{where}{name}")
+        return present
 
-    def _backend(self, data: dict[str, Any]) -> str | None:
-        backend = data.get("backend")
-        if backend in (None, ""):
-            return None
-        if backend not in BACKENDS:
-            self._fail(f"backend is {backend!r}; must be one of {', '.join(BACKENDS)}")
-        return str(backend)
+    def _check(self, kind: str, value: object, what: str, verb: str = "is", **words: str) -> None:
+        """Refuse a value that is not of a kind of `CHECKS`."""
+        fits, must = CHECKS[kind]
+        if not fits(value):
+            self._fail(f"{what} {verb} {value!r}; must be {must.format(**words)}")
 
-    def _envs(self, data: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-        envs = data.get("envs")
-        if envs is None:
-            return ()
-        if not isinstance(envs, list):
-            self._fail(f'envs is {envs!r}; must be a list of texts such as "NAME=value"')
-        pairs = []
-        for index, text in enumerate(envs):
-            name, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
-            if (not equals or not name.replace("_", "a").isalnum() or not name.isascii() or name[0].isdigit()
-                    or not value.isprintable()):
-                self._fail(f'envs[{index}] is {text!r}; must be a text such as "NAME=value"')
-            pairs.append((name, value))
-        return tuple(pairs)
-
-    def _host(self, entry: Any, where: str, count: int) -> HostEntry:
-        if not isinstance(entry, dict):
-            self._fail(f'{where} is {entry!r}; must be an object such as {{"ssh": "mac1", "ips": ["10.0.0.1"]}}')
-        self._known(entry, HOST_FIELDS, f"{where}: ")
-        ssh = entry.get("ssh")
-        if not isinstance(ssh, str) or not ssh or ssh.startswith("-") or " " in ssh or not ssh.isprintable():
-            self._fail(f'{where}: ssh is {ssh!r}; must be what `ssh` is given to reach the host, such as "mac1.local" '
-                       'or "user@10.0.0.1"')
+    def _host(self, entry: object, where: str, count: int) -> HostEntry:
+        self._check("host", entry, where)
+        assert isinstance(entry, dict)
+        self._check("ssh", ssh := entry.get("ssh"), f"{where}: ssh")
         where = f"{where} ({ssh})"
-        python = entry.get("python")
-        if python is not None and (not isinstance(python, str) or not python or not python.isprintable()):
-            self._fail(f"{where}: python is {python!r}; must be the path of that host's Python")
-        facts = tuple((name, self._fact(entry, name, where)) for name in PLAN_FIELDS if entry.get(name) is not None)
-        return HostEntry(ssh=ssh, ips=self._ips(entry, where), rdma=self._rdma(entry, where, count), python=python,
-                         memory_bytes=self._memory(entry, where), facts=facts)
-
-    def _fact(self, entry: dict[str, Any], name: str, where: str) -> str:
-        value = entry[name]
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            self._fail(f"{where}: {name} is {value!r}; must be a text or a number")
-        return str(value)
-
-    def _memory(self, entry: dict[str, Any], where: str) -> int | None:
-        memory = entry.get("memory")
-        return None if memory is None else memory_size(str(memory), f"{self._where}: {where}: memory")
-
-    def _ips(self, entry: dict[str, Any], where: str) -> tuple[str, ...]:
-        ips = entry.get("ips", [])
-        if not isinstance(ips, list):
-            self._fail(f'{where}: ips is {ips!r}; must be a list such as ["10.0.0.1"]')
-        for ip in ips:
-            try:
-                ipaddress.IPv4Address(ip if isinstance(ip, str) else "")
-            except ValueError:
-                self._fail(f"{where}: ips has {ip!r}; must be IPv4 addresses, which is what MLX's ring takes; find the "
-                           f"host's with `ssh {entry['ssh']} ifconfig`")
-        return tuple(ips)
-
-    def _rdma(self, entry: dict[str, Any], where: str, count: int) -> tuple[str | tuple[str, ...] | None, ...]:
-        rdma = entry.get("rdma") or []
-        if not isinstance(rdma, list):
-            self._fail(f'{where}: rdma is {rdma!r}; must be a list such as [null, "rdma_en2"]')
+        fields = self._fields(entry, HOST_FIELDS, f"{where}: ")
+        ips, rdma = fields.get("ips", []), fields.get("rdma") or []
+        for address in ips:
+            self._check("address", address, f"{where}: ips", "has", ssh=str(ssh))
         if rdma and len(rdma) != count:
             self._fail(f"{where}: rdma has {len(rdma)} entries; must have one for each of the {count} hosts, null for "
                        "itself")
-        devices: list[str | tuple[str, ...] | None] = []
         for device in rdma:
-            several = device if isinstance(device, list) else [device]
-            if device is not None and (not several or not all(isinstance(one, str) and one for one in several)):
-                self._fail(f'{where}: rdma has {device!r}; must be a device such as "rdma_en2", a list of devices, or '
-                           "null")
-            devices.append(tuple(device) if isinstance(device, list) else device)
-        return tuple(devices)
+            self._check("device", device, f"{where}: rdma", "has")
+        memory = fields.get("memory")
+        return HostEntry(
+            ssh=str(ssh), ips=tuple(ips), python=fields.get("python"),
+            rdma=tuple(tuple(device) if isinstance(device, list) else device for device in rdma),
+            memory_bytes=None if memory is None else memory_size(str(memory), f"{self._where}: {where}: memory"),
+            facts=tuple((name, str(fields[name])) for name in PLAN_FIELDS if name in fields))
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value) and value.isprintable()
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_address(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(ipaddress.IPv4Address(value))
+    except ValueError:
+        return False
+
+
+def _is_device(value: object) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return value is None or (bool(names) and all(isinstance(name, str) and name for name in names))
+
+
+CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "backend": (("", *BACKENDS).__contains__, f"one of {', '.join(BACKENDS)}"),
+    "envs": (_is_list, 'a list of texts such as "NAME=value"'),
+    "NAME=value": (lambda text: _is_text(text) and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text) is not None,
+                   'a text such as "NAME=value"'),
+    "host": (lambda entry: isinstance(entry, dict), 'an object such as {{"ssh": "mac1", "ips": ["10.0.0.1"]}}'),
+    "ssh": (lambda text: _is_text(text) and not text.startswith("-") and " " not in text,
+            'what `ssh` is given to reach the host, such as "mac1.local" or "user@10.0.0.1"'),
+    "python": (_is_text, "the path of that host's Python"),
+    "ips": (_is_list, 'a list such as ["10.0.0.1"]'),
+    "address": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with "
+                             "`ssh {ssh} ifconfig`"),
+    "rdma": (_is_list, 'a list such as [null, "rdma_en2"]'),
+    "device": (_is_device, 'a device such as "rdma_en2", a list of devices, or null'),
+    **dict.fromkeys(PLAN_FIELDS, (lambda value: isinstance(value, str | int | float) and not isinstance(value, bool),
+                                  "a text or a number")),
+}
+"""Kind of a value, mostly its field -> its check, and what it must be."""
 
 
 def hosts_of(hostfile: Hostfile, entries: Sequence[int] | None) -> tuple[HostEntry, ...]:
-    """The hosts with these numbers, in this order, or all. Raises ConfigError."""
+    """Return the hosts with these numbers, in this order, or all. Raises ConfigError."""
     for number in entries or ():
         if number >= len(hostfile.hosts):
             raise ConfigError(f"--host-entries {number}: {hostfile.path} has {len(hostfile.hosts)} hosts, counted from "

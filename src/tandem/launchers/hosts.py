@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -12,30 +14,40 @@ from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
-from tandem.launchers.member import Member, RemoteRank
-from tandem.launchers.roster import Roster
+from tandem.launchers.roster import JoinedHost, RemoteRank, Roster
 from tandem.launchers.worlds import Devices, any_world, jaccl_world, nccl_world, ring_world
+from tandem.printable import printable
 from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import HostPayload
 
 log = logging.getLogger(__name__)
 
+JOIN_S = 30.0
+"""Seconds that a rank host tries to join."""
 WAIT_S = 0.1
 SEEK_S = 30.0
-"""Seconds between two warnings that a lost machine does not come back."""
+"""Seconds between two warnings about a lost machine that does not return."""
+
+
+def copy_line(label: str, line: str) -> None:
+    """Add a line of a rank host to the log. It has its own time, level and rank; `label` tells where it is from."""
+    sys.stderr.write(printable(f"[{label}] {line}\n"))
+    sys.stderr.flush()
 
 
 class HostsLauncher(Launcher):
-    """Listens for rank hosts; what is left to subclasses is to bring them (`bring`), and to end them (`release`)."""
+    """Listens for rank hosts. Subclasses start them (`bring`) and end them (`release`)."""
 
     def __init__(self, parallel: ParallelSettings, *, bind: str, port: int = 0, keys: ClusterKeys | None = None,
-                 tickets: bool = True) -> None:
+                 tickets: bool = True, log_level: str = "INFO") -> None:
         """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
 
-        With `tickets` each rank host must show what `Roster.issue` was last given for its slot. Raises UsageError when
-        the port is taken.
+        With `tickets` each rank host must show the one of its latest invitation. `log_level` is theirs. Raises
+        UsageError when the port is taken.
         """
         self._bind = bind
+        self._log_level = log_level
         self._threads = parallel.threads_per_rank
         self.keys = keys or ClusterKeys.generate()
         try:
@@ -44,66 +56,77 @@ class HostsLauncher(Launcher):
             why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
             raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "
                              "--head-address", param="join_port") from error
-        self._members: list[Member] = []
-        """By rank."""
+        self._members: list[JoinedHost] = []
+        """Hosts by rank."""
         self._slots: list[int] = []
-        """Of each rank."""
+        """Slot of each rank."""
         self._sought_at = 0.0
         self._trouble = ""
-        """Why a machine that was there once could not come lately."""
+        """Why a machine that had joined once could not return lately."""
         self._files: dict[int, dict[str, str]] = {}
         self._gangs = 0
-        """How many have been recruited."""
+        """Number of gangs that were recruited."""
 
     @property
     def bus_host(self) -> str:
-        """Where the join socket is bound, too."""
+        """Address to which the join socket is bound, too."""
         return self._bind
+
+    def invite(self, slot: int, head: str, address: str | None = None, join_timeout: float = JOIN_S) -> HostPayload:
+        """Return the payload for a new rank host for `slot` that reaches this machine at `head`; remove the one before.
+        `address` and `join_timeout` as in `HostPayload`."""
+        ticket = secrets.token_hex(16)
+        self.roster.issue(slot, ticket)
+        return HostPayload(keys=self.keys, endpoints=[f"{head}:{self.roster.port}"], slot=slot, ticket=ticket,
+                           address=address, join_timeout=join_timeout, log_level=self._log_level)
 
     # --- what subclasses do ---
 
     @abstractmethod
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """See to it that a rank host comes for each slot in `missing`. Called over and over while any is missing.
+        """Start a rank host for each slot in `missing`. Called over and over while any is missing.
 
-        `first` is True until all have been there once. Raises UsageError or RankFailure when one cannot come.
+        `first` is True until all have joined once. Raises UsageError or RankFailure when one cannot be started.
         """
 
     @abstractmethod
     def describe_missing(self, missing: list[int]) -> str:
-        """One line about who has not come in time, with the remedy."""
+        """Return a line that names the hosts which did not join in time, with the remedy."""
+
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Note that the rank hosts of all these slots have joined: one that is missing from now on was lost."""
 
     def release(self) -> None:
-        """End what was started to bring rank hosts, which have been told to end."""
+        """End what `bring` started; the rank hosts were told to end."""
 
     def addresses(self, slot: int) -> list[str]:
-        """Addresses (IPs) over which the rank's collectives shall go; the first is used where only one can be."""
+        """Return the addresses (IPs) for the rank's collectives; the first is used where only one can be."""
         member = self._member(slot)
         mlx = member.mlx
         if mlx.rank is not None and mlx.rank < len(mlx.hostfile):
-            return [one.rpartition(":")[0] for one in mlx.hostfile[mlx.rank]]
+            return [endpoint.rpartition(":")[0] for endpoint in mlx.hostfile[mlx.rank]]
         return [self._address(member)]
 
     def devices(self, slot: int) -> Devices:
-        """RDMA devices of the rank's machine towards each slot; empty when they are not known."""
+        """Return the RDMA devices of the rank's machine towards each slot; empty when unknown."""
         mlx = self._member(slot).mlx
         return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
 
-    def _member(self, slot: int) -> Member:
+    def _member(self, slot: int) -> JoinedHost:
         return self._members[self._slots.index(slot)]
 
     def default_backend(self) -> str:
-        """Backend for `auto`."""
-        return next((one.mlx.backend for one in self._members if one.mlx.backend), "ring")
+        """Return the backend for `auto`."""
+        return next((member.mlx.backend for member in self._members if member.mlx.backend), "ring")
 
     # --- the launcher ---
 
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
-        """Wait for the rank hosts, having brought them."""
+        """Start the rank hosts and wait for them."""
         first = self._gangs == 0
         wanted = list(range(count)) if slots is None else list(slots)
-        while missing := [slot for slot in wanted if (found := self.roster.fill(count))[slot] is None]:
+        while missing := [slot for slot in wanted if (joined := self.roster.fill(count))[slot] is None]:
             self._bring(missing, first=first)
             if time.monotonic() > deadline:
                 words = self._trouble or self.describe_missing(missing)
@@ -113,51 +136,52 @@ class HostsLauncher(Launcher):
                 on_wait()
         self._gangs += 1
         self._trouble = ""
-        self._members = [member for slot in wanted if (member := found[slot]) is not None]
+        self._members = [member for slot in wanted if (member := joined[slot]) is not None]
         self._slots = wanted
         self._files.clear()
+        self.recruited(wanted)
         return [self._place(member) for member in self._members]
 
-    def _place(self, member: Member) -> Place:
+    def _place(self, member: JoinedHost) -> Place:
         facts = member.facts
         together = self._together(member)
         memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # that of a GPU is not known here
-        shared_out = bool(facts.gpus) and len({tuple(one.facts.gpus) for one in together}) == len(together) > 1
+        shared_out = bool(facts.gpus) and len({tuple(other.facts.gpus) for other in together}) == len(together) > 1
         return Place(host=facts.name, machine=facts.machine, address=self._address(member),
                      engine_address=member.join.head, memory_bytes=memory,
                      own_gpu=shared_out or bool(self._gpu(member, together)))
 
-    def _together(self, member: Member) -> list[Member]:
-        """All that run on its machine, by rank."""
-        return [one for one in self._members if one.facts.machine == member.facts.machine]
+    def _together(self, member: JoinedHost) -> list[JoinedHost]:
+        """Return the hosts on its machine, by rank."""
+        return [other for other in self._members if other.facts.machine == member.facts.machine]
 
     def _bring(self, missing: list[int], *, first: bool) -> None:
-        """`bring`, where a machine that has been there once, and cannot come now, may still come in time."""
+        """Call `bring`; a machine that had joined once and cannot return now may still return in time."""
         try:
             self.bring(missing, first=first)
         except RankFailure as failure:
             self._trouble = failure.message
             if time.monotonic() - self._sought_at > SEEK_S:
                 self._sought_at = time.monotonic()
-                log.warning("%s; it is sought again", failure.message)
+                log.warning("%s; trying again", failure.message)
 
     def present(self, count: int) -> list[int] | None:
-        """Slots whose rank hosts are there; the others are brought again."""
-        found = self.roster.fill(count)
-        missing = [slot for slot, member in enumerate(found) if member is None]
+        """Return the slots whose rank hosts are connected; the others are started again."""
+        joined = self.roster.fill(count)
+        missing = [slot for slot, member in enumerate(joined) if member is None]
         if missing:
             self._bring(missing, first=False)
         return [slot for slot in range(count) if slot not in missing]
 
-    def _address(self, member: Member) -> str:
-        """A machine that reached the head over loopback is the head's; others know that by another address."""
+    def _address(self, member: JoinedHost) -> str:
+        """Return the address for other machines. One that reached the head over loopback is the head's own machine."""
         own = member.facts.address
         if not own.startswith("127."):
             return own
-        return next((one.join.head for one in self._members if not one.facts.address.startswith("127.")), own)
+        return next((other.join.head for other in self._members if not other.facts.address.startswith("127.")), own)
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """An MLX group. The first gang uses what mlx.launch has prepared, if it did; later ones take fresh ports."""
+        """Make an MLX group. The first gang uses what mlx.launch prepared, if it did; later ones take fresh ports."""
         chosen = self.default_backend() if backend == "auto" else backend
         world = self._make_world(chosen, ranks)
         for index, rank in enumerate(ranks):
@@ -186,7 +210,7 @@ class HostsLauncher(Launcher):
                            self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
     def _mpi(self, ranks: Sequence[int]) -> World:
-        """Ranks inherit what mpirun gave to their rank hosts, and it lets them start once."""
+        """Make a group of ranks that inherit what mpirun gave to their hosts; mpirun lets them start once."""
         if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
             raise LayoutError("--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
                               "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`", param="backend")
@@ -197,25 +221,25 @@ class HostsLauncher(Launcher):
     def _listeners(self, rank: int) -> list[str]:
         member, addresses = self._members[rank], self.addresses(self._slots[rank])
         mlx = member.mlx
-        given = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
+        prepared = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
         listeners = []
         for index, address in enumerate(addresses):
-            wanted = [int(given[index].rpartition(":")[2])] if given and self._gangs == 1 else []
+            wanted = [int(prepared[index].rpartition(":")[2])] if prepared and self._gangs == 1 else []
             [port] = self.roster.reserve(member, address, 1, wanted)
             listeners.append(f"{address}:{port}")
         return listeners
 
-    def _coordinator(self, rank: int, given: str) -> str:
-        """IP:port on the rank's machine where the others of its group meet."""
-        address, _, port = given.rpartition(":")
-        if rank or not given:
+    def _coordinator(self, rank: int, prepared: str) -> str:
+        """Return IP:port on the rank's machine at which its group meets."""
+        address, _, port = prepared.rpartition(":")
+        if rank or not prepared:
             address, port = self.addresses(self._slots[rank])[0], ""
         wanted = [int(port)] if port and self._gangs == 1 else []
         [free] = self.roster.reserve(self._members[rank], address, 1, wanted)
         return f"{address}:{free}"
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
-        """Have the rank's host start it."""
+        """Have the rank's host start the rank."""
         member = self._members[rank]
         process = self.roster.begin(member)
         self.roster.send(member, StartRank(process.number, rank, payload, self._variables(rank), extra_env,
@@ -228,28 +252,28 @@ class HostsLauncher(Launcher):
         return environment | thread_variables(self._threads) if self._threads else environment
 
     def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
-        """On the rank's machine."""
+        """Start a standby process on the rank's machine."""
         member = self._members[rank]
         self.roster.send(member, KeepSpare(rank, spec, self._variables(rank), len(self._together(member))))
 
     def drop_spares(self) -> None:
-        """Those whose hosts are there; what waits at another ends with it."""
+        """End the standby processes of connected hosts; those of a lost host end with it."""
         for member in self._members:
             self.roster.send(member, DropSpare())
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Variables that the user wants ranks to have."""
+        """Return variables that the user sets for ranks."""
         return {}
 
     @staticmethod
-    def _gpu(member: Member, together: list[Member]) -> dict[str, str]:
-        """A GPU for each rank of a machine, if there are enough, and they are not shared out already."""
+    def _gpu(member: JoinedHost, together: list[JoinedHost]) -> dict[str, str]:
+        """Assign a GPU to each rank of a machine, if there are enough and they are not assigned already."""
         gpus = member.facts.gpus
-        if not 1 < len(together) <= len(gpus) or any(one.facts.gpus != gpus for one in together):
+        if not 1 < len(together) <= len(gpus) or any(other.facts.gpus != gpus for other in together):
             return {}
         return {"CUDA_VISIBLE_DEVICES": gpus[together.index(member)]}
 
     def close(self) -> None:
-        """Release the rank hosts."""
+        """Release the rank hosts and end them."""
         self.roster.close()
         self.release()

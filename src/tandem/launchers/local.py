@@ -1,26 +1,83 @@
-"""All ranks on this machine."""
+"""Rank processes on this machine: all ranks of the local launcher, and those of a rank host."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tandem.errors import LayoutError
+import msgspec
+
+from tandem.env import child_environment
+from tandem.errors import LayoutError, SpawnError
 from tandem.launchers.base import Launcher, OnWait, Place, World
-from tandem.launchers.spares import Spares
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
-from tandem.protocol.payloads import WORKER_MODULE
+from tandem.protocol.payloads import STANDBY, WORKER_MODULE
 from tandem.system.identity import machine_id
+
+log = logging.getLogger(__name__)
+
+END_S = 10.0
+Variables = Mapping[str, str | None]
 
 
 def thread_variables(count: int) -> dict[str, str]:
-    """Environment in which numerical libraries use `count` threads."""
+    """Return the environment in which numerical libraries use `count` threads."""
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
 
 
+class Spares:
+    """Standby processes, at most one for each rank, in the rank's environment. Without one a rank starts anew."""
+
+    def __init__(self, module: str = WORKER_MODULE) -> None:
+        """`module` is the ranks' entry point; only Tandem's own has standby processes."""
+        self._module = module
+        self._waiting: dict[int, tuple[ChildProcess, dict[str, str]]] = {}
+
+    def keep(self, rank: int, spec: bytes, variables: Variables) -> None:
+        """Start a standby process for `rank` with its specification, unless one waits already."""
+        env = child_environment(variables)
+        if self._module != WORKER_MODULE or self._fits(rank, env):
+            return
+        self.drop(rank)
+        try:
+            process = ChildProcess(WORKER_MODULE, spec, env=env, name=f"rank {rank}", arguments=(STANDBY,))
+            self._waiting[rank] = process, env
+        except SpawnError as error:
+            log.warning("No standby process for rank %d: %s", rank, error)
+
+    def start(self, rank: int, payload: bytes, variables: Variables, late: Mapping[str, str]) -> ChildProcess:
+        """Start the rank in the standby process with an environment of these `variables`, or else in a new one. `late`
+        are variables of this gang alone, which no import reads. Raises SpawnError."""
+        env = child_environment(variables)
+        if not self._fits(rank, env):
+            self.drop(rank)
+            return ChildProcess(self._module, payload, env={**env, **late}, name=f"rank {rank}")
+        process, _ = self._waiting.pop(rank)
+        process.tell(msgspec.json.encode(dict(late)))
+        process.tell(payload)
+        return process
+
+    def drop(self, rank: int) -> None:
+        """End the process that waits for `rank`, if there is one."""
+        if rank in self._waiting:
+            process, _ = self._waiting.pop(rank)
+            process.kill()
+            process.wait(END_S)
+
+    def clear(self) -> None:
+        """End all standby processes."""
+        for rank in list(self._waiting):
+            self.drop(rank)
+
+    def _fits(self, rank: int, env: dict[str, str]) -> bool:
+        process, theirs = self._waiting.get(rank, (None, env))
+        return process is not None and process.poll() is None and not process.stopped and theirs == env
+
+
 class LocalLauncher(Launcher):
-    """Starts ranks as child processes, with the machine's cores and GPUs shared out among them."""
+    """Starts ranks as child processes, and divides the machine's cores and GPUs among them."""
 
     def __init__(self, threads_per_rank: int | None, module: str = WORKER_MODULE, cuda: bool = False) -> None:
         """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
@@ -36,14 +93,14 @@ class LocalLauncher(Launcher):
 
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
-        """This machine has room for any number."""
+        """Return places on this machine, which has room for any number."""
         count = count if slots is None else len(slots)
         here = Place(host="this machine", machine=machine_id(), address=self.bus_host, engine_address=self.bus_host,
                      own_gpu=len(visible_gpus()) >= count > 1)
         return [here] * count
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """A group on loopback; by default over NCCL if each of the ranks has an NVIDIA GPU of its own, else a ring.
+        """Make a group on loopback; by default over NCCL if each rank has an NVIDIA GPU of its own, else a ring.
 
         Raises LayoutError for ranks that would have to share a GPU: their sums come to a standstill on CUDA.
         """
@@ -62,20 +119,20 @@ class LocalLauncher(Launcher):
         return self._spares.start(rank, payload, self.variables(rank, world_size), extra_env)
 
     def variables(self, rank: int, world_size: int) -> dict[str, str]:
-        """A rank's part of the cores and GPUs, as variables of its environment."""
+        """Return a rank's part of the cores and GPUs, as variables of its environment."""
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
         gpus = visible_gpus() if world_size > 1 else []
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
         return {**threads, **device}
 
     def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
-        """As a child of this process."""
+        """Start a standby process as a child of this one."""
         self._spares.keep(rank, spec, self.variables(rank, world_size))
 
     def drop_spares(self) -> None:
-        """End them."""
+        """End the standby processes."""
         self._spares.clear()
 
     def close(self) -> None:
-        """End what waits."""
+        """End the standby processes."""
         self._spares.clear()

@@ -1,4 +1,4 @@
-"""From settings to machines: which hosts of the hostfile an engine has."""
+"""The hosts of the hostfile that an engine has, from its settings."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tandem.launchers.hostfile import HostEntry, hosts_of, read_hostfile
 
 
 def hosts_for(parallel: ParallelSettings) -> tuple[HostEntry, ...]:
-    """Hosts of the hostfile that these settings use; empty without one. Raises ConfigError."""
+    """Return the hosts of the hostfile that these settings use; empty without a hostfile. Raises ConfigError."""
     if parallel.hostfile is None:
         return ()
     return hosts_of(read_hostfile(parallel.hostfile), parallel.host_entries)
 
 
 def named_backend(parallel: ParallelSettings) -> str | None:
-    """The backend that these settings name, or else their hostfile; None if neither does. Raises ConfigError."""
+    """Return the backend that the settings, or else their hostfile, name; None if neither does. Raises ConfigError."""
     if parallel.backend not in ("auto", "any"):
         return parallel.backend
-    found = None if parallel.hostfile is None else read_hostfile(parallel.hostfile).backend
-    return None if found == "any" else found
+    backend = None if parallel.hostfile is None else read_hostfile(parallel.hostfile).backend
+    return None if backend == "any" else backend
 
 
 def with_layout(parallel: ParallelSettings) -> ParallelSettings:
-    """With a hostfile and no layout: a pipeline over all its hosts, or as many as each replica gets.
+    """Add a layout where a hostfile comes without one: a pipeline over all hosts that each replica gets.
 
     Raises LayoutError when there are too few hosts.
     """
@@ -48,7 +48,7 @@ def with_layout(parallel: ParallelSettings) -> ParallelSettings:
 
 
 def replica_hosts(parallel: ParallelSettings, index: int) -> ParallelSettings:
-    """One replica's settings: the layout of each, and its own group of hosts.
+    """Return one replica's settings, with its own group of hosts.
 
     Replica i has the i-th group; one that is added later takes hosts that are left over, else it raises LayoutError.
     """
@@ -66,24 +66,25 @@ def replica_hosts(parallel: ParallelSettings, index: int) -> ParallelSettings:
 
 
 def ranks_of(parallel: ParallelSettings) -> int:
-    """Ranks of one replica."""
+    """Return the number of ranks of one replica."""
     return sum(parallel.parallel) if parallel.parallel else (
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
 
 
 def role_of(parallel: ParallelSettings) -> Role:
-    """What one replica, with settings of its own, is for."""
+    """Return the role of one replica, from its own settings."""
     return parallel.roles[0] if parallel.roles else "both"
 
 
 def told_memory(parallel: ParallelSettings) -> list[int]:
-    """Memory of each host in bytes, if the hostfile tells that of all; else empty."""
+    """Return the memory of each host in bytes, if the hostfile tells that of all; else an empty list."""
     known = [host.memory_bytes for host in hosts_for(parallel)]
-    return [] if None in known else [one or 0 for one in known]
+    return [] if None in known else [size or 0 for size in known]
 
 
 def stage_memory(parallel: ParallelSettings, sizes: Sequence[int]) -> list[int]:
-    """What each stage weighs in the layer split: its hosts' memory where the hostfile tells all, else its ranks."""
+    """Return the weight of each stage in the layer split: its hosts' memory where the hostfile tells that of all, else
+    its number of ranks."""
     memory = told_memory(parallel)[:sum(sizes)]
     if not memory:
         return list(sizes)

@@ -1,4 +1,4 @@
-"""Rank hosts that people start, with `tandem rank`, or `mlx.launch` for them: the head only waits."""
+"""Rank hosts that people start with `tandem rank`, or under `mlx.launch`; the head only waits for them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ALL_ADDRESSES = "0.0.0.0"
 
 
 class ManualLauncher(HostsLauncher):
-    """Takes rank hosts in any order; those beyond what the layout needs wait as spares."""
+    """Accepts rank hosts in any order; those beyond what the layout needs stand by."""
 
     def __init__(self, parallel: ParallelSettings) -> None:
-        """Raises UsageError: no token file, or the port is taken."""
+        """Read or make the token file, and listen. Raises UsageError without one, or when the port is taken."""
         if not parallel.token_file:
             raise ConfigError("--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
                               "machine for `tandem rank`", param="token_file")
@@ -35,20 +35,20 @@ class ManualLauncher(HostsLauncher):
                          keys=make_token(self._token_file), tickets=False)
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Say once what to do."""
+        """Log once how to start rank hosts."""
         if self._told != len(missing):
             self._told = len(missing)
             log.info("waiting for %d rank(s) to join: on each machine run `tandem rank --join THIS-MACHINE:%d "
                      "--token-file %s` (a copy of that file)", len(missing), self.roster.port, self._token_file)
 
     def describe_missing(self, missing: list[int]) -> str:
-        """How many have not come."""
+        """Return a line with the number of rank hosts that did not join, and the remedy."""
         return (f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
                 f"THIS-MACHINE:{self.roster.port} --token-file FILE` on their machines")
 
 
 def make_token(path: str) -> ClusterKeys:
-    """The keys in a token file, which is made when it is missing. Raises ConfigError."""
+    """Return the keys in a token file; make one with fresh keys when it is missing. Raises ConfigError."""
     try:
         descriptor = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -62,7 +62,7 @@ def make_token(path: str) -> ClusterKeys:
 
 
 def read_token(path: str) -> ClusterKeys:
-    """The keys in a token file. Raises ConfigError: missing, readable by others, or not one."""
+    """Read the keys in a token file. Raises ConfigError when it is missing, readable by others, or no token file."""
     try:
         file = Path(path).expanduser()
         content, mode = read_regular(file, BY_HAND), file.stat().st_mode

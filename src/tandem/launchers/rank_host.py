@@ -1,6 +1,6 @@
 """A rank host: the process on a rank's machine that joins the head and starts, watches and kills a rank there.
 
-`python -m tandem.launchers.rank_host`, with a `HostPayload` as a line on standard input, is what launchers start;
+`python -m tandem.launchers rank-host`, with a `HostPayload` as a line on standard input, is what launchers start;
 `tandem rank` is the same for people. It holds no mlx, so it stays awake while its rank is stuck in a collective: a rank
 ends within `heartbeat_timeout` of the last sign of the head, whatever has happened to either, or to the network.
 """
@@ -22,12 +22,10 @@ from types import FrameType
 
 import msgspec
 
-from tandem.borders import own_process
 from tandem.descriptors import raise_limit
 from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
-from tandem.launchers.local import thread_variables
-from tandem.launchers.spares import Spares
+from tandem.launchers.local import END_S, Spares, Variables, thread_variables
 from tandem.launchers.worlds import free_ports, written_files
 from tandem.log import Seldom, set_up
 from tandem.processes.child import receive_payload, watch_lifeline
@@ -43,16 +41,15 @@ seldom = Seldom(log)
 
 POLL_S = 0.1
 JOIN_S = 3.0
-"""Seconds that the head gets to answer at one of its addresses, before the next is tried."""
+"""Seconds to wait for the head at one of its addresses before the next is tried."""
 REPEAT_S = 0.5
-END_S = 10.0
 WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING",
                    "NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE")
-"""Of the process that started this one, not for ranks: the head says which group a rank is in."""
+"""Variables of the process that started this one, which ranks must not inherit: the head tells them their group."""
 
 
 class _Rank:
-    """The rank process and the files that it was given."""
+    """The rank process and the files of its group."""
 
     def __init__(self, order: hosts.StartRank, spares: Spares) -> None:
         self.number = order.number
@@ -61,19 +58,19 @@ class _Rank:
         self.process = spares.start(order.rank, order.payload, _variables(order), world)
 
     def kill(self) -> None:
-        """End it and take its files away. Idempotent."""
+        """End the process and delete its files. Idempotent."""
         self.process.kill()
         self.process.wait(END_S)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _variables(order: hosts.StartRank | hosts.KeepSpare) -> dict[str, str | None]:
+def _variables(order: hosts.StartRank | hosts.KeepSpare) -> Variables:
     threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
     return {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
 
 
 class RankHost:
-    """Joins, and does what the head says until it is released, refused, or loses the head."""
+    """Joins the head and obeys it until it is released, refused, or loses the head."""
 
     def __init__(self, payload: HostPayload, mlx: hosts.MlxWorld | None = None) -> None:
         self._payload = payload
@@ -86,11 +83,11 @@ class RankHost:
         self._heartbeat_s = 0.0
 
     def end(self) -> None:
-        """Have `run` return soon. From any thread, or a signal handler."""
+        """Make `run` return soon. From any thread, or a signal handler."""
         self._told_to_end = True
 
     def run(self) -> int:
-        """Returns an exit code: 0 when the head released it. Raises UsageError."""
+        """Serve until the end. Return an exit code, 0 when the head released this host. Raises UsageError."""
         while True:
             link = self._join()
             if link is None:
@@ -109,7 +106,7 @@ class RankHost:
     # --- joining ---
 
     def _join(self) -> HostEnd | None:
-        """Try the head's addresses in turn. None when told to end; raises UsageError when none answers in time."""
+        """Try the head's addresses in turn; None when told to end. Raises UsageError when none answers in time."""
         payload = self._payload
         deadline = time.monotonic() + payload.join_timeout
         troubles: dict[str, str] = {}
@@ -168,7 +165,7 @@ class RankHost:
     # --- serving ---
 
     def _serve(self, link: HostEnd) -> int | None:
-        """Obey until the end. The exit code, or None when the head is lost."""
+        """Obey the head. Return the exit code, or None when the head is lost."""
         heard = time.monotonic()
         while not self._told_to_end:
             try:
@@ -182,10 +179,10 @@ class RankHost:
             if isinstance(message, hosts.Release):
                 return 0
             if isinstance(message, hosts.JoinAgain):
-                log.error("the head had given this machine up; the rank ends")
+                log.error("Removed by the head after a silence: ending the rank")
                 return None
             if now - heard > self._heartbeat_s:
-                log.error("no word from the head for %.0f s (heartbeat_timeout); the rank ends", self._heartbeat_s)
+                log.error("No message from the head for %.0f s (heartbeat_timeout): ending the rank", self._heartbeat_s)
                 return None
             if message is not None:
                 self._obey(link, message)
@@ -252,8 +249,7 @@ def host_ranks(payload: HostPayload) -> int:
 
 
 def main() -> int:
-    """Entry point for launchers."""
-    own_process()
+    """Run the rank host that a launcher has started, by the payload on standard input. Return its exit code."""
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
     set_up(payload.log_level, prefix="[rank host]")
     try:
@@ -262,6 +258,3 @@ def main() -> int:
         print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by whoever started this
         return 2
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The launchers there are, and what each is like. Nobody else compares their names; what a launcher brings along is
+"""The table of launchers and their properties. No other module compares their names; what a launcher needs is
 imported when it is made."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.system.cuda import uses_cuda
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherKind:
-    """What other packages may ask of a launcher before there is one."""
+    """Properties of a kind of launcher, for other packages, before one is made."""
 
     make: Callable[[Settings], Launcher]
     """Raises UsageError."""
@@ -43,7 +43,7 @@ def _ssh(settings: Settings) -> Launcher:
 
 
 def _ray(settings: Settings) -> Launcher:
-    from tandem.launchers.ray.hosts import RayLauncher
+    from tandem.launchers.ray.launcher import RayLauncher
 
     return RayLauncher(settings)
 
@@ -64,25 +64,25 @@ LAUNCHERS = {
 
 
 def launcher_kind(parallel: ParallelSettings) -> LauncherKind:
-    """That of the launcher which these settings choose."""
+    """Return the kind of the launcher that these settings choose."""
     return LAUNCHERS[parallel.chosen_launcher]
 
 
 def make_launcher(settings: Settings) -> Launcher:
-    """The launcher that the settings ask for. Raises UsageError."""
+    """Make the launcher that the settings choose. Raises UsageError."""
     return launcher_kind(settings.parallel).make(settings)
 
 
 def on_several_machines(parallel: ParallelSettings) -> bool:
-    """Ranks of all replicas together may be on more machines than this one, as far as can be known. Raises
+    """True if the ranks of all replicas may be on more machines than this one, as far as is known. Raises
     ConfigError."""
     kind = launcher_kind(parallel)
     return not (kind.here or (kind.by_hostfile and all(host.is_here for host in hosts_for(parallel))))
 
 
 def sharing(parallel: ParallelSettings, index: int) -> int:
-    """Replicas that share the machines of replica `index`, as far as can be known: the hostfile's hosts tell, ranks on
-    this machine share it, and what joins by hand has a machine of its own."""
+    """Count the replicas that share the machines of replica `index`, as far as is known. Replicas share a machine by
+    the hostfile, or run on this one; what joins by hand has a machine of its own."""
     count, kind = parallel.data_parallel_size, launcher_kind(parallel)
     if not kind.by_hostfile:
         return count if kind.here else 1

@@ -1,19 +1,17 @@
-"""The rank hosts that have joined: a thread of the head talks with them, whatever the engine's thread is doing."""
+"""Membership of rank hosts: a thread of the head talks with those that have joined, beside the engine's thread."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-import socket
 import threading
 import time
-from dataclasses import dataclass, field
-
-import zmq
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.borders import start_thread
 from tandem.errors import RankFailure, TransportError
 from tandem.launchers.facts import versions
-from tandem.launchers.member import Member, RemoteRank
 from tandem.log import Seldom
 from tandem.protocol import hosts
 from tandem.protocol.keys import ClusterKeys
@@ -22,37 +20,94 @@ from tandem.transport.bus import HeadEnd
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
-POLL_MS = 100
+POLL_S = 0.1
 PING_S = 1.0
 ASK_S = 10.0
-"""Seconds in which a rank host must answer a question."""
+"""Seconds for a rank host to answer a question."""
 LOST = 255
-"""Exit code of a rank whose host is lost."""
+"""Exit code of a rank on a lost host."""
 
 
-@dataclass
-class _Answers:
-    numbers: int = 0
-    ports: dict[int, hosts.Ports] = field(default_factory=dict)
+class RemoteRank:
+    """A rank process on another machine, as its rank host reports it."""
+
+    def __init__(self, number: int, member: JoinedHost, kill: Callable[[], None], changed: threading.Condition) -> None:
+        self.number = number
+        self.pid = 0
+        self.stopped = False
+        self._member = member
+        self._kill = kill
+        self._changed = changed
+        self._code: int | None = None
+        self._how = ""
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._code
+
+    def describe_exit(self) -> str:
+        """Tell in words how it ended, and where."""
+        where = self._member.facts.name
+        return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
+
+    def ended(self, code: int, how: str) -> None:
+        """Note that it has ended; the roster calls it."""
+        with self._changed:
+            if self._code is None:
+                self._code, self._how = code, how
+            self._changed.notify_all()
+
+    def kill(self) -> None:
+        """Have its host kill it."""
+        if self._code is None:
+            self._kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when `timeout_s` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._code is not None, timeout_s)
+
+
+@dataclass(eq=False)
+class JoinedHost:
+    """A rank host that has joined."""
+
+    identity: bytes
+    join: hosts.Join
+    slot: int | None
+    """Rank that it is for; None while it stands by."""
+    heard: float
+    rank: RemoteRank | None = None
+
+    @property
+    def facts(self) -> hosts.HostFacts:
+        """Facts of its machine."""
+        return self.join.facts
+
+    @property
+    def mlx(self) -> hosts.MlxWorld:
+        """Variables of mlx.launch on its machine."""
+        return self.join.mlx
 
 
 class Roster:
-    """Who has joined. Methods are for the engine's thread; members that fall silent are struck off."""
+    """The rank hosts that have joined; silent ones are removed. Methods are for the engine's thread."""
 
     def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
-        """With `tickets` a rank host needs the one that was last issued for its slot. Raises TransportError."""
+        """Listen. With `tickets` a rank host needs the one that was last issued for its slot. Raises TransportError."""
         self._end = HeadEnd(keys, host, port)
         self.port = self._end.port
         self._heartbeat = heartbeat_s
         self._needs_tickets = tickets
         self._tickets: dict[int, str] = {}
         self._count = 0
-        self._members: dict[bytes, Member] = {}
+        self._members: dict[bytes, JoinedHost] = {}
         self._changed = threading.Condition()
-        self._answers = _Answers()
+        self._numbers = itertools.count(1)
+        """For ranks and questions."""
+        self._ports: dict[int, hosts.Ports] = {}
+        """Answers, by the number of the question."""
         self._refusals: dict[int | None, str] = {}
-        self._outbox: list[tuple[bytes, hosts.HeadMessage]] = []
-        self._bell, self._ring = socket.socketpair()
         self._closing = False
         self._pinged = 0.0
         self._thread = start_thread(self._run, name="roster", on_failure=self._broken)
@@ -60,53 +115,45 @@ class Roster:
     # --- the engine's thread ---
 
     def issue(self, slot: int, ticket: str) -> None:
-        """The rank host for `slot` that joins with `ticket` is let in, once; whoever has the slot is struck off."""
+        """Admit the rank host that joins for `slot` with `ticket`, once. Remove another host in that slot."""
         with self._changed:
             self._tickets[slot] = ticket
             self._refusals.pop(slot, None)
-            for member in [one for one in self._members.values() if one.slot == slot]:
+            for member in [other for other in self._members.values() if other.slot == slot]:
                 self._strike(member, "another is started in its place", level=logging.INFO)
 
-    def fill(self, count: int) -> list[Member | None]:
-        """Who is there for each of `count` ranks; spare ones, in the order of joining, take the places without."""
+    def fill(self, count: int) -> list[JoinedHost | None]:
+        """Return the host of each of `count` ranks, or None; standby hosts fill empty places as they have joined."""
         with self._changed:
             self._count = count
-            places: list[Member | None] = [None] * count
+            places: list[JoinedHost | None] = [None] * count
             for member in self._members.values():
                 if member.slot is not None and member.slot < count:
                     places[member.slot] = member
-            spare = (one for one in self._members.values() if one.slot is None)
+            standby = (other for other in self._members.values() if other.slot is None)
             for slot in range(count):
-                if places[slot] is None and (chosen := next(spare, None)) is not None:
+                if places[slot] is None and (chosen := next(standby, None)) is not None:
                     chosen.slot = slot
                     places[slot] = chosen
             return places
 
     def refusal(self, slot: int) -> str | None:
-        """Why the rank host for `slot` was sent away, if it was."""
+        """Return why the rank host for `slot` was refused, if it was."""
         with self._changed:
             return self._refusals.pop(slot, None)
 
     def wait(self, timeout_s: float) -> None:
-        """Until somebody joins, leaves or answers, or `timeout_s` seconds have passed."""
+        """Wait until a host joins, leaves or answers, at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def send(self, member: Member, message: hosts.HeadMessage) -> None:
-        """Send soon."""
-        with self._changed:
-            self._outbox.append((member.identity, message))
-        self._ring.send(b"!")
+    def send(self, member: JoinedHost, message: hosts.HeadMessage) -> None:
+        """Have the roster's thread send a message."""
+        self._end.post(member.identity, message)
 
-    def number(self) -> int:
-        """One that was not used before."""
-        with self._changed:
-            self._answers.numbers += 1
-            return self._answers.numbers
-
-    def begin(self, member: Member) -> RemoteRank:
-        """A rank process for the member's host, which is to be told to start it."""
-        number = self.number()
+    def begin(self, member: JoinedHost) -> RemoteRank:
+        """Register a rank process of the member's host, which is told next to start it."""
+        number = next(self._numbers)
         rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
         with self._changed:
             member.rank = rank
@@ -114,25 +161,25 @@ class Roster:
                 rank.ended(LOST, "is lost with its host")
         return rank
 
-    def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
-        """Free ports on the member's machine. Raises RankFailure."""
-        number = self.number()
+    def reserve(self, member: JoinedHost, address: str, count: int, wanted: list[int]) -> list[int]:
+        """Ask for free ports on the member's machine. Raises RankFailure."""
+        number = next(self._numbers)
         self.send(member, hosts.ReservePorts(number, address, count, wanted))
         deadline = time.monotonic() + ASK_S
         with self._changed:
-            while number not in self._answers.ports:
+            while number not in self._ports:
                 if member.identity not in self._members or time.monotonic() > deadline:
                     raise RankFailure(f"{member.facts.name} does not answer")
-                self._changed.wait(POLL_MS / 1000)
-            answer = self._answers.ports.pop(number)
+                self._changed.wait(POLL_S)
+            answer = self._ports.pop(number)
         if answer.problem:
             raise RankFailure(answer.problem)
         return answer.ports
 
     def leave(self, ticket: str, reason: str) -> None:
-        """Strike the member with this ticket off, if it is there: its process is known to have ended. Any thread."""
+        """Remove the member with this ticket: its process has ended. From any thread."""
         with self._changed:
-            for member in [one for one in self._members.values() if one.join.ticket == ticket]:
+            for member in [other for other in self._members.values() if other.join.ticket == ticket]:
                 self._strike(member, reason)
 
     def close(self) -> None:
@@ -141,21 +188,13 @@ class Roster:
             if self._closing:
                 return
             self._closing = True
-        self._ring.send(b"!")
         self._thread.join()
-        self._bell.close()
-        self._ring.close()
 
     # --- its own thread ---
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._end.socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
         while not self._closing:
-            if self._bell.fileno() in dict(poller.poll(POLL_MS)):
-                self._bell.recv(4096)
-            self._send_outbox()
+            self._end.wait(POLL_S)
             while True:
                 try:
                     received = self._end.receive()
@@ -166,31 +205,19 @@ class Roster:
                     break
                 self._take(*received)
             self._keep_up()
-        self._send_outbox()
-        for member in self._members.values():
-            self._post(member.identity, hosts.Release())
         with self._changed:
+            for member in self._members.values():
+                self._end.post(member.identity, hosts.Release())
             self._members.clear()
+        self._end.wait(0.0)
         self._end.close()
 
     def _broken(self, error: BaseException) -> None:
-        """Nobody hears the rank hosts any more: for the engine they are lost, and in a process of its own it ends."""
+        """Remove all hosts, as the thread that hears them has failed. Raises its error, which ends our own process."""
         with self._changed:
             for member in list(self._members.values()):
                 self._strike(member, "cannot be heard: the thread that listens has failed")
         raise error
-
-    def _send_outbox(self) -> None:
-        with self._changed:
-            outbox, self._outbox = self._outbox, []
-        for identity, message in outbox:
-            self._post(identity, message)
-
-    def _post(self, identity: bytes, message: hosts.HeadMessage) -> None:
-        try:
-            self._end.send(identity, message)
-        except TransportError as error:
-            log.debug("%s", error)  # its silence will tell
 
     def _take(self, identity: bytes, message: hosts.HostMessage) -> None:
         if isinstance(message, hosts.Join):
@@ -199,14 +226,14 @@ class Roster:
         with self._changed:
             member = self._members.get(identity)
             if member is None:
-                self._post(identity, hosts.JoinAgain())
+                self._end.post(identity, hosts.JoinAgain())
                 return
             member.heard = time.monotonic()
             rank = member.rank
             if isinstance(message, hosts.Leave):
                 self._strike(member, "has been ended there")
             elif isinstance(message, hosts.Ports):
-                self._answers.ports[message.number] = message
+                self._ports[message.number] = message
             elif rank is not None and isinstance(message, hosts.Pong):
                 rank.stopped = message.stopped
             elif rank is not None and rank.number == message.number:
@@ -219,7 +246,7 @@ class Roster:
     def _greet(self, identity: bytes, join: hosts.Join) -> None:
         with self._changed:
             if identity not in self._members:
-                for earlier in [one for one in self._members.values() if one.join.host_id == join.host_id]:
+                for earlier in [other for other in self._members.values() if other.join.host_id == join.host_id]:
                     if earlier.join.attempt > join.attempt:
                         return  # this one was under way for long; the rank host has connected anew since
                     self._strike(earlier, "has joined anew")
@@ -227,19 +254,19 @@ class Roster:
                     seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
                                    join.facts.address, reason)
                     self._refusals[join.slot] = reason
-                    self._post(identity, hosts.Refuse(reason))
+                    self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
-                member = Member(identity, join, join.slot, time.monotonic())
+                member = JoinedHost(identity, join, join.slot, time.monotonic())
                 self._members[identity] = member
                 log.info("%s has joined from %s%s: %s, %d cores, %.0f GiB", join.facts.name, join.facts.address,
                          "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
                          join.facts.cores, join.facts.memory_bytes / 2**30)
                 self._changed.notify_all()
-        self._post(identity, hosts.Welcome(self._heartbeat))
+        self._end.post(identity, hosts.Welcome(self._heartbeat))
 
     def _objection(self, join: hosts.Join) -> str | None:
-        """Why the rank host cannot be let in; takes its ticket."""
+        """Return why the rank host cannot be admitted, or None; use up its ticket."""
         facts, own = join.facts, versions()
         different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
                      for name in own if facts.versions.get(name) != own[name]]
@@ -252,13 +279,13 @@ class Roster:
         self._tickets.pop(join.slot, None)
         if self._count and join.slot >= self._count:
             return f"rank {join.slot} was asked for, and the layout has {self._count} ranks"
-        holder = next((one for one in self._members.values() if one.slot == join.slot), None)
+        holder = next((other for other in self._members.values() if other.slot == join.slot), None)
         if holder is not None:
             return f"rank {join.slot} is taken: {holder.facts.name} (process {holder.facts.pid}) has it"
         return None
 
     def _keep_up(self) -> None:
-        """Ping all, and strike off the silent."""
+        """Ping all hosts, and remove silent ones."""
         now = time.monotonic()
         if now - self._pinged < PING_S:
             return
@@ -269,9 +296,9 @@ class Roster:
                     self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
             identities = list(self._members)
         for identity in identities:
-            self._post(identity, hosts.Ping(int(now)))
+            self._end.post(identity, hosts.Ping(int(now)))
 
-    def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
+    def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
         log.log(level, "%s is lost: %s; its rank counts as ended", member.facts.name, reason)
         if member.rank is not None:

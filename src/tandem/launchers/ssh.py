@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shlex
 import socket
 import subprocess
@@ -14,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -22,22 +22,19 @@ from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
-from tandem.launchers.base import OnWait, Place
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
-from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.hosts import HostsLauncher, copy_line
 from tandem.launchers.worlds import Devices
-from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
-from tandem.protocol.payloads import HostPayload
+from tandem.protocol.payloads import RANK_HOST
 from tandem.system.origin import install_command
 
 log = logging.getLogger(__name__)
 
-RANK_HOST_MODULE = "tandem.launchers.rank_host"
 CONNECT_S = 10
 ALIVE_S, ALIVE_COUNT = 2, 4
-"""ssh gives a connection up after so many unanswered questions, one in so many seconds."""
+"""Seconds between ssh's keep-alive messages, and how many may stay unanswered before it gives up."""
 SSH_FAILED, NOT_FOUND = 255, 127
 TAIL = 20
 END_S = 3.0
@@ -63,31 +60,31 @@ SSH_TROUBLES = (
     ("no route to host", "it cannot be reached", _PING),
     ("network is unreachable", "it cannot be reached", _PING),
 )
-"""Words of ssh, or of what stands in its place for agents; what they mean, and what helps."""
+"""Words of ssh, or of the agent's link in its place; their meaning; the remedy."""
 PYTHON_TROUBLES = (
     ("unknown option: -p", "its Python is older than 3.11, which Tandem needs", _NAME_PYTHON),
     ("no module named", "no Python with Tandem was found there ({said})", ""),
     ("no such file", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
     ("xcode-select", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
 )
-"""Words of a shell or of Python. Where there is no remedy it is to install Tandem."""
+"""Words of a shell or of Python; their meaning; the remedy, or else to install Tandem."""
 PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
-"""Where installers put programs that a login shell need not find; relative ones are below the home directory."""
+"""Paths where installers put programs that a login shell need not find; relative ones are below the home."""
 
 
-def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: str = "rank --stdin") -> str:
-    """What the host's login shell is to run: `module`, which `tandem` with `words` runs too.
+def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
+    """Return the line for the host's login shell that runs `module`, which `tandem` with `words` runs too.
 
-    By the interpreter that is named, or that of the same path as here (below the home directory too), or what a login
-    shell finds, or lies where uv, pipx and Homebrew put programs, or what an interactive shell finds: many people's
-    zsh has its PATH there alone.
+    The interpreter is, in this order, the named one, that of the same path as here (below the home directory too), the
+    one that a login shell finds, one where uv, pipx and Homebrew put programs, or the one that an interactive shell
+    finds: many people set PATH for zsh there alone.
     """
     run = f"{SAFE} -m {module}"
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
     look = "command -v tandem"
     interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
-    places = " ".join(f'"$HOME/{one}"' if not one.startswith("/") else one for one in PLACES)
+    places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
     script = "; ".join([
         f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
         'shell="${SHELL:-/bin/sh}"',
@@ -100,7 +97,7 @@ def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: st
 
 
 def path_below_home(path: str) -> list[str]:
-    """The same place below another user's home, as a word of shell; empty for a path that is elsewhere."""
+    """Translate a path to one below another user's home, as a word of shell; empty for a path that is elsewhere."""
     home = str(Path.home())
     if not path.startswith(home + os.sep):
         return []
@@ -108,13 +105,13 @@ def path_below_home(path: str) -> list[str]:
 
 
 def ssh_command(host: str, command: str) -> list[str]:
-    """ssh, without a terminal, to run a line of shell on `host`."""
+    """Return the ssh command that runs a line of shell on `host`, without a terminal."""
     return ["ssh", "-T", "-x", *(word for option in OPTIONS for word in ("-o", option)), "--", host, command]
 
 
 def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | None:
-    """Tell why ssh to `host`, or what it should have run there, ended, and what to do; None if `said`, the last lines
-    that were written, do not tell."""
+    """Return why ssh to `host`, or the program there, ended, and the remedy; None if `said`, its last lines, do not
+    tell."""
     text = "\n".join(said).lower()
     if code == NOT_FOUND:
         text += ": no such file"
@@ -130,15 +127,15 @@ def _last(said: Sequence[str]) -> str:
 
 
 def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
-    """One line: why no rank host runs there, with the remedy. `lines` are the last that were written."""
-    if found := diagnose(entry.ssh, code, lines):
-        return f"host {entry.ssh}: {'; '.join(found)}"
+    """Return a line that tells why no rank host runs there, with the remedy. `lines` are the last of its output."""
+    if trouble := diagnose(entry.ssh, code, lines):
+        return f"host {entry.ssh}: {'; '.join(trouble)}"
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
     return f"host {entry.ssh}: {_last(lines).removeprefix('tandem: ')}{ended}"
 
 
 class HostProcess:
-    """A command that runs a program on a host, and threads that read what it writes."""
+    """A command that runs a program on a host, and threads that read its output."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *,
                  stderr: int = subprocess.STDOUT) -> None:
@@ -147,8 +144,20 @@ class HostProcess:
                                          env=child_environment(variables), start_new_session=True)
         self._readers: list[threading.Thread] = []
 
+    def _follow(self, stream: IO[bytes] | None, take: Callable[[bytes], None], name: str,
+                on_end: Callable[[], None] = lambda: None) -> None:
+        """Have a thread call `take` with each line of a stream, and `on_end` at its end or after a failure."""
+        def read() -> None:
+            assert stream is not None
+            with stream:
+                for line in stream:
+                    take(line)
+            on_end()
+
+        self._readers.append(start_thread(read, name=name, on_failure=lambda _: on_end()))
+
     def tell(self, line: bytes) -> None:
-        """Write a line to its standard input; one that has ended hears nothing."""
+        """Write a line to its standard input; ignored when it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(line + b"\n")
@@ -166,7 +175,7 @@ class HostProcess:
             reader.join(END_S)
 
     def hang_up(self) -> None:
-        """Close its standard input: the program there ends."""
+        """Close its standard input, which ends the program there."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -183,32 +192,25 @@ class HostProcess:
 
 
 class _Connection(HostProcess):
-    """One ssh, or a local rank host, with its output copied line by line."""
+    """A rank host that was started over ssh, by an agent or here; its output goes to the log line by line."""
 
     def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
         """`on_end` is called, in another thread, when its output has ended."""
         super().__init__(command)
         self.lines: deque[str] = deque(maxlen=TAIL)
         self.served = False
-        """True once the rank host has been in a complete gang."""
+        """True once the rank host was part of a complete gang."""
         self._label = label
-        self._on_end = on_end
-        self._readers.append(start_thread(self._copy, name=f"log of {label}"))
+        self._follow(self._process.stdout, self._copy, f"log of {label}", on_end)
         self.tell(payload)
 
-    def _copy(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            self.lines.append(line)
-            # Its own time, level and rank stand in it; only where it comes from is added.
-            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
-            sys.stderr.flush()
-        self._on_end()
+    def _copy(self, line: bytes) -> None:
+        self.lines.append(line.decode(errors="replace").rstrip())
+        copy_line(self._label, self.lines[-1])
 
 
 class SshLauncher(HostsLauncher):
-    """One rank for each entry of a hostfile, in its order."""
+    """Places one rank for each entry of a hostfile, in its order."""
 
     def __init__(self, hostfile: Hostfile, settings: Settings) -> None:
         """Find out at which addresses the hosts reach this machine. Raises UsageError; nothing is started."""
@@ -217,22 +219,22 @@ class SshLauncher(HostsLauncher):
         self._entries = hosts_of(hostfile, parallel.host_entries)
         self._numbers = parallel.host_entries or tuple(range(len(hostfile.hosts)))
         self._python = parallel.remote_python
-        self._log_level = settings.process.log_level
         self._connections: dict[int, _Connection] = {}
         self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0")
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0",
+                         log_level=settings.process.log_level)
 
-    def _find_head_addresses(self, given: str | None) -> list[str]:
-        """For each host the address by which it reaches this machine."""
-        if given is not None:
-            return [given] * len(self._entries)
-        found = [None if entry.is_here else _address_for(entry) for entry in self._entries]
-        others = [one for one in found if one is not None]
-        return [one if one is not None else others[0] if others else "127.0.0.1" for one in found]
+    def _find_head_addresses(self, chosen: str | None) -> list[str]:
+        """Return for each host the address by which it reaches this machine."""
+        if chosen is not None:
+            return [chosen] * len(self._entries)
+        addresses = [None if entry.is_here else _address_for(entry) for entry in self._entries]
+        default = next((address for address in addresses if address is not None), "127.0.0.1")
+        return [default if address is None else address for address in addresses]
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Start ssh for each; one that has ended is an error."""
+        """Start ssh for each missing host; one that has ended is an error."""
         for slot in missing:
             if slot >= len(self._entries):
                 raise UsageError(f"the layout has more ranks than {self._hostfile.path} has hosts "
@@ -251,60 +253,55 @@ class SshLauncher(HostsLauncher):
                 refusal = self.roster.refusal(slot)
                 raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
-        """As for all; from then on a connection without a rank host is a lost one."""
-        places = super().recruit(count, deadline, on_wait, slots)
-        for slot in range(count) if slots is None else slots:
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Take a connection without a rank host for a lost one."""
+        for slot in slots:
             self._connections[slot].served = True
-        return places
 
     def _connect(self, slot: int) -> None:
-        entry, ticket = self._entries[slot], secrets.token_hex(16)
-        self.roster.issue(slot, ticket)
-        payload = HostPayload(keys=self.keys, endpoints=[f"{self._head_addresses[slot]}:{self.roster.port}"], slot=slot,
-                              ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
+        entry = self._entries[slot]
+        payload = self.invite(slot, self._head_addresses[slot], entry.ips[0] if entry.ips else None)
         if entry.is_here:
-            command = module_command(RANK_HOST_MODULE, python=entry.python)
+            command = module_command(*RANK_HOST.split(), python=entry.python)
         elif (agent := agent_name(entry.ssh)) is not None:
             command = link_command(agent, "rank-host")
         else:
             command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
         log.info("starting a rank host on %s for rank %d", entry.ssh, slot)
         self._connections[slot] = _Connection(command, msgspec.json.encode(payload), self._label(slot),
-                                              lambda: self.roster.leave(ticket, "has ended"))
+                                              lambda: self.roster.leave(payload.ticket, "has ended"))
 
     def _label(self, slot: int) -> str:
-        """The host's name, with the rank where the host has several."""
+        """Return the host's name, with the rank where the host has several."""
         name = self._entries[slot].ssh
         several = sum(entry.ssh == name for entry in self._entries) > 1
         return f"{name} {slot}" if several else name
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Hosts from which nothing has come."""
+        """Return a line that names the hosts which did not join."""
         names = ", ".join(self._entries[slot].ssh for slot in missing)
         return f"{names} did not join in time (start_timeout); what ssh has said stands above"
 
     def addresses(self, slot: int) -> list[str]:
-        """`ips` of the hostfile."""
+        """Return `ips` of the hostfile."""
         return list(self._entries[slot].ips) or super().addresses(slot)
 
     def devices(self, slot: int) -> Devices:
-        """`rdma` of the hostfile, for the hosts that take part."""
+        """Return `rdma` of the hostfile, for the hosts that take part."""
         row = self._entries[slot].rdma
         return [list(cell) if isinstance(cell, tuple) else cell for cell in (row[number] for number in self._numbers)
                 ] if row else []
 
     def default_backend(self) -> str:
-        """That of the hostfile."""
+        """Return the backend of the hostfile."""
         return self._hostfile.backend or "ring"
 
     def environment(self, slot: int) -> dict[str, str]:
-        """`envs` of the hostfile."""
+        """Return `envs` of the hostfile."""
         return dict(self._hostfile.envs)
 
     def release(self) -> None:
-        """End all ssh connections: the rank hosts at their other ends have been released."""
+        """End all ssh connections; the rank hosts were released before."""
         for connection in self._connections.values():
             connection.hang_up()
         for connection in self._connections.values():
@@ -313,7 +310,7 @@ class SshLauncher(HostsLauncher):
 
 
 def _address_for(entry: HostEntry) -> str:
-    """This machine's address towards a host. Raises ConfigError."""
+    """Return this machine's address towards a host. Raises ConfigError."""
     target = entry.ips[0] if entry.ips else named_machine(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
@@ -324,13 +321,13 @@ def _address_for(entry: HostEntry) -> str:
 
 
 def named_machine(ssh: str) -> str:
-    """Name or address of the machine that an `ssh` entry names: its agent's, or what ssh's configuration has."""
+    """Return name or address of the machine that an `ssh` entry names: its agent's, or that of ssh's configuration."""
     agent = agent_name(ssh)
     return ssh_hostname(ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
 
 
 def ssh_hostname(destination: str) -> str:
-    """The name or address that ssh's configuration has for a destination."""
+    """Return the name or address that ssh's configuration has for a destination."""
     done = subprocess.run(["ssh", "-G", "--", destination], capture_output=True, text=True, env=child_environment())
     for line in done.stdout.splitlines():
         if line.startswith("hostname "):

@@ -1,4 +1,4 @@
-"""What MLX's backends need in the environment of the ranks of one group: variables, and content of files."""
+"""Process groups of MLX: the variables and files that its backends need in the ranks' environment."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ on, macOS: from 49152 on), unless their settings say otherwise."""
 ENOUGH = 1000
 ATTEMPTS = 20
 JACCL_MESH = 8
-"""Most ranks of a jaccl mesh."""
+"""Largest number of ranks in a jaccl mesh."""
 Devices = list[str | list[str] | None]
 """A rank's RDMA devices towards every rank of its group, null for itself."""
 _GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
-"""A GPU by its number or its UUID."""
+"""Matches a GPU's number or UUID."""
 
 
 def make_world(backend: str, size: int, first_rank: int) -> World:
-    """The group of `size` ranks of this machine that starts at the gang's rank `first_rank`. Ranks take GPUs in order.
-    Raises LayoutError."""
+    """Make the group of `size` ranks of this machine that starts at the gang's rank `first_rank`. Ranks take GPUs in
+    order. Raises LayoutError."""
     if backend in ("ring", "any"):
         return written_world(ring_world([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     if backend == "nccl":
@@ -56,14 +56,15 @@ def make_world(backend: str, size: int, first_rank: int) -> World:
 
 
 def ring_world(listeners: Sequence[Sequence[str]]) -> World:
-    """`listeners` are the addresses (IP:port) of each rank; several make as many connections to each neighbour."""
-    content = json.dumps([list(one) for one in listeners])
+    """Make a ring. `listeners` are the addresses (IP:port) of each rank; several make as many connections to each
+    neighbour."""
+    content = json.dumps([list(addresses) for addresses in listeners])
     return World("ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))],
                  [{"MLX_HOSTFILE": content}] * len(listeners))
 
 
 def jaccl_world(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> World:
-    """RDMA over Thunderbolt. `hosts` are names for messages, `coordinator` is IP:port of the first rank.
+    """Make a group over RDMA (Thunderbolt). `hosts` are names for messages, `coordinator` is IP:port of the first rank.
 
     Raises LayoutError when a device is missing that a mesh (jaccl) or ring (jaccl-ring) needs.
     """
@@ -87,22 +88,22 @@ def jaccl_world(backend: str, hosts: Sequence[str], devices: Sequence[Devices], 
 
 
 def nccl_world(size: int, coordinator: str) -> World:
-    """NCCL; `coordinator` is IP:port of the first rank."""
+    """Make a group over NCCL. `coordinator` is IP:port of the first rank."""
     host, _, port = coordinator.rpartition(":")
     return World("nccl", [{"MLX_RANK": str(i), "MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host,
                            "NCCL_PORT": port} for i in range(size)])
 
 
 def any_world(ring: World, rdma: World | None) -> World:
-    """Everything that MLX may choose from by itself."""
+    """Combine the groups among which MLX may choose by itself."""
     worlds = [ring] if rdma is None else [rdma, ring]
     size = range(len(ring.environment))
-    return World("any", [{k: v for one in worlds for k, v in one.variables(i).items()} for i in size],
-                 [{k: v for one in worlds for k, v in one.files(i).items()} for i in size])
+    return World("any", [{k: v for world in worlds for k, v in world.variables(i).items()} for i in size],
+                 [{k: v for world in worlds for k, v in world.files(i).items()} for i in size])
 
 
 def written_world(world: World) -> World:
-    """The same group, with the files of its ranks on this machine until `remove`."""
+    """Write the files of a group to this machine's disk, until `remove`; return the group with their paths."""
     directory = Path(tempfile.mkdtemp(prefix=temporary_prefix(world.backend)))
     environment = []
     for index, own in enumerate(world.environment):
@@ -112,14 +113,14 @@ def written_world(world: World) -> World:
 
 
 def written_files(directory: Path, files: Mapping[str, str]) -> dict[str, str]:
-    """Write files, named as the variables that are to name them; these variables."""
+    """Write files, named as the variables that must point to them; return these variables."""
     for name, content in files.items():
         (directory / name).write_text(content)
     return {name: str(directory / name) for name in files}
 
 
 def visible_gpus() -> list[str]:
-    """NVIDIA GPUs that processes started here may use, in CUDA's terms; empty on machines without."""
+    """List the NVIDIA GPUs that processes started here may use, in CUDA's terms."""
     named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: none
     if named is not None:
         # CUDA takes those before the first that names none, such as -1.
@@ -128,7 +129,7 @@ def visible_gpus() -> list[str]:
 
 
 def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
-    """Ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
+    """Find ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
 
     They are used seconds later, so they are none of those that the system gives to outgoing connections. Raises OSError
     when this machine does not have the address.
@@ -137,13 +138,13 @@ def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = (
         with suppress(OSError):
             return _bound(address, wanted)
     for _ in range(ATTEMPTS):
-        with suppress(OSError):  # somebody has one of them
+        with suppress(OSError):  # one of them is taken
             return _bound(address, random.SystemRandom().sample(_lasting(), count))
     return _bound(address, [0] * count)
 
 
 def _lasting() -> range:
-    """Ports that the system gives to nobody who does not ask for them by number."""
+    """Return ports that the system gives only to those who ask for them by number."""
     first = OTHERS_FIRST
     with suppress(OSError, ValueError):
         first = min(first, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
@@ -153,8 +154,8 @@ def _lasting() -> range:
 def _bound(address: str, ports: Sequence[int]) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in ports]
-        for one, port in zip(sockets, ports, strict=True):
-            if port:  # one that a gang has just given up
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((address, port))
-        return [int(one.getsockname()[1]) for one in sockets]
+        for listener, port in zip(sockets, ports, strict=True):
+            if port:  # one that the last gang has just released
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+        return [int(listener.getsockname()[1]) for listener in sockets]

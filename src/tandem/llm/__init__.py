@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.llm.answer import RequestOutput
-from tandem.llm.awaiting import AsyncLLM
-from tandem.llm.blocking import LLM
+from tandem.llm.llm import LLM, AsyncLLM
+from tandem.llm.session import RequestOutput
 
 __all__ = ["LLM", "AsyncLLM", "RequestOutput"]

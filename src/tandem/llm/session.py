@@ -1,4 +1,4 @@
-"""A model that is loaded: prompts become requests here, and the requests of one call a batch."""
+"""A loaded model: prompts become requests, the requests of one call a batch, and the engine's events answers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,98 @@ from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
 from tandem.guided.check import GrammarCheck
-from tandem.llm.answer import Answer, RequestOutput
 from tandem.models.pooling import unit_vector
+from tandem.protocol.control import Output
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.ranges import check_params
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, SamplingParams
+from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token in one place of a prompt. The names are vLLM's."""
+
+    logprob: float
+    """Natural logarithm of the probability that the model itself gave it."""
+    rank: int
+    """1 for the most likely token of the place."""
+    decoded_token: str
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """The outcome of one prompt."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """Without the token that ended the text."""
+    finish_reason: str | None = None
+    """`stop` or `length`."""
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """With `SamplingParams.prompt_logprobs`: for each token of the prompt, by id, itself and the most likely ones in
+    its place; None for the first, before which there is nothing."""
+
+
+class Answer:
+    """One request's output so far."""
+
+    def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
+        self.output = RequestOutput(request.prompt)
+        self._text = TextStream(tokenizer, request.params.stop, continues=True)
+        self._name = tokenizer.token_text
+
+    @property
+    def over(self) -> bool:
+        """True once it has a finish reason: the engine's, or a stop string was met."""
+        return self.output.finish_reason is not None
+
+    def take(self, event: Output) -> str:
+        """Add the tokens of an event; returns the new text."""
+        output = self.output
+        tokens = event.tokens[:-1] if event.stop_token else event.tokens
+        piece = ""
+        for used, token in enumerate(tokens, 1):  # where a stop string ends must not depend on how many came at once
+            piece += self._text.push([token])
+            if self._text.stopped:
+                tokens = tokens[:used]
+                break
+        output.token_ids += tokens
+        output.logprobs += event.logprobs[:len(tokens)]
+        output.cached_tokens += event.cached_tokens
+        if event.prompt_logprobs is not None:
+            output.prompt_logprobs = self._places(event.prompt_logprobs)
+        output.finish_reason = event.finish_reason
+        if self._text.stopped:
+            output.finish_reason = "stop"
+        elif output.finish_reason:
+            piece += self._text.finish()
+        output.text += piece
+        return piece
+
+    def _places(self, scored: PromptLogprobs) -> list[dict[int, Logprob] | None]:
+        places: list[dict[int, Logprob] | None] = [None]
+        for token, entry in zip(self.output.prompt_token_ids[1:], scored, strict=True):
+            place = {token: Logprob(entry.logprob, entry.rank, self._name(token))}
+            for rank, (other, logprob) in enumerate(entry.top, 1):
+                place.setdefault(other, Logprob(logprob, rank, self._name(other)))
+            places.append(place)
+        return places
+
+
 class Batch:
     """The requests of one call. Used by one thread, or one task."""
 
     def __init__(self, engine: EngineThread, tokenizer: Tokenizer, requests: Sequence[EngineRequest]) -> None:
-        """Nothing is submitted."""
+        """Prepare answers; `submit` queues the requests."""
         self._engine = engine
         self._requests = requests
         self._answers = {request.request_id: Answer(request, tokenizer) for request in requests}
@@ -47,7 +124,7 @@ class Batch:
 
     @property
     def open(self) -> bool:
-        """More is to come."""
+        """True while some request is not over."""
         return bool(self._open)
 
     def take(self, event: Event) -> str:
@@ -80,7 +157,7 @@ class Batch:
 
 
 class LoadedModel:
-    """What `LLM` and `AsyncLLM` say of their model once it is loaded."""
+    """Properties of a loaded model, for `LLM` and `AsyncLLM`."""
 
     _session: Session
 
@@ -91,19 +168,19 @@ class LoadedModel:
 
     @property
     def default_sampling(self) -> SamplingDefaults:
-        """What the model's generation_config.json says; it holds for calls without `params`."""
+        """Defaults of the model's generation_config.json, for calls without `params`."""
         return self._session.layout.defaults
 
     @property
     def engine(self) -> Engine:
-        """For looking at: it is worked with in a thread of its own."""
+        """The engine, for looking at: a thread of its own works with it."""
         return self._session.engine.engine
 
 
 class Session:
     """Tokenizer, checks and engine of one model. Threads may share one."""
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, options: dict[str, object]) -> None:
         """Check the options and the layout; nothing is loaded but the tokenizer. Raises UsageError."""
         settings = _settings({"model": model, "log_level": "WARNING", **options})  # text is wanted, not news of ranks
         self.layout = plan_layout(settings)
@@ -126,7 +203,7 @@ class Session:
             return self.reply(prompt, params)
         return self._batch([self._encode(prompt)], self._checked(params))
 
-    def reply(self, messages: Sequence[Any], params: SamplingParams | None) -> Batch:
+    def reply(self, messages: object, params: SamplingParams | None) -> Batch:
         """The answer to a conversation. Raises RequestError."""
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages \
                 or not all(isinstance(message, dict) for message in messages):
@@ -155,7 +232,7 @@ class Session:
             raise RequestError(f"dimensions is {dimensions}; it must be 1 to {size}", param="dimensions")
         return pooling
 
-    def _encode(self, prompt: Any, *, closed: bool = False) -> list[int]:
+    def _encode(self, prompt: object, *, closed: bool = False) -> list[int]:
         if not isinstance(prompt, str):
             return _token_ids(prompt)
         _require_unicode(prompt, "prompt")
@@ -174,7 +251,7 @@ class Session:
         return msgspec.structs.replace(params, structured_outputs=form)
 
 
-def _several(prompts: Any) -> Sequence[Any]:
+def _several(prompts: object) -> Sequence[object]:
     """A list of prompts, also of one that is a text or a list of token ids. Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
@@ -183,35 +260,35 @@ def _several(prompts: Any) -> Sequence[Any]:
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
-def _token_ids(prompt: Any) -> list[int]:
+def _token_ids(prompt: object) -> list[int]:
     try:
-        if isinstance(prompt, bytes):
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise TypeError
         return [operator.index(token) for token in prompt]
     except TypeError:
         raise _no_prompt(prompt) from None
 
 
-def _require_unicode(given: Any, name: str) -> None:
+def _require_unicode(value: object, name: str) -> None:
     """Raises RequestError if a text in it has a lone surrogate, which JSON forbids to clients of a server too."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given.encode()
+            value.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"{name}: {given[error.start]!r} at character {error.start} is half a character (a lone "
+            raise RequestError(f"{name}: {value[error.start]!r} at character {error.start} is half a character (a lone "
                                "surrogate); decode the text with errors='replace'", param=name) from None
-    elif isinstance(given, dict | list | tuple):
-        for part in given.values() if isinstance(given, dict) else given:
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
             _require_unicode(part, name)
 
 
-def _no_prompt(given: Any) -> RequestError:
-    kind = type(given).__name__
+def _no_prompt(value: object) -> RequestError:
+    kind = type(value).__name__
     return RequestError(f"a prompt must be a text or a list of token ids, not {kind}; a list of messages is for "
                         "chat() and stream()", param="prompt")
 
 
-def _typed(params: Any) -> SamplingParams:
+def _typed(params: object) -> SamplingParams:
     """The parameters in their types; one text is one stop string. Raises RequestError."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
@@ -225,7 +302,7 @@ def _typed(params: Any) -> SamplingParams:
         raise RequestError(f"params are not of the right types: {error}", param="params") from None
 
 
-def _converted(name: str, value: Any) -> Any:
+def _converted(name: str, value: object) -> object:
     """An option's value in the type that it has in the settings. Raises ConfigError."""
     option = by_name()[name]
     if value is None and option.optional:
@@ -235,12 +312,12 @@ def _converted(name: str, value: Any) -> Any:
     return option.convert(list(value) if isinstance(value, tuple) else value, label=name)
 
 
-def _settings(options: dict[str, Any]) -> Settings:
+def _settings(options: dict[str, object]) -> Settings:
     """Each option in the section that has a field of its name."""
     chosen: dict[str, Any] = {}
     for section in section_names():
         default = getattr(Settings(), section)
-        names = {one.name for one in dataclasses.fields(default)}
+        names = {field.name for field in dataclasses.fields(default)}
         mine = {name: _converted(name, options.pop(name)) for name in list(options) if name in names}
         if section == "models" and mine:
             raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each",

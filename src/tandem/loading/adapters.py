@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from tandem.errors import BrokenModel, UnsupportedModel
-from tandem.loading.shard_modules import Slice, is_exact, sharding_of, take
+from tandem.loading.shard_modules import Slice, layer_cutter, take
 from tandem.loading.weights import load_file
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription
-from tandem.models.shard import Part, Shard, part_of
+from tandem.models.shard import Shard
 
 
 class Adapted(nn.Module):
@@ -27,7 +29,8 @@ class Adapted(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Inputs [..., I] to outputs [..., O]."""
         z = (x @ self.lora_a) @ self.lora_b
-        return self.linear(x) + (self._scale * z).astype(x.dtype)
+        outputs: mx.array = self.linear(x) + (self._scale * z).astype(x.dtype)
+        return outputs
 
 
 class AdapterLoader:
@@ -76,25 +79,20 @@ class AdapterLoader:
             a, b = a.T, b.T
         if self._shard is None:
             return a, b
-        sharding = sharding_of(self._description, layer)
-        try:
-            cut = sharding.cut_of(inner)
-        except KeyError:
-            raise UnsupportedModel(f"{self._adapter.path}: how to divide {path} is not known; use "
-                                   "--pipeline-parallel-size", param="tensor_parallel_size") from None
-        if cut is None:
+        root = path.removesuffix(f".{inner}")
+        part = layer_cutter(root, layer, self._shard, self._description).slice_of(f"{inner}.weight")
+        if part is None:
             return a, b
-        part = part_of(cut, self._shard, self._description)
-        exact = is_exact(sharding, cut, self._description)
-        if cut.axis == "rows":
-            return a, self._cut(path, b, -1, part, exact=exact)
-        return self._cut(path, a, -2, part, exact=exact), b
+        if part.axis == -1:  # columns
+            return self._cut(path, a, replace(part, axis=-2)), b
+        return a, self._cut(path, b, replace(part, axis=-1))
 
-    def _cut(self, path: str, array: mx.array, axis: int, part: Part, *, exact: bool) -> mx.array:
-        if array.shape[axis] != part.total and (exact or array.shape[axis] % part.total):
-            raise BrokenModel(f"{self._adapter.path}: {path} has {array.shape[axis]} of what the model has "
-                              f"{part.total} of; is this an adapter for another model?", param="adapter_path")
-        return take(array, Slice(axis, part, exact=exact), path)
+    def _cut(self, path: str, array: mx.array, part: Slice) -> mx.array:
+        size, total = array.shape[part.axis], part.part.total
+        if size != total and (part.exact or size % total):
+            raise BrokenModel(f"{self._adapter.path}: {path} has {size} of what the model has {total} of; is this an "
+                              "adapter for another model?", param="adapter_path")
+        return take(array, part, path)
 
     def _misfit(self, path: str, a: mx.array, b: mx.array, inputs: int, outputs: int) -> BrokenModel:
         return BrokenModel(f"{self._adapter.path}: {path} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the "

@@ -18,7 +18,7 @@ _HELPERS = ("_scale_inv", ".weight_scale", ".input_scale", ".activation_scale", 
 
 
 def converted(weights: Weights, foreign: Foreign) -> Weights:
-    """The same weights with `weight` alone (fp8), or with `weight`, `scales` and `biases` as MLX packs them.
+    """Weights with `weight` alone (fp8), or with `weight`, `scales` and `biases` as MLX packs them.
 
     Nothing is computed. Raises `BrokenModel` for tensors that contradict one another.
     """

@@ -1,7 +1,7 @@
 """mlx-lm's own model with the layers of one stage, the others passed over (mlx).
 
 A stage runs the model's own `__call__`, so that its masks, scales, offsets and the arguments of its layers are mlx-lm's
-and need no table. In the call the model's list of layers holds stand-ins: a layer of another stage hands on what it
+and need no table. In the call the model's list of layers holds placeholders: a layer of another stage hands on what it
 gets, the one before the first own layer gives what the stage before sent, and the last own layer ends the call. MLX is
 lazy: what the model computes for other stages (the embedding of tokens that are not here, a mask that no own layer
 reads) is never evaluated.
@@ -44,10 +44,10 @@ class Frame:
         self.layers: list[Any] = list(self._holder[self._name])
         """mlx-lm's modules. Those with weights take their places through `put_layer`."""
         self._made = make_prompt_cache(model)
-        self._given = _Given()
+        self._received = _Received()
         self._family = family
         before = {id(module): set(module) for module in model.modules()}
-        self._cache_of, self._extras, self._gift_of, self._parcel = self._trace()
+        self._cache_of, self._extras, self._forwarded_of, self._parcel = self._trace()
         self._kept = self._kept_caches()
         self._counter = self._count_positions() if family.counts else None
         self._places = [self._place(i) for i in range(len(self._made))]
@@ -89,14 +89,15 @@ class Frame:
         if self._grouped_scores:
             full = [_GroupedMask(cache) for cache in full]
         tokens = x
-        gifts: list[Any] = [None] * len(self._parcel.gifts)
+        forwarded: list[Any] = [None] * len(self._parcel.forwarded)
         if self.own.start:
             values = self._parcel.unpacked(x)
-            given, gifts[:] = values[: len(values) - len(gifts)], values[len(values) - len(gifts) :]
-            self._given.values = self._as_given(given, self.own.start - 1)
+            count = len(values) - len(forwarded)
+            forwarded[:] = values[count:]
+            self._received.values = self._as_given(values[:count], self.own.start - 1)
             tokens = mx.zeros(x.shape[:2], mx.int32)
-        self._given.gifts = gifts
-        self._in_run = self._in_run or [self._stand_in(i) for i in range(len(self.layers))]
+        self._received.forwarded = forwarded
+        self._in_run = self._in_run or [self._placeholder(i) for i in range(len(self.layers))]
         out = self._call(self._in_run, tokens, full)
         if self._counter is not None:
             zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
@@ -104,14 +105,14 @@ class Frame:
         out = out if isinstance(out, tuple) else (out,)
         if self.own.stop == len(self.layers):
             return self._parcel.packed(self._as_sent(out)[: 1 + len(self._parcel.carried) * bool(self._residuals)])
-        return self._parcel.packed((*self._as_sent(out)[: 1 + len(self._parcel.carried)], *gifts))
+        return self._parcel.packed((*self._as_sent(out)[: 1 + len(self._parcel.carried)], *forwarded))
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
-        self._given.values = self._as_given(self._parcel.unpacked(h), len(self.layers) - 1)
+        self._received.values = self._as_given(self._parcel.unpacked(h), len(self.layers) - 1)
         if not self._in_head:
-            others = [_PassedOver(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
-            self._in_head = [*others, _Source(self.layers[-1], self._given, self._extras[-1])]
+            others = [_OtherStage(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
+            self._in_head = [*others, _Source(self.layers[-1], self._received, self._extras[-1])]
         with self._layers_are(self._in_head):
             # What the embedding keeps (the last tokens) must not stay from call to call.
             made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self._made)]
@@ -124,15 +125,15 @@ class Frame:
         `projection` is its path; with `embedding` it is the embedding that serves as one.
         """
         module = at(self.model, projection)
-        stand_in = _Projection(self._parcel.unpacked(h)[0], module if embedding else None)
-        put(self.model, projection, stand_in)
+        placeholder = _Projection(self._parcel.unpacked(h)[0], module if embedding else None)
+        put(self.model, projection, placeholder)
         try:
-            found = self.head(h)
-            if stand_in.multiplied:
-                return found
+            states: mx.array = self.head(h)
+            if placeholder.multiplied:
+                return states
         except _Reached as reached:
-            found = reached.value
-            return found
+            states = reached.value
+            return states
         finally:
             put(self.model, projection, module)
         raise UnsupportedModel(f"its forward pass does not call {projection}")
@@ -140,7 +141,7 @@ class Frame:
     # ---- inside
 
     def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[Any, ...]:
-        """What layer `layer` returned, out of what has travelled."""
+        """Output of layer `layer`, made of the values that a stage received."""
         return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
 
     def _as_sent(self, out: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -166,21 +167,21 @@ class Frame:
             raise UnsupportedModel(f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: "
                                    f"{one_line(error)}") from error
 
-    def _stand_in(self, i: int) -> Any:
+    def _placeholder(self, i: int) -> Any:
         layer, last = self.layers[i], self.own.stop - 1
         if i == self.own.start - 1:
-            return _Source(layer, self._given, self._extras[i])
-        gifts = self._gift_of[i]
+            return _Source(layer, self._received, self._extras[i])
+        forwarded = self._forwarded_of[i]
         if i not in self.own:
-            after = self._parcel.gifts and self.own.start == 0 and i > last
-            return _PassedOver(layer, self._extras[i], self._family.hidden,
-                               _Gifts(self._given, gifts) if after else None, i == len(self.layers) - 1)
-        if gifts:
-            layer = _Gifted(layer, _Gifts(self._given, gifts), take=self.own.start > 0)
+            after = self._parcel.forwarded and self.own.start == 0 and i > last
+            inputs = _ForwardedInputs(self._received, forwarded) if after else None
+            return _OtherStage(layer, self._extras[i], self._family.hidden, inputs, i == len(self.layers) - 1)
+        if forwarded:
+            layer = _TakesForwarded(layer, _ForwardedInputs(self._received, forwarded), take=self.own.start > 0)
         if i < last:
             return layer
-        later = self._parcel.gifts and self.own.start == 0 and self.own.stop < len(self.layers)
-        return _Kept(layer, self._given) if later else _End(layer)
+        later = self._parcel.forwarded and self.own.start == 0 and self.own.stop < len(self.layers)
+        return _KeepsOutput(layer, self._received) if later else _End(layer)
 
     def _call(self, layers: list[Any], tokens: mx.array, caches: list[Any]) -> Any:
         try:
@@ -198,11 +199,11 @@ class Frame:
             yield
         finally:
             self._holder[self._name] = whole
-            self._given.values, self._given.gifts, self._given.out = (), (), None
+            self._received.values, self._received.forwarded, self._received.out = (), (), None
 
     def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], Parcel]:
         """From a call that computes nothing: which cache each layer gets, how many values it returns besides the
-        first, which arguments of it travel (as numbers of gifts), and the forms of all that travels."""
+        first, which arguments of it travel (by number), and the forms of all that travels."""
         seen: list[_Seen] = []
         caches = make_prompt_cache(self.model)
         watched = [_Watched(layer, caches, seen.append) for layer in self.layers]
@@ -211,20 +212,20 @@ class Frame:
                 self.model(mx.zeros(TRACED, mx.int32), cache=caches)
             if len(seen) != len(self.layers):
                 raise UnsupportedModel(f"its forward pass calls {len(seen)} layers, and has {len(self.layers)}")
-            gifts: list[mx.array] = []
-            gift_of = [_numbered(one, self._family.gives, gifts) for one in seen]
+            forwarded: list[mx.array] = []
+            forwarded_of = [_numbered(one, self._family.gives, forwarded) for one in seen]
             out = seen[0].out
             self._residuals = residuals(self.layers, out)
             carried = self._as_sent(out)[1 : 1 + self._family.carries]
-            parcel = Parcel(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, gifts)))
+            parcel = Parcel(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, forwarded)))
         except FAILURES as error:
             raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {one_line(error)}") from error
         self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
         used = [None if one.cache in self._idle else one.cache for one in seen]
-        return used, [len(one.out) - 1 for one in seen], gift_of, parcel
+        return used, [len(one.out) - 1 for one in seen], forwarded_of, parcel
 
     def _kept_caches(self) -> list[int]:
-        """Those of the own layers; on the first stage also those that belong to no layer, but to what comes before."""
+        """Caches of the own layers; on the first stage also those of no layer, which the embedding uses."""
         kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
             kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
@@ -235,10 +236,12 @@ class Frame:
         return sorted(cache for cache in kept if cache is not None)
 
     def _elsewhere(self, index: int, caches: Sequence[Any]) -> Any:
-        """Stand-in for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
+        """Placeholder for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
         what the embedding writes into it stays in this call."""
         made = deepcopy(self._made[index])
-        return made if self._counts is None or not hasattr(made, "offset") else _Elsewhere(made, caches[self._counts])
+        if self._counts is None or not hasattr(made, "offset"):
+            return made
+        return _OtherStageCache(made, caches[self._counts])
 
     def _place(self, index: int) -> int | None:
         """Place among this stage's caches of the model's cache `index`, or of one from which masks are made alike."""
@@ -257,40 +260,40 @@ class _Reached(BaseException):
         self.value = value
 
 
-class _Given:
-    """What the stage before sent. Apart from the frame, so that stand-ins do not keep the frame and its weights."""
+class _Received:
+    """Values from the previous stage. Placeholders hold this and not the frame, which has the weights."""
 
     values: tuple[Any, ...] = ()
-    gifts: Sequence[Any] = ()
+    forwarded: Sequence[Any] = ()
     """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
     out: Any = None
-    """What the last own layer returned."""
+    """Output of the last own layer."""
 
     def as_output(self, extras: int) -> Any:
-        """As a layer returns it that has so many values besides hidden states."""
+        """The values as a layer returns them that has `extras` values besides hidden states."""
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
 
 
-class _Gifts:
-    """Those of one layer: numbers of gifts by place or name of the argument."""
+class _ForwardedInputs:
+    """Forwarded inputs of one layer: place or name of the argument -> number of the input."""
 
-    def __init__(self, given: _Given, numbers: Mapping[int | str, int]) -> None:
-        self._given, self._numbers = given, numbers
+    def __init__(self, received: _Received, numbers: Mapping[int | str, int]) -> None:
+        self._received, self._numbers = received, numbers
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep what the layer is given."""
         for place, number in self._numbers.items():
-            self._given.gifts[number] = _argument(place, args, kwargs)  # type: ignore[index]
+            self._received.forwarded[number] = _argument(place, args, kwargs)  # type: ignore[index]
 
     def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The layer's arguments with what came from the first stage in their places."""
         found = list(args)
         for place, number in self._numbers.items():
             if isinstance(place, str):
-                kwargs[place] = self._given.gifts[number]
+                kwargs[place] = self._received.forwarded[number]
             else:
-                found[place] = self._given.gifts[number]
+                found[place] = self._received.forwarded[number]
         return tuple(found)
 
 
@@ -310,19 +313,19 @@ def _argument(place: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return args[place] if place < len(args) else None
 
 
-def _numbered(seen: _Seen, places: Sequence[int | str], gifts: list[mx.array]) -> dict[int | str, int]:
-    """Numbers of a layer's gifts, by place; new ones are added to `gifts`, one that many layers get but once."""
+def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array]) -> dict[int | str, int]:
+    """Numbers of a layer's forwarded inputs, by place; new ones are added to `forwarded`, each array once."""
     found: dict[int | str, int] = {}
     for place in places:
         value = _argument(place, seen.args, seen.kwargs)
         if isinstance(value, mx.array):
-            number = next((i for i, one in enumerate(gifts) if one is value), len(gifts))
-            gifts += [value] if number == len(gifts) else []
+            number = next((i for i, one in enumerate(forwarded) if one is value), len(forwarded))
+            forwarded += [value] if number == len(forwarded) else []
             found[place] = number
     return found
 
 
-class _StandIn:
+class _Placeholder:
     """In a layer's place in the model's list. Models ask for `layer.is_linear` and such, and for the layer's class."""
 
     def __init__(self, layer: Any) -> None:
@@ -335,64 +338,64 @@ class _StandIn:
         return getattr(self._layer, name)
 
 
-class _PassedOver(_StandIn):
+class _OtherStage(_Placeholder):
     """A layer of another stage: hands on what it gets, in the form in which the layer would.
 
-    `gifts`: those of the layer, which the first stage collects; with `ends` the call is over then.
+    `forwarded`: those of the layer, which the first stage collects; with `ends` the call is over then.
     """
 
-    def __init__(self, layer: Any, extras: int, hidden: int | str = 0, gifts: _Gifts | None = None,
+    def __init__(self, layer: Any, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None,
                  ends: bool = False) -> None:
         super().__init__(layer)
-        self._extras, self._hidden, self._gifts, self._ends = (None,) * extras, hidden, gifts, ends
+        self._extras, self._hidden, self._forwarded, self._ends = (None,) * extras, hidden, forwarded, ends
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._gifts is not None:
-            self._gifts.note(args, kwargs)
+        if self._forwarded is not None:
+            self._forwarded.note(args, kwargs)
             if self._ends:
-                raise _Reached(self._gifts._given.out)
+                raise _Reached(self._forwarded._received.out)
         h = _argument(self._hidden, args, kwargs)
         return (h, *self._extras) if self._extras else h
 
 
-class _Gifted(_StandIn):
-    """An own layer, whose gifts are noted on the first stage and put in on others."""
+class _TakesForwarded(_Placeholder):
+    """An own layer whose forwarded inputs are noted on the first stage, and put in on others."""
 
-    def __init__(self, layer: Any, gifts: _Gifts, *, take: bool) -> None:
+    def __init__(self, layer: Any, forwarded: _ForwardedInputs, *, take: bool) -> None:
         super().__init__(layer)
-        self._gifts, self._take = gifts, take
+        self._forwarded, self._take = forwarded, take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._take:
-            return self._layer(*self._gifts.put(args, kwargs), **kwargs)
-        self._gifts.note(args, kwargs)
+            return self._layer(*self._forwarded.put(args, kwargs), **kwargs)
+        self._forwarded.note(args, kwargs)
         return self._layer(*args, **kwargs)
 
 
-class _Kept(_StandIn):
+class _KeepsOutput(_Placeholder):
     """The last own layer of a first stage that has to see what later layers are given."""
 
-    def __init__(self, layer: Any, given: _Given) -> None:
+    def __init__(self, layer: Any, received: _Received) -> None:
         super().__init__(layer)
-        self._given = given
+        self._received = received
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._given.out = self._layer(*args, **kwargs)
-        return self._given.out
+        self._received.out = self._layer(*args, **kwargs)
+        return self._received.out
 
 
-class _Source(_StandIn):
+class _Source(_Placeholder):
     """The layer before the first own one: returns what the frame was given."""
 
-    def __init__(self, layer: Any, given: _Given, extras: int) -> None:
+    def __init__(self, layer: Any, received: _Received, extras: int) -> None:
         super().__init__(layer)
-        self._given, self._extras = given, extras
+        self._received, self._extras = received, extras
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._given.as_output(self._extras)
+        return self._received.as_output(self._extras)
 
 
-class _End(_StandIn):
+class _End(_Placeholder):
     """The last own layer."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -423,7 +426,7 @@ class _Projection(nn.Module):
         raise _Reached(h)
 
 
-class _Watched(_StandIn):
+class _Watched(_Placeholder):
     """Tells what the layer is given and returns."""
 
     def __init__(self, layer: Any, caches: Sequence[Any], tell: Callable[[_Seen], None]) -> None:
@@ -431,8 +434,8 @@ class _Watched(_StandIn):
         self._caches, self._tell = caches, tell
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        number = next((i for i, cache in enumerate(self._caches) if any(one is cache for one in given)), None)
+        values = (*args, *kwargs.values())
+        number = next((i for i, cache in enumerate(self._caches) if any(value is cache for value in values)), None)
         out = self._layer(*args, **kwargs)
         self._tell(_Seen(number, out if isinstance(out, tuple) else (out,), args, kwargs))
         return out
@@ -452,7 +455,7 @@ class _GroupedMask:
         return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
 
 
-class _Elsewhere:
+class _OtherStageCache:
     """A cache of another stage, of a kind that this stage has not: stands where one of the stage's own caches does."""
 
     def __init__(self, made: Any, own: Any) -> None:
@@ -465,7 +468,7 @@ class _Elsewhere:
 
 
 def _kind(cache: Any) -> Any:
-    """What makes two caches alike: class, window, number of states; of a list, those of its members."""
+    """Key that is equal for caches that are alike: class, window, number of states; for a list, keys of its members."""
     if isinstance(cache, CacheList):
         return tuple(_kind(one) for one in cache.caches)
     sizes = (getattr(cache, name, None) for name in ("max_size", "keep", "chunk_size"))

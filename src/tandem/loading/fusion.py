@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _OUTPUT_AXIS: dict[type[nn.Module], int] = {
     nn.Linear: 0, nn.QuantizedLinear: 0, SwitchLinear: 1, QuantizedSwitchLinear: 1,
 }
-"""Of every parameter of such a module, the axis of its outputs."""
+"""Type of module -> axis of the outputs in each of its parameters."""
 _PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
 _SETTINGS = ("group_size", "bits", "mode")
 _JOINED_BYTES = 256 * 2**20
@@ -44,7 +44,7 @@ class FusedPart(nn.Module):
         self._product, self._number = product, number
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """What the projection gives: [..., O]. The arguments are those of the module that it was."""
+        """Return the projection's output [..., O]. The arguments are those of the replaced module."""
         product = self._product
         # Host time counts here: a step makes a hundred such calls and more.
         if x is not product.x or (args or kwargs or product.more) and not product.alike(args, kwargs) \
@@ -67,7 +67,7 @@ class Product:
         self._columns = [(..., slice(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(len(widths))]
         self._width, self._ends = sum(widths), [sum(widths[:i]) for i in range(1, len(widths))]
         self.x: mx.array | None = None
-        """Of what `outputs` were computed, together with `more`."""
+        """Input of which `outputs` were computed, together with `more`."""
         self.more: tuple[Any, ...] = ()
         self.outputs: dict[int, mx.array] = {}
         """By the number of the projection, those that were not given out yet."""
@@ -87,12 +87,12 @@ class Product:
         return len(given) == len(self.more) and all(a is b for a, b in zip(given, self.more, strict=True))
 
     def forget(self) -> None:
-        """Keep nothing of the call."""
+        """Drop references to the last inputs."""
         self.x, self.more = None, ()
 
 
 def _turned(module: nn.Module) -> Callable[[mx.array], mx.array] | None:
-    """What a plain layer does, without turning its weight in each call; None for another one."""
+    """Return the call of a plain layer with its weight turned once; None for another module."""
     if type(module) is not nn.Linear:
         return None
     turned = module.weight.T
@@ -136,7 +136,7 @@ def _join(layer: nn.Module, paths: Sequence[str]) -> None:
 
 @dataclass
 class _Calls:
-    """Of one projection."""
+    """Calls of one projection."""
 
     given: list[tuple[Any, ...]] = field(default_factory=list)
     read: bool = False
@@ -195,7 +195,7 @@ def _alike(layers: Mapping[int, nn.Module], call: Callable[[], object],
 
 
 def _form(module: nn.Module) -> tuple[Any, ...]:
-    """What modules must have in common to be joined."""
+    """Key that modules must share to be joined."""
     axis = _OUTPUT_AXIS[type(module)]
     parameters = sorted((name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :]))
                         for name, array in tree_flatten(module.parameters()))

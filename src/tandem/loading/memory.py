@@ -23,7 +23,7 @@ HEADROOM = 0.15
 CUDA_SHARE = 0.95
 """Part of an NVIDIA GPU's memory that its ranks may take together; the rest is CUDA's own."""
 SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
-"""What is never wired of a Mac: so many bytes, or the fourth part of it if that is more."""
+"""Memory of a Mac that is never wired: this many bytes, or a fourth of it if that is more."""
 
 
 def choose_device(device: str) -> None:
@@ -100,7 +100,7 @@ def small_product() -> None:
 
 
 def device_name() -> str:
-    """What MLX computes on, for the log: the GPU's name and, where CUDA was given some, which of them."""
+    """Device of MLX, for the log: the GPU's name and, where CUDA was given some, their numbers."""
     if not on_gpu():
         return "the CPU"
     name = str(mx.device_info().get("device_name", "a GPU"))

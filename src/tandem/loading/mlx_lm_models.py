@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What mlx-lm's models raise where a config's entries make no sense."""
+"""Errors that mlx-lm's models raise where a config's entries make no sense."""
 
 
 def import_models_only() -> None:

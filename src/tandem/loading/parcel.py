@@ -1,10 +1,10 @@
-"""What a stage hands to the next one, in one array: hidden states and whatever else the model's layers need (mlx)."""
+"""Payload from stage to stage, in one array: hidden states and whatever else the model's layers need (mlx)."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ class Form:
 
     @staticmethod
     def of(array: mx.array) -> Form:
-        """Of an array of the traced call. Raises ValueError where rows and positions are not beside one another."""
+        """Return the form of an array of the traced call.
+
+        Raises ValueError where rows and positions are not beside one another.
+        """
         shape = tuple(array.shape)
         at = next((i for i in range(len(shape) - 1) if shape[i : i + 2] == TRACED), None)
         if at is None:
@@ -45,7 +48,7 @@ class Form:
         return turned.reshape(*turned.shape[:2], -1)
 
     def unpacked(self, array: mx.array) -> mx.array:
-        """The reverse of `packed`."""
+        """Reverse of `packed`: [B, L, width] to [B, L] within `lead` and `tail`."""
         if not self.lead and len(self.tail) == 1:
             return array
         n = len(self.lead)
@@ -59,23 +62,23 @@ class Parcel:
 
     hidden: Form
     carried: tuple[Form, ...] = ()
-    gifts: tuple[Form, ...] = ()
+    forwarded: tuple[Form, ...] = ()
 
     @property
     def width(self) -> int:
         """Elements of a position in all."""
-        return sum(form.width for form in (self.hidden, *self.carried, *self.gifts))
+        return sum(form.width for form in (self.hidden, *self.carried, *self.forwarded))
 
     def packed(self, values: Sequence[mx.array]) -> mx.array:
         """Values in the order of their forms; without the last ones if there are fewer."""
-        forms = (self.hidden, *self.carried, *self.gifts)[: len(values)]
+        forms = (self.hidden, *self.carried, *self.forwarded)[: len(values)]
         parts = [form.packed(value) for form, value in zip(forms, values, strict=True)]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def unpacked(self, array: mx.array) -> tuple[mx.array, ...]:
-        """As many values as `array` has room for."""
+        """Values in the order of their forms, as many as `array` has room for."""
         found, start = [], 0
-        for form in (self.hidden, *self.carried, *self.gifts):
+        for form in (self.hidden, *self.carried, *self.forwarded):
             if start < array.shape[-1]:
                 found.append(form.unpacked(array[..., start : start + form.width]))
                 start += form.width
@@ -108,3 +111,19 @@ def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals |
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
     return Residuals(layers)
+
+
+def dispatch(*trees: object) -> None:
+    """Start computing arrays, or trees of them; returns at once."""
+    start: Callable[..., None] = mx.async_eval
+    start(*trees)
+
+
+def carrier(dtype: mx.Dtype) -> mx.Dtype:
+    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
+    return mx.uint16 if dtype == mx.bfloat16 else dtype
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type as headers and files have it: `bfloat16`."""
+    return str(dtype).removeprefix("mlx.core.")

@@ -7,7 +7,7 @@ or as answer: replay, prefixes and preemption say what an undisturbed run says.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
@@ -18,6 +18,17 @@ from tandem.models.kv_types import group_for, group_size
 
 PRODUCTS = 32
 """Most queries of a kv head that are multiplied with quantised keys; with more it is faster to expand those once."""
+
+
+class Cache(Protocol):
+    """One layer's cache, as mlx-lm's and ours have it in common; kinds are told by their exact types."""
+
+    state: Any
+    """Arrays of the cache, nested as its kind has them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
 
 
 class Groups(NamedTuple):
@@ -43,7 +54,7 @@ class Quantized(NamedTuple):
         return self.codes, self.scales, self.biases
 
     def expanded(self) -> mx.array:
-        """As numbers again, in the type of computation."""
+        """Return the numbers, in the type of computation."""
         return mx.dequantize(*self.parts, group_size=self.groups.size, bits=self.groups.bits)
 
 
@@ -133,4 +144,5 @@ def _masked(scores: mx.array, mask: Any) -> mx.array:
         mask = mx.expand_dims(mask, -3)
     if mask.dtype == mx.bool_:
         return mx.where(mask, scores, mx.finfo(scores.dtype).min)
-    return scores + mask.astype(scores.dtype)
+    masked: mx.array = scores + mask.astype(scores.dtype)
+    return masked

@@ -47,7 +47,7 @@ class Around(nn.Module):
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
-        """The module's, where this has none: models ask their layers' attention whether it is local, and such."""
+        """Return the module's attribute: models ask their layers' attention whether it is local, and such."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -77,8 +77,9 @@ class TakesSum(nn.Module):
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, x: mx.array) -> mx.array:
-        """What the module makes of inputs [B, L, W], summed over the ranks."""
-        return self.module(self._tensor_parallel.sum(x))
+        """Outputs of the module for inputs [B, L, W] summed over the ranks."""
+        outputs: mx.array = self.module(self._tensor_parallel.sum(x))
+        return outputs
 
 
 class OwnWidth(nn.Module):
@@ -95,7 +96,8 @@ class OwnWidth(nn.Module):
         inner, own = self.attention, copy.copy(self.attention)
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(own, name, _fixed(getattr(inner, name)(x)))
-        return own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
+        outputs: mx.array = own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
+        return outputs
 
 
 def _fixed(value: mx.array) -> Callable[[mx.array], mx.array]:
@@ -127,7 +129,7 @@ class NormOverRanks(nn.Module):
         self._width, self._tensor_parallel = width, tensor_parallel
 
     def __call__(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
-        """This rank's part [..., W] of what the norm gives for all parts together."""
+        """Return this rank's part [..., W] of the norm of all parts together."""
         gate_last = getattr(self.norm, "norm_before_gate", False)
         if gate is not None and not gate_last:
             x = nn.silu(gate) * x
@@ -135,7 +137,8 @@ class NormOverRanks(nn.Module):
         squares = self._tensor_parallel.sum(wide.square().sum(axis=-1, keepdims=True))
         eps = getattr(self.norm, "eps", None) or self.norm.variance_epsilon
         y = (wide * mx.rsqrt(squares / self._width + eps) * self.norm.weight).astype(x.dtype)
-        return nn.silu(gate) * y if gate is not None and gate_last else y
+        gated: mx.array = nn.silu(gate) * y if gate is not None and gate_last else y
+        return gated
 
 
 class OwnExperts(nn.Module):
@@ -157,7 +160,7 @@ class OwnExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Slice:
-    """What to take of a parameter: pieces of one axis; or, for a bias that counts once, all or zeros."""
+    """Part of a parameter to keep: pieces of one axis; or, for a bias that counts once, all or zeros."""
 
     axis: int
     part: Part
@@ -182,7 +185,7 @@ class Cutter:
         self._description = description
 
     def slice_of(self, name: str) -> Slice | None:
-        """What to take of parameter `name`; None for all of it. Raises `UnsupportedModel` for an unknown name."""
+        """Return the part of parameter `name` to keep; None for all. Raises `UnsupportedModel` for an unknown name."""
         base, _, last = name.rpartition(".")
         cut = self._cut(base, name)
         if cut is None:
@@ -192,14 +195,12 @@ class Cutter:
         if last == "global_scale":
             return None
         d = self._description
-        part = part_of(cut, self._shard, d)
-        if cut.axis == "columns":
-            return Slice(-1, part, bias=last not in _MATRIX)
-        axes = {"rows": -2 if last in _MATRIX else -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(axes[cut.axis], part, exact=self._sharding is None or is_exact(self._sharding, cut, d))
+        axes = {"rows": -2 if last in _MATRIX else -1, "columns": -1, "first": 0, "heads": -2, "last": -1}
+        return Slice(axes[cut.axis], part_of(cut, self._shard, d), bias=cut.axis == "columns" and last not in _MATRIX,
+                     exact=self._sharding is None or _is_exact(self._sharding, cut, d))
 
     def take(self, name: str, array: mx.array) -> mx.array:
-        """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
+        """Return this rank's part of a stored parameter, lazily; shares no memory with the whole."""
         found = self.slice_of(name)
         if found is None:
             return array
@@ -233,7 +234,7 @@ def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDe
     return Cutter(root, sharding.cut_of, shard, description, sharding=sharding)
 
 
-def is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
+def _is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
     """An axis has as many entries in all layers as its parts say; else some layers have a multiple of them."""
     heads = sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds)
     return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})
@@ -406,7 +407,8 @@ class SharedHead(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V]; or, of an embedding, tokens [B, L] to hidden states."""
         if self._embedding is not None:
-            return self._embedding(x)
+            states: mx.array = self._embedding(x)
+            return states
         return self._tensor_parallel.gather_last(self.rows(x), self._sizes)
 
     def as_linear(self, h: mx.array) -> mx.array:
@@ -420,15 +422,16 @@ class EmbeddingAsHead(nn.Module):
     def __init__(self, model: nn.Module, path: str) -> None:
         """`path` is that of the embedding in `model`."""
         super().__init__()
-        self._embedding = lambda: at(model, path)
+        self._embedding: Callable[[], nn.Module] = lambda: at(model, path)
 
     def __call__(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V]."""
-        return self._embedding().as_linear(h)
+        logits: mx.array = self._embedding().as_linear(h)
+        return logits
 
 
 def rows_of(embedding: nn.Module, rows: range) -> nn.Module:
-    """The same embedding with some of its rows, to be used as a head: shares memory with the whole one."""
+    """Return a copy of an embedding with some of its rows, for use as a head: shares memory with the whole one."""
     part = copy.copy(embedding)
     part.update({name: array[rows.start : rows.stop] for name, array in embedding.parameters().items()})
     return part

@@ -16,17 +16,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tandem.checkpoints.config import read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.progress import Progress, counter
+from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
-from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
-from tandem.loading.memory import on_cuda
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
-from tandem.loading.recurrence import bound_recurrences
+from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
     Cutter,
     EmbeddingAsHead,
@@ -41,7 +38,6 @@ from tandem.loading.shard_modules import (
     rows_of,
     sum_outputs,
 )
-from tandem.loading.splits import split_by_slices
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription, part_of_tensor
@@ -64,7 +60,7 @@ _STEP = KVCache.step
 
 
 class CacheBytes(NamedTuple):
-    """What a sequence takes in a stage's caches."""
+    """Bytes of a sequence in a stage's caches."""
 
     position: int
     """Bytes of one position, in all layers together. Layers with a window count as if they had none."""
@@ -94,13 +90,13 @@ class StageModel:
         self.dtype = dtype
         """Type of the activations that stages hand on."""
         self.shard = shard
-        """This rank's part of each layer; None for all of it."""
+        """Part of each layer that this rank holds; None for all of it."""
         self.one_by_one = family_of(description.family).one_by_one or _changing_rope(frame.model)
         """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
         self.modules = modules
-        """What is loaded: layers by number, others by path."""
+        """Loaded modules: layers by number, others by path."""
         self._frame = frame
         self._kv: tuple[Groups | None, ...] = ()
 
@@ -199,7 +195,7 @@ class StageModel:
         return caches
 
     def caches_of_all_stages(self) -> list[Any]:
-        """As `make_caches`, for every layer of the model: the same on each rank."""
+        """Fresh caches for every layer of the model, as `make_caches`: alike on each rank."""
         return list(make_prompt_cache(self._frame.model))
 
 
@@ -389,10 +385,7 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
 def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     """mlx-lm's model with random weights, which stay lazy and are never computed."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
-    let_caches_attend()
-    bound_recurrences()
-    if on_cuda():
-        split_by_slices()
+    patch_mlx_lm()
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

@@ -1,4 +1,4 @@
-"""Is an architecture that no row vouches for computed rightly over stages? Tried on a tiny random model (mlx).
+"""Trial of an architecture without a row: is a tiny random model of it computed rightly over stages? (mlx)
 
 `tried`, which `models/trial.py` has called in a sandbox, runs the model of a directory's config.json, cut down, whole
 and in two and three stages.
@@ -24,11 +24,10 @@ from tandem.loading.frame import Frame
 from tandem.loading.memory import resident_bytes
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.loading.weights import one_line
-from tandem.models.cuts import uncut
 from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
 from tandem.models.families.table import family_of, module_of
-from tandem.models.partition import split_layers
+from tandem.models.partition import split_layers, uncut
 from tandem.processes.sandbox import EXIT_MEMORY
 
 STEPS = (11, 16, 1, 1)
@@ -39,11 +38,11 @@ ROUNDING = 1e-3
 """How far the logits of rows that are computed together may be from those of each, as a share of the largest."""
 MOST_WEIGHTS = 60_000_000
 MOST_BYTES = 4 * 10**9
-"""Of memory, beyond what the process begins with: far more than such models take."""
+"""Limit on memory, beyond what the process begins with: far more than such models take."""
 
 
 def try_config(config: dict[str, Any]) -> str:
-    """What was compared. Raises UnsupportedModel with what differed, or why the model cannot be tried."""
+    """Return a line about what was compared. Raises UnsupportedModel with the difference, or why it cannot be tried."""
     small, model = cut_down(config)
     return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
 
@@ -130,7 +129,7 @@ def _model(config: dict[str, Any]) -> nn.Module:
 
 
 def _random(path: str, array: mx.array) -> mx.array:
-    """Of one kind for a path, whatever else the model holds."""
+    """Random values that depend on the path alone, whatever else the model holds."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
     key = mx.random.key(sum(path.encode()) % 2**31)

@@ -14,8 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from tandem.checkpoints.config import read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.files import ModelFiles, read_tensors, weight_files
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.errors import BrokenModel, OutOfMemory
 from tandem.loading.foreign import converted, sanitized
@@ -43,7 +42,7 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
     for path in weight_files(files.path) if files.headers is None else files.weights:
         weights.update(load_file(path))
     if files.headers is not None:
-        everything = {name: info for header in read_headers(files).values() for name, info in header.items()}
+        everything = read_tensors(files)
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
     layers = family_of(description.family).layers
     if stored_bare(weights, layers):
@@ -63,7 +62,7 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
 
 
 MLX_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, MemoryError, SystemError)
-"""As what C++ exceptions reach Python: MLX has none of its own."""
+"""Python errors that C++ exceptions become: MLX has none of its own."""
 
 
 def load_file(path: Path) -> Weights:

@@ -22,7 +22,7 @@ _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to a model's linear layers: `scale` times input times A times B."""
+    """An adapter: a model's linear layers get `scale` times input times A times B added."""
 
     path: Path
     """The file with the weights."""

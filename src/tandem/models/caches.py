@@ -1,8 +1,7 @@
-"""What each layer keeps of a sequence, told from config.json: one description for every kind of cache. No mlx.
+"""Cache of each layer for one sequence, from config.json: one description for every kind of cache. No mlx.
 
-A rank measures its own layers (`loading/stage.py`), which is exact for any model; this is for whoever plans before a
-rank is there. Figures are numbers of elements; `tests/loading/test_loading_cache_bytes.py` holds them to what is
-measured.
+A rank measures its own layers (`loading/stage.py`), which is exact for any model; this serves planning before a rank
+exists. Figures are numbers of elements; `tests/loading/test_loading_cache_bytes.py` holds them to what is measured.
 """
 
 from __future__ import annotations
@@ -26,28 +25,29 @@ class LayerCache:
     state: int = 0
     """Elements whatever the length."""
     float32: int = 0
-    """Those of them that are float32, whatever the model computes in."""
+    """Elements of `state` that are float32, whatever the model computes in."""
     whole: int = 0
-    """Those of a position that have no heads, beside others that have: every rank of a stage holds them."""
+    """Elements of `position` without heads, beside others with heads: every rank of a stage holds them."""
 
     listed: bool = False
     """A list of caches of positions: rows of a batch cannot take positions back from it, as mlx-lm keeps them."""
 
     @property
     def can_be_cut(self) -> bool:
-        """Its last positions can be taken back, as prefixes of any length need; else snapshots serve."""
+        """Whether the last positions can be taken back, as prefixes of any length need; else snapshots serve."""
         return not self.state
 
     @property
     def replicated(self) -> bool:
-        """Ranks of a stage each hold all of it: there are no heads to share out."""
+        """Whether each rank of a stage holds all of it: there are no heads to share out."""
         return self.kind == "latent"
 
 
 def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tuple[LayerCache, ...]:
-    """Of each layer; `plain` is the elements of a position's keys and values where nothing is special.
+    """Return the cache of each layer.
 
-    What is not known is taken for plain attention, which never is less than the truth.
+    `plain` is the elements of a position's keys and values in plain attention. Unknown layers count as plain attention,
+    which never is less than the truth.
     """
     if isinstance(blocks := config.get("block_configs"), list):
         return tuple(_own_block(block, config) for block in blocks)
@@ -62,7 +62,7 @@ def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tupl
 
 
 def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
-    """Of Nemotron's layers, each of which has attention of its own or none."""
+    """Cache of one of Nemotron's layers, each of which has attention of its own or none."""
     group = block.get("attention", {}).get("n_heads_in_group") if isinstance(block, dict) else None
     if not isinstance(group, int) or group < 1:
         return LayerCache("none")
@@ -121,8 +121,10 @@ def _layer_kind(config: Mapping[str, Any], i: int) -> str:
 
 
 def _state(config: Mapping[str, Any]) -> LayerCache | None:
-    """Of a layer that has one: of convolutions in the model's type, and mostly a recurrent one in float32. None where
-    no layer is known to have one."""
+    """Cache of a layer with a state: convolutions in the model's type, and mostly a recurrent state in float32.
+
+    None where no layer is known to have one.
+    """
 
     def of(*keys: str) -> int:
         found = next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
@@ -199,7 +201,7 @@ def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
 
 def _global(config: Mapping[str, Any], i: int) -> bool:
     size = config["layer_group_size"]
-    return (i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size
+    return bool((i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size)
 
 
 def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:

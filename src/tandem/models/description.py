@@ -1,4 +1,4 @@
-"""What a model is, read from `config.json` and the headers of its weight files. No weights are read, no mlx."""
+"""Description of a model, from `config.json` and the headers of its weight files. No weights are read, no mlx."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.checkpoints.config import Watched, eos_token_ids, is_count, read_config
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.config import Watched, eos_token_ids, is_count, nested_text, read_config
+from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import LayerCache, index_heads, layer_caches
-from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, family_of, module_of
 from tandem.models.kv_types import kept_by_position, kv_groups
+from tandem.models.partition import uncut
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -54,7 +55,7 @@ _DIVIDES = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
 """Types in which text models of several types are nested."""
 _MODELOPT = "hf_quant_config.json"
-"""Where NVIDIA's ModelOpt may say how it has quantised a model."""
+"""File in which NVIDIA's ModelOpt describes how it has quantised a model."""
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -62,7 +63,7 @@ _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """The facts that placement, admission and loading need."""
+    """Facts that placement, admission and loading need."""
 
     family: str
     """`model_type` of config.json."""
@@ -89,8 +90,8 @@ class ModelDescription:
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json."""
     whole_bytes: tuple[int, ...] = ()
-    """Those bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers,
-    norms. Empty where none are known."""
+    """Bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers, norms.
+    Empty where none are known."""
     mlp_width: int = 0
     """Intermediate width of the dense MLPs; this and the next three are 0 where the family has no such thing, or
     cannot be divided for tensor parallelism."""
@@ -108,13 +109,13 @@ class ModelDescription:
     state_elements: float = 0.0
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
     float32_elements: float = 0.0
-    """Those of them that are float32, whatever the model computes in."""
+    """Elements of `state_elements` that are float32, whatever the model computes in."""
     no_drafts: str = ""
     """Why drafts that were not accepted cannot be taken back; empty where they can."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     whole_elements: float = 0.0
-    """Those of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
+    """Elements of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
     index_heads: int = 0
     """Heads of an index that chooses positions: their scores over all positions are stored."""
     kv_groups: tuple[tuple[int, float], ...] = ()
@@ -130,8 +131,18 @@ class ModelDescription:
     left_out: tuple[str, ...] = ()
     """Senses that config.json describes and that are not loaded: `vision`, `audio`."""
     generates: bool = True
-    """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
-    embedding then stands in for the projection."""
+    """Whether there is an output projection. A model stored without one (as sentence-transformers does) only embeds;
+    the embedding then stands in for the projection."""
+
+    @cached_property
+    def layer_sums(self) -> tuple[int, ...]:
+        """Running sums of `layer_bytes`, from 0."""
+        return tuple(accumulate(self.layer_bytes, initial=0))
+
+    @cached_property
+    def whole_sums(self) -> tuple[int, ...]:
+        """Running sums of `whole_bytes`, from 0."""
+        return tuple(accumulate(self.whole_bytes or (0,) * self.num_layers, initial=0))
 
     def cache_share(self, heads: float) -> float:
         """Share of a position's cache that a rank holds which has this share of the kv heads."""
@@ -161,7 +172,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     if not config.keys() & {"quantization", "quantization_config"} and (files.path / _MODELOPT).is_file():
         config = {**config, "quantization_config": {"quant_method": "modelopt"}}
     quantization = read_quantization(config, files.name)
-    tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
+    tensors = read_tensors(files)
     facts = _Facts(files.path, family, config)
     loaded = loaded_bytes(tensors, quantization.foreign)
     layers, embed, norm, head = _bytes(loaded, facts.num_layers, files.path)
@@ -226,15 +237,11 @@ def _nearest(name: object) -> str:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """A config with the entries of its text model, where that is nested in it, beside its own."""
-    nested = config.get("text_config")
-    if not isinstance(nested, dict):
-        return config
-    return {**config, **nested, "model_type": config.get("model_type")}
+    return {**config, **nested_text(config), "model_type": config.get("model_type")}
 
 
 def _layer_type(path: Path, name: str) -> str:
-    nested = read_config(path).get("text_config")
-    inner = nested.get("model_type") if isinstance(nested, dict) else None
+    inner = nested_text(read_config(path)).get("model_type")
     return inner if name in _OF_SEVERAL and isinstance(inner, str) and inner in SHARDING else name
 
 
@@ -293,7 +300,7 @@ class _Facts:
         return self.number(self.key(_KV_KEYS), self.num_heads)
 
     def shares(self, name: str) -> dict[str, Any]:
-        """What tensor parallelism divides besides heads, in layers of type `name`."""
+        """Fields of `ModelDescription` that tensor parallelism divides besides heads, in layers of type `name`."""
         sharding = SHARDING.get(name)
         if sharding is None:
             return {}
@@ -342,7 +349,7 @@ def stored_bare(names: Iterable[str], layers: str) -> bool:
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:
-    """What a stored tensor belongs to: a layer, the embedding, the output projection, or the rest (the final norm).
+    """Part that a stored tensor belongs to: a layer, the embedding, the head, or the rest (the final norm).
 
     None for layers that are not loaded (multi-token prediction).
     """

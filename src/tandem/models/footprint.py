@@ -1,51 +1,107 @@
-"""What a model, or a part of it, needs of a machine's memory: estimates from headers alone. No mlx."""
+"""Memory that a model, or a rank's part of it, needs: estimates from headers alone. No mlx.
+
+Whatever plans memory before weights are read asks here: the planner, the budget of several models, and a rank before
+it loads. `item` is always the size in bytes of one number in the type of computation.
+"""
 
 from __future__ import annotations
 
+import math
+
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import element_bytes
+from tandem.models.shard import held_kv_heads, plan_shards
+from tandem.protocol.layout import StageSpec
+
+GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
+"""Prompt tokens in a step, by default."""
+AHEAD_BYTES = 2**30
+"""Limit on what is counted for the layer that a GPU is given before the previous one is done. At the limit of its
+memory MLX waits."""
+_FUSED_HEAD_DIMS = (64, 80, 128)
+"""Head dimensions for which MLX's GPU attention does not store its scores."""
+_SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
+"""Bits of scale per group; affine has a scale and a bias of the model's type."""
+
+
+def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:
+    """Bytes of a number in the type of computation."""
+    kind = dtype if dtype != "auto" else description.dtype if gpu else "float32"
+    return 4 if kind == "float32" else 2
+
+
+def dequantizes(dequantize: str, *, gpu: bool) -> bool:
+    """Whether packed weights are expanded at load, by the setting `dequantize` (auto, yes, no)."""
+    return dequantize == "yes" or (dequantize == "auto" and not gpu)
+
+
+def prefill_chunk(chosen: int | None, *, gpu: bool) -> int:
+    """Prompt tokens in a step."""
+    return chosen or (GPU_PREFILL_CHUNK if gpu else CPU_PREFILL_CHUNK)
+
+
+# ---- weights
+
+
+def param_bytes(description: ModelDescription) -> float:
+    """Bytes that a parameter takes in the files."""
+    quantization, plain = description.quantization, 4 if description.dtype == "float32" else 2
+    if not quantization:
+        return float(plain)
+    scale = _SCALE_BITS.get(str(quantization.get("mode", "affine")), 16 * plain)
+    return float((quantization["bits"] + scale / quantization["group_size"]) / 8)
+
+
+def expansion(description: ModelDescription, dtype: str, dequantize: bool, *, gpu: bool) -> float:
+    """Bytes in memory per byte in the files: not 1 where weights are cast or expanded."""
+    if description.quantization and not dequantize:
+        return 1.0
+    return compute_item(description, dtype, gpu=gpu) / param_bytes(description)
+
+
+def stored_bytes(description: ModelDescription, start: int, stop: int, share: float) -> float:
+    """Bytes in the files of a rank's `share` of layers start..stop, with embedding and head at the ends.
+
+    The embedding is not divided, nor are the layers' `whole_bytes`.
+    """
+    layers, undivided = description.layer_sums, description.whole_sums
+    whole = undivided[stop] - undivided[start]
+    stored = whole + (layers[stop] - layers[start] - whole) * share
+    stored += description.embed_bytes if start == 0 else 0
+    if stop == description.num_layers:
+        stored += (description.head_bytes + (description.embed_bytes if description.tied_head and start else 0)) * share
+    return stored
 
 
 def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *,
                 gpu: bool) -> int:
-    """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
+    """Bytes in memory of a rank's `share` of `layers`, with embedding and head at the ends."""
+    stored = stored_bytes(description, layers.start, layers.stop, share)
+    return int(stored * expansion(description, dtype, dequantize, gpu=gpu))
 
-    The embedding is not divided, nor are the layers' `whole_bytes`.
-    """
-    whole = sum(description.whole_bytes[i] for i in layers) if description.whole_bytes else 0
-    stored = whole + (sum(description.layer_bytes[i] for i in layers) - whole) * share
-    stored += description.embed_bytes if layers.start == 0 else 0
-    if layers.stop == description.num_layers:
-        tied = description.embed_bytes if description.tied_head and layers.start else 0
-        stored += (description.head_bytes + tied) * share
-    item = compute_item(description, dtype, gpu=gpu)
-    if description.quantization:
-        bits = description.quantization["bits"] + 32 / description.quantization["group_size"]
-        return int(stored * (item * 8 / bits if dequantize else 1))
-    return int(stored * item / (4 if description.dtype == "float32" else 2))
+
+def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
+    """Bytes in memory of all weights of a rank, with those of a draft model if it holds one."""
+    expand = dequantizes(spec.dequantize, gpu=gpu)
+    own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
+    if draft is None:
+        return own
+    return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)
+
+
+# ---- keys, values and states
 
 
 def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool,
                        kv_dtype: str = "auto") -> int:
-    """Bytes of the cache of one position in so many layers, over all ranks of the stage."""
+    """Bytes of the cache of one position in `layers` layers, over all ranks of the stage."""
     return int(token_bytes(description, compute_item(description, dtype, gpu=gpu), kv_dtype) * layers)
 
 
 def token_bytes(description: ModelDescription, item: int, kv_dtype: str = "auto") -> float:
-    """Bytes of the cache of one position in one layer, on average; `item`: of a number in the type of computation."""
+    """Bytes of the cache of one position in one layer, on average."""
     less = sum(elements * (item - element_bytes(kv_dtype, group, item)) for group, elements in description.kv_groups)
     return token_elements(description) * item - less / description.num_layers
-
-
-def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
-    """Bytes that a sequence takes in so many layers whatever its length, over all ranks of the stage."""
-    return int(layer_state_bytes(description, compute_item(description, dtype, gpu=gpu)) * layers)
-
-
-def layer_state_bytes(description: ModelDescription, item: int) -> float:
-    """Bytes of a sequence's state in one layer, on average; `item`: of a number in the type of computation."""
-    float32 = description.float32_elements
-    return (description.state_elements - float32) * item + float32 * 4
 
 
 def token_elements(description: ModelDescription) -> float:
@@ -55,7 +111,47 @@ def token_elements(description: ModelDescription) -> float:
     return 2 * description.num_kv_heads * description.head_dim
 
 
-def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:
-    """Bytes of a number in the type of computation."""
-    kind = dtype if dtype != "auto" else description.dtype if gpu else "float32"
-    return 4 if kind == "float32" else 2
+def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
+    """Bytes that a sequence of any length takes in `layers` layers, over all ranks of the stage."""
+    return int(layer_state_bytes(description, compute_item(description, dtype, gpu=gpu)) * layers)
+
+
+def layer_state_bytes(description: ModelDescription, item: int) -> float:
+    """Bytes of a sequence's state in one layer, on average."""
+    float32 = description.float32_elements
+    return (description.state_elements - float32) * item + float32 * 4
+
+
+def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
+    """Bytes of the cache of one position on a rank, with that of a draft model if it holds one."""
+    whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
+    more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
+    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split,
+                         dequantize=dequantizes(spec.dequantize, gpu=gpu), expert_parallel=spec.expert_parallel)
+    share = held_kv_heads(description, shards[spec.tp_rank]) / description.num_kv_heads
+    return more + math.ceil(whole * description.cache_share(share))
+
+
+def rank_states(description: ModelDescription, spec: StageSpec, sequences: int, *, gpu: bool) -> int:
+    """Bytes of the recurrent states of `sequences` sequences on a rank."""
+    return int(sequences * spec.share * state_bytes(description, len(range(*spec.layers)), spec.dtype, gpu=gpu))
+
+
+# ---- activations
+
+
+def activation_bytes(description: ModelDescription, *, tokens: int, context: int, item: int, share: float, kv: float,
+                     mlp_width: float, experts_used: int, gpu: bool, alone: bool) -> float:
+    """Bytes of a layer's activations for `tokens` of a prompt on a rank with `share` of the weights, `kv` of the heads.
+
+    A GPU is given a layer before the previous one is done, unless that layer is `alone` in its stage.
+    """
+    # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most, with
+    # experts also what was gathered for them, and what they give
+    wide = 4 * description.hidden_size + 3 * share * mlp_width + 2 * experts_used * description.hidden_size
+    # scores, and what they are after a mask; of an index also what they are with its heads' weights
+    scores = 3.0 * description.index_heads
+    if not gpu or description.head_dim not in _FUSED_HEAD_DIMS:
+        scores += 2 * description.num_heads * kv
+    layer = tokens * (wide + scores * context) * item
+    return layer + (min(layer, AHEAD_BYTES) if gpu and not alone else 0)

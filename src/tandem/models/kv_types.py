@@ -24,13 +24,13 @@ _WINDOWS = frozenset((
     "ministral3", "mistral3", "muse_glimmer", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5"))
 """Types of which mlx-lm keeps no more of some layers than a window, where the config has one."""
 _PLAIN = frozenset(("llama", "mistral3"))
-"""Those of them without a window where the config does not say which layers have one."""
+"""Types of `_WINDOWS` that have no window where the config does not list the layers with one."""
 _EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
-"""Of how many layers one has no window, where the config does not say."""
+"""Distance of layers without a window, where the config does not give it."""
 
 
 class Described(Protocol):
-    """Of a ModelDescription, which is made of what is here."""
+    """Fields of a ModelDescription that are needed here; this module helps to make one."""
 
     @property
     def family(self) -> str:
@@ -38,7 +38,7 @@ class Described(Protocol):
 
     @property
     def kv_groups(self) -> tuple[tuple[int, float], ...]:
-        """As `kv_groups` returns them, with the elements of a position."""
+        """Groups of `kv_groups`, with the elements of a position."""
 
 
 def group_size(widths: Iterable[int]) -> int:
@@ -65,13 +65,13 @@ def require_quantizable(description: Described, kv_dtype: str) -> None:
 
 
 def nothing_to_quantize(kv_dtype: str, family: str) -> str:
-    """What to tell who asks for it."""
+    """Error text for a model of which nothing can be quantised."""
     return (f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
             "they are, and so do heads whose width is no multiple of 32; leave it out")
 
 
 def no_pieces(role: str, family: str) -> str:
-    """What to tell who gives a replica a role that it cannot have."""
+    """Error text for a replica with a role that it cannot have."""
     return (f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out")
 
 

@@ -1,10 +1,14 @@
-"""Which stage holds which layers. Pure."""
+"""Division of layers into stages, and the places where they cannot be cut. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tandem.errors import LayoutError
+
+_SHARED_BY_DEFAULT = {"gemma4": 20, "gemma4_text": 20, "gemma4_unified": 20}
+"""Last layers that take keys and values from earlier ones, where the config does not say how many."""
 
 
 def split_layers(
@@ -56,7 +60,7 @@ def split_layers(
 
 
 def _together(uncut: frozenset[int]) -> str:
-    """Such as `layers 13 to 34 share keys and values and stay in one stage`."""
+    """Words like `layers 13 to 34 share keys and values and stay in one stage`."""
     first = min(uncut) - 1
     last = next(i for i in range(first + 1, max(uncut) + 2) if i not in uncut) - 1
     more = ", as others do" if max(uncut) > last else ""
@@ -120,3 +124,26 @@ def _cut(sizes: list[int], start: int, limit: int, target: float) -> int:
         total += sizes[stop]
         stop += 1
     return stop
+
+
+def uncut(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers that must stay in one stage with the layer before them. `config` is that of the text model.
+
+    These are layers that take keys and values from an earlier one: Gemma 3n and 4 (the last layers, from two before
+    them), and Hunyuan (each from the first of its group).
+    """
+    kind = config.get("model_type")
+    shared = config.get("num_kv_shared_layers", _SHARED_BY_DEFAULT.get(str(kind), 0))
+    if isinstance(shared, int) and 0 < shared < num_layers:
+        first = num_layers - shared
+        kinds = config.get("layer_types") or _gemma4_kinds(config, num_layers)
+        sources = {kinds[i]: i for i in range(first)}
+        return frozenset(range(min(sources[kind_of_layer] for kind_of_layer in set(kinds[first:])) + 1, num_layers))
+    if kind == "hunyuan" and config.get("use_cla"):
+        return frozenset(i for i in range(num_layers) if i % int(config["cla_share_factor"]))
+    return frozenset()
+
+
+def _gemma4_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    size = int(config.get("sliding_window_pattern", 5))
+    return ["full" if (i + 1) % size == 0 else "sliding" for i in range(num_layers)]

@@ -3,11 +3,11 @@ what becomes of a pooled one. No mlx."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem.checkpoints.config import read_any_json
 from tandem.errors import BrokenModel
 from tandem.protocol.request import Pooling
 
@@ -57,13 +57,10 @@ def _warn(what: str) -> None:
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
-    """What a JSON file holds; None if there is none."""
+    """Value of a JSON file, of type `kind`; None if there is no file. Raises `BrokenModel`."""
     if not path.is_file():
         return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {error}", param=path.name) from error
+    value = read_any_json(path)
     if not isinstance(value, kind):
         raise BrokenModel(f"{path}: must hold a JSON {'array' if kind is list else 'object'}", param=path.name)
     return value

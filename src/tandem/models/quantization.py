@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from tandem.checkpoints.config import nested_text
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import UnsupportedModel
 
@@ -37,12 +38,12 @@ class Foreign:
     block: tuple[int, int] = (128, 128)
     """Rows and columns that share a scale, for fp8 in blocks."""
     zero_offset: int = 0
-    """What is to be added to stored zero points."""
+    """Number to add to stored zero points."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Of one model."""
+    """Quantisation of one model."""
 
     settings: dict[str, Any] | None = None
     """MLX's (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
@@ -54,8 +55,7 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
     settings = config.get("quantization")
     if settings is not None:
         return Quantization(_own(settings, name))
-    text = config.get("text_config")
-    given = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    given = config.get("quantization_config") or nested_text(config).get("quantization_config")
     if not given:
         return Quantization()
     method = given.get("quant_method") if isinstance(given, dict) else given

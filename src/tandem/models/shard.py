@@ -21,7 +21,7 @@ _STEPS = (64, 32, 16, 8, 4, 2)  # widths that matrix kernels like, where nothing
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one rank of a stage holds. The shards of all ranks cover each range once, in the order of the ranks."""
+    """Part of a stage that one rank holds. The shards of all ranks cover each range once, in the order of the ranks."""
 
     rank: int
     size: int
@@ -33,12 +33,12 @@ class Shard:
     states: range
     """Heads, groups of heads or channels of recurrent layers."""
     mlp: range
-    """Of the dense MLP's intermediate width."""
+    """Range of the dense MLP's intermediate width."""
     experts: range
-    """Of each expert's intermediate width, or with `whole_experts` the experts."""
+    """Range of each expert's intermediate width, or with `whole_experts` the experts."""
     whole_experts: bool
     shared: range
-    """Of the shared experts' intermediate width."""
+    """Range of the shared experts' intermediate width."""
     vocab: range
     """Rows of the head."""
     vocab_sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank holds of a divided axis: the pieces of `total` elements, in order."""
+    """Part of a divided axis that a rank holds: the pieces of `total` elements, in order."""
 
     total: int
     pieces: tuple[range, ...]
@@ -104,7 +104,7 @@ def plan_shards(
 
 
 def part_of(cut: Cut, shard: Shard, description: ModelDescription) -> Part:
-    """What `shard` holds of an axis that is divided by `cut`: elements of the expanded matrix."""
+    """Part of an axis divided by `cut` that `shard` holds: elements of the expanded matrix."""
     total, pieces = 0, []
     for kind in cut.kinds:
         count, unit, own = _axis(kind, shard, description)
@@ -199,7 +199,7 @@ def _kinds(sharding: Sharding) -> dict[str, set[Kind]]:
 
 
 def _base(d: ModelDescription, kind: Kind) -> str:
-    """What is shared out where an axis of this kind is divided: `heads`, `states`, or its own kind."""
+    """Units that ranks share where an axis of this kind is divided: `heads`, `states`, or its own kind."""
     base = d.axes[kind].base if kind in d.axes else "heads" if kind in _HEADS else kind
     return "heads" if base == "queries" else base
 

@@ -20,11 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.index import read_headers
-from tandem.checkpoints.progress import Progress, counter
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.files import ModelFiles, Progress, counter, read_headers
 from tandem.checkpoints.safetensors import header_length, read_header
+from tandem.checkpoints.stored import used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, UsageError
 from tandem.models.description import describe
@@ -42,7 +40,7 @@ class Source(Protocol):
     """A machine that has the model."""
 
     def files(self) -> list[BlobFile]:
-        """Its files."""
+        """Files of the model on that machine."""
         ...
 
     def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:

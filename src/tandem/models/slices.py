@@ -34,9 +34,9 @@ class PartPlan:
     """One part of the model as a safetensors file of its own."""
 
     name: str
-    """Of the file."""
+    """File name."""
     header: bytes
-    """What it starts with; the spans follow, in the order of `target`, without gaps."""
+    """Start of the file; the spans follow, in the order of `target`, without gaps."""
     spans: tuple[Span, ...]
     size: int
     """Bytes of the file."""
@@ -95,7 +95,7 @@ def _plan(part: Part, tensors: Mapping[str, tuple[str, TensorInfo]]) -> PartPlan
 
 
 def chunks(spans: Iterable[Span], limit: int) -> list[Span]:
-    """The same bytes in pieces of at most `limit`, in order."""
+    """Spans of at most `limit` bytes that cover the same bytes, in order."""
     return [
         Span(span.file, span.start + at, min(limit, span.length - at), span.target + at)
         for span in spans for at in range(0, span.length, limit)

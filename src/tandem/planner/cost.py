@@ -24,10 +24,10 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
+from tandem.models import footprint
 from tandem.models.description import ModelDescription
-from tandem.models.footprint import compute_item, layer_state_bytes, token_bytes, token_elements
 from tandem.planner.hardware import Link, Machine, Network
 from tandem.planner.types import Experts, Request
 
@@ -39,31 +39,32 @@ EXPERT_OVERHEAD = 2.5
 """A layer with experts launches more kernels: factor on a machine's overhead per layer."""
 RUNTIME_BYTES = 512 * 2**20
 """Python, MLX and compiled kernels of a rank."""
-AHEAD_BYTES = 2**30
-"""Most that is counted for the layer that a GPU is given before the one before it is done. It would be given more where
-there is room; at the limit of its memory MLX waits."""
 _LARGEST = {2: 0.564, 3: 0.846, 4: 1.029, 5: 1.163, 6: 1.267, 7: 1.352, 8: 1.424}
 """How far the largest of so many normal deviates lies above their average, on average."""
-_FUSED_HEAD_DIMS = (64, 80, 128)
-"""Head dimensions for which MLX's GPU attention does not store its scores."""
-_SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
-"""Bits of scale per group; affine has a scale and a bias of the model's type."""
 
 
 class RankShare(NamedTuple):
-    """What one rank holds of its stage."""
+    """Part of a stage that one rank holds."""
 
     machine: int
     share: float
-    """Of the layers' weights, and of the head."""
+    """Share of the layers' weights, and of the head."""
     kv: float
-    """Of the kv heads."""
+    """Share of the kv heads."""
     sharing: int = 1
     """Ranks that share out experts whole; 1 where experts are divided, or the stage has one rank."""
 
 
+class _Changes(TypedDict, total=False):
+    description: ModelDescription
+    machines: Sequence[Machine]
+    links: Sequence[Link]
+    request: Request
+    experts: Experts | None
+
+
 class Costs:
-    """Bytes and seconds of pieces of one model on given machines. Sums over ranges of layers are looked up."""
+    """Bytes and seconds of parts of one model on given machines. Sums over ranges of layers are looked up."""
 
     def __init__(
         self,
@@ -73,64 +74,57 @@ class Costs:
         request: Request,
         experts: Experts | None = None,
     ) -> None:
-        self.model = description
-        self.machines = machines
+        self.model, self.machines, self.links, self.request, self.experts = (
+            description, tuple(machines), tuple(links), request, experts)
         self.network = Network(machines, links)
-        self.request = request
         self.context = request.context or 1
-        self._experts = experts
+        self._used = experts.used if experts else 0
+        self._items = [footprint.compute_item(description, request.dtype, gpu=m.gpu) for m in machines]
+        self._factors = [footprint.expansion(description, request.dtype, gpu=m.gpu,
+                                             dequantize=footprint.dequantizes(request.dequantize, gpu=m.gpu))
+                         for m in machines]
+        self._token_bytes = [footprint.token_bytes(description, item, request.kv_dtype) for item in self._items]
         self._reads: dict[int, list[float]] = {}
-        self._stored = list(accumulate(description.layer_bytes, initial=0))
-        self._whole = list(accumulate(description.whole_bytes or (0,) * description.num_layers, initial=0))
+
+    def changed(self, **changes: Unpack[_Changes]) -> Costs:
+        """Costs of another question that differs in what is named."""
+        return Costs(changes.get("description", self.model), changes.get("machines", self.machines),
+                     changes.get("links", self.links), changes.get("request", self.request),
+                     changes.get("experts", self.experts))
 
     @property
     def layers_alike(self) -> bool:
         """All layers have the same bytes."""
-        experts = self._experts.layer_bytes if self._experts else ()
+        experts = self.experts.layer_bytes if self.experts else ()
         return len(set(self.model.layer_bytes)) == 1 and len(set(experts)) <= 1
 
     # ---- the model in memory
 
     def item(self, machine: int) -> int:
         """Bytes of one activation or KV element."""
-        return compute_item(self.model, self.request.dtype, gpu=self.machines[machine].gpu)
+        return self._items[machine]
 
     @cached_property
     def stored_param_bytes(self) -> float:
         """Bytes that a parameter takes in the files."""
-        quantization, plain = self.model.quantization, 4 if self.model.dtype == "float32" else 2
-        if not quantization:
-            return float(plain)
-        scale = _SCALE_BITS.get(str(quantization.get("mode", "affine")), 16 * plain)
-        return float((quantization["bits"] + scale / quantization["group_size"]) / 8)
+        return footprint.param_bytes(self.model)
 
     def factor(self, machine: int) -> float:
-        """Bytes in memory per byte in the files: not 1 where weights are cast or dequantised."""
-        request, gpu = self.request, self.machines[machine].gpu
-        expand = request.dequantize == "yes" or (request.dequantize == "auto" and not gpu)
-        if self.model.quantization and not expand:
-            return 1.0
-        return self.item(machine) / self.stored_param_bytes
+        """Bytes in memory per byte in the files: not 1 where weights are cast or expanded."""
+        return self._factors[machine]
 
     def kv_bytes(self, part: RankShare) -> float:
         """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
         engine's budget."""
-        each = token_bytes(self.model, self.item(part.machine), self.request.kv_dtype)
-        return each * self.model.cache_share(part.kv)
+        return self._token_bytes[part.machine] * self.model.cache_share(part.kv)
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
         """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""
-        return layer_state_bytes(self.model, self.item(part.machine)) * part.kv * layers * streams
+        return footprint.layer_state_bytes(self.model, self.item(part.machine)) * part.kv * layers * streams
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Bytes of a rank's weights: its share of layers start..stop and of the head, and what each rank has whole."""
-        model, last = self.model, stop == self.model.num_layers
-        whole = self._whole[stop] - self._whole[start]
-        stored = whole + (self._stored[stop] - self._stored[start] - whole) * part.share
-        stored += model.embed_bytes if start == 0 else 0
-        if last:
-            stored += (model.head_bytes + (model.embed_bytes if model.tied_head and start else 0)) * part.share
-        return stored * self.factor(part.machine)
+        return footprint.stored_bytes(self.model, start, stop, part.share) * self.factor(part.machine)
 
     def kv(self, part: RankShare, layers: int, streams: int) -> float:
         """Bytes of KV for `streams` of the wanted context, and of their recurrent state."""
@@ -139,25 +133,17 @@ class Costs:
     def headroom(self, part: RankShare, streams: int, *, last: bool, alone: bool = False) -> float:
         """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits.
 
-        A GPU is given a layer before it is done with the one before, unless that is `alone` in its stage.
+        A GPU is given a layer before it is done with the previous one, unless that is `alone` in its stage.
         """
-        model, gpu = self.model, self.machines[part.machine].gpu
-        # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most, with
-        # experts also what was gathered for them, and what they give
-        wide = 4 * model.hidden_size + 3 * part.share * self._mlp_width
-        wide += 2 * self._experts.used * model.hidden_size if self._experts else 0
-        # scores, and what they are after a mask; of an index also what they are with its heads' weights
-        scores = 3.0 * model.index_heads
-        if not gpu or model.head_dim not in _FUSED_HEAD_DIMS:
-            scores += 2 * model.num_heads * part.kv
-        layer = self.chunk(part.machine) * (wide + scores * self.context) * self.item(part.machine)
-        ahead = min(layer, AHEAD_BYTES) if gpu and not alone else 0
-        logits = 2 * streams * model.vocab_size * 4 if last else 0
-        return RUNTIME_BYTES + layer + ahead + logits
+        activations = footprint.activation_bytes(
+            self.model, tokens=self.chunk(part.machine), context=self.context, item=self.item(part.machine),
+            share=part.share, kv=part.kv, mlp_width=self._mlp_width, experts_used=self._used,
+            gpu=self.machines[part.machine].gpu, alone=alone)
+        return RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
 
     def chunk(self, machine: int) -> int:
         """Prompt tokens in a prefill step."""
-        return min(self.request.prefill_chunk or (512 if self.machines[machine].gpu else 192), self.context)
+        return min(footprint.prefill_chunk(self.request.prefill_chunk, gpu=self.machines[machine].gpu), self.context)
 
     def budget(self, machine: int) -> int:
         """Bytes that may be planned with."""
@@ -167,13 +153,13 @@ class Costs:
     def _attending(self) -> float:
         """Share of the layers that attend: others keep a state instead, and add nothing to the cache of a token."""
         full = 2 * self.model.num_kv_heads * self.model.head_dim
-        return 1.0 if self.model.replicated_cache else min(1.0, token_elements(self.model) / full)
+        return 1.0 if self.model.replicated_cache else min(1.0, footprint.token_elements(self.model) / full)
 
     @cached_property
     def _mlp_width(self) -> float:
         """Columns of the MLP that a token passes through; where the description has none, from a layer's bytes."""
-        model, used = self.model, self._experts.used if self._experts else 0
-        known = max(model.mlp_width, model.expert_width * used + model.shared_width)
+        model = self.model
+        known = max(model.mlp_width, model.expert_width * self._used + model.shared_width)
         if known:
             return known
         attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
@@ -221,8 +207,7 @@ class Costs:
         Choices fall on ranks independently: with m of them a rank, numbers spread by about sqrt(m), and the largest of
         n normal deviates is c_n of them above the average (Tippett, Biometrika 17, 1925), at most all m n.
         """
-        used = self._experts.used if self._experts else 0
-        each = max(used * rows / ranks, 1e-9)
+        each = max(self._used * rows / ranks, 1e-9)
         return min(1 + _LARGEST.get(ranks, math.sqrt(2 * math.log(ranks))) / math.sqrt(each), float(ranks))
 
     @cached_property
@@ -255,7 +240,7 @@ class Costs:
         return wait + (n - 1) / n * size / link.bandwidth
 
     def _fence(self, link: Link, machines: Sequence[int]) -> float:
-        return link.fence if link.fence is not None else max(self.machines[one].fence for one in machines)
+        return link.fence if link.fence is not None else max(self.machines[machine].fence for machine in machines)
 
     def hop(self, source: Sequence[int], target: Sequence[int], rows: int) -> float:
         """Seconds to hand the hidden states of `rows` from one stage to the next; inf if they are not joined."""
@@ -281,11 +266,11 @@ class Costs:
         return self.machines[machine].flops * (1 if self.machines[machine].measured else FLOPS_EFFICIENCY)
 
     def _overhead(self, machine: int) -> float:
-        return self.machines[machine].layer_overhead * (EXPERT_OVERHEAD if self._experts else 1)
+        return self.machines[machine].layer_overhead * (EXPERT_OVERHEAD if self.experts else 1)
 
     def _expert_bytes(self, layer: int) -> int:
-        return self._experts.layer_bytes[layer] if self._experts else 0
+        return self.experts.layer_bytes[layer] if self.experts else 0
 
     @property
     def _used_share(self) -> float:
-        return self._experts.used / self._experts.count if self._experts else 1.0
+        return self._used / self.experts.count if self.experts else 1.0

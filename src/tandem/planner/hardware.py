@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins machines: time of a message = latency + bytes / bandwidth."""
+    """Connection of machines: time of a message = latency + bytes / bandwidth."""
 
     name: str
     latency: float
@@ -131,16 +131,18 @@ def machine(name: str, installed: int, chip: str) -> Machine:
 
 
 def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine], str]:
-    """Machines with the fences that ranks shall have, where nothing else was said of them; and a note that says what
-    was counted, empty where it makes no difference."""
-    if not any(one.fence == METAL_FENCE for one in machines) or len(machines) == 1:
+    """Machines with the chosen fences, except where the user gave one, and a note about what is counted.
+
+    The note is empty where fences make no difference.
+    """
+    if not any(m.fence == METAL_FENCE for m in machines) or len(machines) == 1:
         return list(machines), ""
     if not fast:
         return list(machines), (
             f"Each sum over ranks waits {METAL_FENCE * 1e6:.0f} us for a Mac's GPU, with MLX's own fences; with "
-            f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/machines.md says what that risks).")
+            f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/two-machines.md says what that risks).")
     note = f"--fast-sync: each sum over ranks waits {FAST_METAL_FENCE * 1e6:.0f} us for a Mac's GPU."
-    return [replace(one, fence=FAST_METAL_FENCE) if one.fence == METAL_FENCE else one for one in machines], note
+    return [replace(m, fence=FAST_METAL_FENCE) if m.fence == METAL_FENCE else m for m in machines], note
 
 
 def link(name: str) -> Link:
@@ -168,8 +170,9 @@ class Network:
                 raise LayoutError(f"link {item.name} names {missing[0]}, which is not a host", param="link")
             self._pairs[frozenset(names.index(n) for n in item.between)] = item
         self._default = default
-        self.uniform = not self._pairs
-        """All pairs have the same link."""
+        facts = [(m.memory, m.bandwidth, m.flops, m.gpu, m.layer_overhead, m.measured) for m in machines]
+        self.kinds = list(range(len(machines))) if self._pairs else [facts.index(f) for f in facts]
+        """A number per machine: the same for machines that are alike in all but name, where all links are alike."""
 
     def between(self, a: int, b: int) -> Link | None:
         """The link of two machines; None if they are not joined."""

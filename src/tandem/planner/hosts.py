@@ -10,9 +10,10 @@ from tandem.config.sizes import memory_size
 from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.models.description import ModelDescription
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
-from tandem.planner.measured import measured_machine
-from tandem.planner.profile import HostProfile, Profile
+from tandem.planner.profile import Cluster, HostProfile, Profile, measured_machine, with_profile
+from tandem.planner.types import Request
 from tandem.processes.device import this_device
 
 _DEFAULT_LINK = "thunderbolt5-tcp"
@@ -29,12 +30,13 @@ class Hosts:
     notes: list[str] = field(default_factory=list)
     link: str | None = None
     backend: str | None = None
-    """Of the collectives, as the hosts file names it."""
+    """Backend of the collectives, as the hosts file names it."""
 
 
 def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | None = None) -> Hosts:
-    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`. What MLX may use of
-    the memory of one that the profile knows need not be told.
+    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`.
+
+    The profile gives the memory of the machines that it lists.
 
     Raises ConfigError naming the host, the value and what is expected.
     """
@@ -61,23 +63,31 @@ def host_specs(texts: Sequence[str]) -> list[str]:
 
 
 def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = None) -> tuple[list[Link], list[str]]:
-    """Links of `--link`, else the one that the hosts file implies, else a default; and a note where it was assumed and
-    the profile does not know better."""
+    """Links of `--link`, else of the hosts file, else a default, and a note where one is assumed without a profile."""
     links = [_parse_link(text) for text in texts]
     notes = []
     if not any(x.between is None for x in links) and len(hosts.machines) > 1:
         if hosts.link:
             links.append(link(hosts.link))
         elif not links:
-            if profile is None or not profile.knows([one.name for one in hosts.machines], hosts.backend):
+            if profile is None or not profile.knows([machine.name for machine in hosts.machines], hosts.backend):
                 notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines"
                              f"{'' if profile is None else ' whose link was not measured'}.")
             links.append(link(_DEFAULT_LINK))
     return links, notes
 
 
+def cluster_of(hosts: Hosts, links: Sequence[str], *, description: ModelDescription, request: Request, fast: bool,
+               profile: Profile | None = None, source: str = "The profile") -> Cluster:
+    """Machines and links as they were named, with the profile's figures, or else with the chosen fences."""
+    joined, notes = read_links(links, hosts, profile)
+    cluster = with_profile(hosts.machines, joined, profile, description=description, request=request, fast=fast,
+                           backend=hosts.backend, source=source)
+    return replace(cluster, notes=[*hosts.notes, *notes, *cluster.notes])
+
+
 def this_name() -> str:
-    """What this machine is called in plans and profiles."""
+    """Name of this machine in plans and profiles."""
     return socket.gethostname().split(".")[0] or "this machine"
 
 
@@ -135,13 +145,12 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
         if memory > installed:
             raise ConfigError(f"{label}: gpu={found['gpu']} is more than its memory {found['memory']}", param="hosts")
         result = replace(result, memory=memory)
-    if "bandwidth" in found:
-        result = replace(result, bandwidth=_number(found["bandwidth"], label, "bandwidth") * 1e9)
-    if "tflops" in found:
-        result = replace(result, flops=_number(found["tflops"], label, "tflops") * 1e12)
-    if "fence" in found:
-        result = replace(result, fence=_number(found["fence"], label, "fence") / 1e6)
-    return replace(result, measured={"bandwidth", "tflops"} <= found.keys())
+
+    def figure(key: str, default: float) -> float:
+        return _number(found[key], label, key) if key in found else default
+
+    return replace(result, bandwidth=figure("bandwidth", result.bandwidth), flops=figure("tflops", result.flops),
+                   fence=figure("fence", result.fence), measured={"bandwidth", "tflops"} <= found.keys())
 
 
 def _parse_link(text: str) -> Link:
@@ -156,7 +165,7 @@ def _parse_link(text: str) -> Link:
         if key not in _LINK_KEYS:
             raise ConfigError(f"--link {text}: {word!r} is not latency= (us) or bandwidth= (GB/s)", param="link")
         number = _number(value, f"--link {text}", key)
-        found = replace(found, latency=number / 1e6) if key == "latency" else replace(found, bandwidth=number * 1e9)
+        found = replace(found, latency=number) if key == "latency" else replace(found, bandwidth=number)
     if not equals:
         return found
     ends = [name.strip() for name in pair.split(",")]
@@ -166,17 +175,18 @@ def _parse_link(text: str) -> Link:
 
 
 def _number(text: str, label: str, key: str) -> float:
+    """A figure in SI units. Raises ConfigError."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
         raise ConfigError(f"{label}: {key}={text} must be a number above 0", param="hosts")
-    return value
+    return value / 1e6 if key in ("latency", "fence") else value * (1e12 if key == "tflops" else 1e9)
 
 
 def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
-    """What is known of each host. Raises ConfigError for one that stands there twice."""
+    """Known facts of each host. Raises ConfigError for a host that is listed twice."""
     facts = {host.ssh: dict(host.facts) for host in hostfile.hosts}
     if len(facts) < len(hostfile.hosts):
         names = [host.ssh for host in hostfile.hosts]

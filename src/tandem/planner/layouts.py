@@ -1,83 +1,128 @@
-"""Which arrangements of machines are worth a look. Pure.
+"""The arrangements of machines: those worth a look, and those that somebody asks for. Pure.
 
 What is enumerated does not depend on the machines' memory, so that more memory only ever adds layouts that fit.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations, permutations
+from functools import cache
+from itertools import chain, combinations, permutations
+from typing import NamedTuple
 
+from tandem.errors import LayoutError
+from tandem.models.description import ModelDescription
+from tandem.models.partition import split_layers
+from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.planner.hardware import Machine, Network
-from tandem.planner.shares import Divider
-from tandem.planner.solve import Groups
-from tandem.planner.types import Layout
+from tandem.planner.types import Layout, ManualLayout
 
 MAX_TENSOR_PARALLEL = 8
-"""MLX's RDMA mesh has at most this many ranks."""
+"""Most ranks of MLX's RDMA mesh."""
 _EXHAUSTIVE = 5
 """Machines up to which every subset and every sequence of stage sizes is tried."""
+_LOPSIDED = 1e9
+_KEYS = ("tp", "pp", "dp", "layers", "split", "machines")
 
 Allowed = Callable[[tuple[int, ...]], bool]
 """Whether the model can be divided into stages of these sizes."""
+Groups = tuple[tuple[int, ...], ...]
+"""Machines of each stage of one replica."""
 Arrangement = tuple[Groups, ...]
 """Machines of each stage of each replica."""
 
 
-def why_not_tensor_parallel(divider: Divider, size: int) -> str | None:
-    """Why layers cannot be shared by `size` machines, or None if they can."""
-    if size > MAX_TENSOR_PARALLEL:
-        return f"tensor parallel goes up to {MAX_TENSOR_PARALLEL} machines"
-    return divider.refusal(size)
+class _Division(NamedTuple):
+    """One way to divide a layer among ranks."""
+
+    heads: tuple[int, ...] | None = None
+    """Kv heads of each rank; None where the layer cannot be divided so."""
+    whole_experts: bool = False
+    """Experts are too narrow to be divided, so ranks hold them whole."""
+    refusal: str | None = None
+
+
+class Divider:
+    """How the machines of a stage can divide its layers: the answers of `plan_shards`, cached."""
+
+    def __init__(self, description: ModelDescription, *, dequantize: bool) -> None:
+        self._description, self._dequantize = description, dequantize
+        self._divided = cache(self._divide)
+        least = self.heads((1.0, _LOPSIDED))
+        step = least[0] if least else 0
+        self.step = step if step and description.num_kv_heads % step == 0 else 0
+        """Kv heads between places where attention can be cut; 0 where it cannot, or not evenly."""
+
+    def heads(self, shares: Sequence[float]) -> tuple[int, ...] | None:
+        """Kv heads of each machine with these shares; None where the layers cannot be divided so."""
+        return self._divided(len(shares), tuple(shares)).heads
+
+    def refusal(self, size: int) -> str | None:
+        """Why `size` machines cannot share a layer, or None if they can."""
+        if size > MAX_TENSOR_PARALLEL:
+            return f"tensor parallel goes up to {MAX_TENSOR_PARALLEL} machines"
+        uneven = None if self.step else "attention cannot be cut evenly between its kv heads"
+        return self._divided(size).refusal or uneven
+
+    def whole_experts(self, size: int) -> bool:
+        """Whether experts are too narrow to be divided among `size` machines, which then hold them whole.
+
+        Where their width can be cut that is faster: all machines then read the same number of bytes.
+        """
+        return self.refusal(size) is None and self._divided(size).whole_experts
+
+    def _divide(self, size: int, weights: tuple[float, ...] | None = None) -> _Division:
+        refusal = ""
+        for whole in (False, True) if self._description.num_experts and size > 1 else (False,):
+            try:
+                shards = plan_shards(self._description, size, weights=weights, dequantize=self._dequantize,
+                                     expert_parallel=whole)
+            except LayoutError as error:
+                refusal = refusal or error.message
+            else:
+                return _Division(tuple(held_kv_heads(self._description, shard) for shard in shards), whole)
+        return _Division(refusal=refusal)
+
+
+# ---- all arrangements
 
 
 def arrangements(layers: int, divider: Divider, machines: Sequence[Machine], network: Network) -> Iterator[Arrangement]:
     """All arrangements to be compared, each once: machines that are alike are not exchanged for one another."""
 
     def allowed(sizes: tuple[int, ...]) -> bool:
-        return len(sizes) <= layers and not any(s > 1 and why_not_tensor_parallel(divider, s) for s in sizes)
+        return len(sizes) <= layers and not any(s > 1 and divider.refusal(s) for s in sizes)
 
-    kinds = _kinds(machines, network)
+    single = ((groups,) for subset in _subsets(machines) for groups in _shapes(allowed, subset, machines))
     seen: set[object] = set()
-    for arrangement in (*_single_replicas(allowed, machines), *_replicated(allowed, machines)):
+    for arrangement in chain(single, _replicated(allowed, machines)):
         if not all(_joined(groups, network) for groups in arrangement):
             continue
-        key = tuple(sorted(tuple(tuple(sorted(kinds[i] for i in g)) for g in groups) for groups in arrangement))
+        key = tuple(sorted(tuple(tuple(sorted(network.kinds[i] for i in g)) for g in groups) for groups in arrangement))
         if key not in seen:
             seen.add(key)
             yield arrangement
 
 
-def kind_of(arrangement: Arrangement, machines: Sequence[Machine], network: Network) -> object:
-    """Equal for arrangements that differ in the order of machines and stages only."""
-    kinds = _kinds(machines, network)
-    members = tuple(sorted(kinds[i] for groups in arrangement for g in groups for i in g))
+def kind_of(arrangement: Arrangement, network: Network) -> object:
+    """Key that is equal for arrangements which differ in the order of machines and stages only."""
+    members = tuple(sorted(network.kinds[i] for groups in arrangement for g in groups for i in g))
     return len(arrangement), tuple(sorted(len(g) for g in arrangement[0])), members
 
 
-def label(layout: Layout | Arrangement, machines: Sequence[Machine]) -> str:
-    """Such as `DP 2 x TP 2 (a + b ; c + d)`: + joins the machines of a stage, | stages, ; replicas."""
-    if isinstance(layout, Layout):
-        layout = tuple(tuple(s.machines for s in stages) for stages in layout.replicas)
-    names = " ; ".join(" | ".join(" + ".join(machines[i].name for i in group) for group in groups) for groups in layout)
-    shape = shape_label(tuple(len(g) for g in layout[0]))
-    if len(layout) > 1:
-        shape = f"DP {len(layout)}" + ("" if shape == "single" else f" x {shape}")
-    return f"{shape} ({names})"
-
-
-def shape_label(sizes: tuple[int, ...]) -> str:
-    """Name of a replica with that many machines in each stage."""
+def label(layout: Layout, machines: Sequence[Machine]) -> str:
+    """Name of a layout, as `DP 2 x TP 2 (a + b ; c + d)`: + joins machines of a stage, | stages, ; replicas."""
+    names = " ; ".join(" | ".join(" + ".join(machines[i].name for i in stage.machines) for stage in stages)
+                       for stages in layout.replicas)
+    sizes = tuple(len(stage.machines) for stage in layout.replicas[0])
     if len(set(sizes)) > 1:
-        return "stages " + ",".join(map(str, sizes))
-    parts = ([f"TP {sizes[0]}"] if sizes[0] > 1 else []) + ([f"PP {len(sizes)}"] if len(sizes) > 1 else [])
-    return " x ".join(parts) or "single"
-
-
-def _single_replicas(allowed: Allowed, machines: Sequence[Machine]) -> Iterator[Arrangement]:
-    for subset in _subsets(machines):
-        for groups in _shapes(allowed, subset, machines):
-            yield (groups,)
+        parts = ["stages " + ",".join(map(str, sizes))]
+    else:
+        parts = ([f"TP {sizes[0]}"] if sizes[0] > 1 else []) + ([f"PP {len(sizes)}"] if len(sizes) > 1 else [])
+    if len(layout.replicas) > 1:
+        parts = [f"DP {len(layout.replicas)}", *parts]
+    return f"{' x '.join(parts) or 'single'} ({names})"
 
 
 def _replicated(allowed: Allowed, machines: Sequence[Machine]) -> Iterator[Arrangement]:
@@ -142,9 +187,90 @@ def _joined(groups: Groups, network: Network) -> bool:
     )
 
 
-def _kinds(machines: Sequence[Machine], network: Network) -> list[int]:
-    """A number per machine; machines that are alike in all but name have the same."""
-    if not network.uniform:
-        return list(range(len(machines)))
-    facts = [(m.memory, m.bandwidth, m.flops, m.gpu, m.layer_overhead, m.measured) for m in machines]
-    return [facts.index(f) for f in facts]
+# ---- arrangements that somebody asks for
+
+
+def parse_layout(text: str) -> ManualLayout:
+    """Read `single`, `tp=2`, `pp=2 layers=20,16`, `tp=2,1` (sizes per stage), `dp=2 tp=2`, `machines=b,a` ...
+
+    Words are separated by spaces. `tp` is one size or one per stage; `split` is the share of each machine of a
+    stage, as for --tensor-split. Raises `LayoutError` naming the word.
+    """
+    values: dict[str, str] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if word == "single":
+            continue
+        if not equals or key not in _KEYS or key in values:
+            raise LayoutError(f"--layout {text!r}: {word!r} is not understood; words are single, "
+                              f"{', '.join(k + '=' for k in _KEYS)}", param="layout")
+        values[key] = value
+
+    def numbers(key: str) -> tuple[int, ...] | None:
+        value = values.get(key)
+        if value is None:
+            return None
+        if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", value):
+            raise LayoutError(f"--layout {text!r}: {key}={value} must be whole numbers, such as {key}=2,1",
+                              param="layout")
+        if key in ("pp", "dp") and "," in value:
+            raise LayoutError(f"--layout {text!r}: {key}={value} must be one number", param="layout")
+        return tuple(int(n) for n in value.split(","))
+
+    sizes = numbers("tp") or (1,)
+    (depth,) = numbers("pp") or (len(sizes),)
+    if len(sizes) == 1:
+        sizes *= depth
+    if len(sizes) != depth:
+        raise LayoutError(f"--layout {text!r}: tp has {len(sizes)} sizes for pp={depth} stages; give one, or one per "
+                          "stage", param="layout")
+    (replicas,) = numbers("dp") or (1,)
+    return ManualLayout(stages=sizes, replicas=replicas, layers=numbers("layers"), split=numbers("split"),
+                        machines=tuple(values["machines"].split(",")) if "machines" in values else None)
+
+
+def arrangement_of(
+    manual: ManualLayout, model: ModelDescription, divider: Divider, machines: Sequence[Machine]
+) -> Arrangement:
+    """The machines of each stage of each replica. Raises `LayoutError` for what the model or the hosts rule out."""
+    size = sum(manual.stages)
+    order = _order(manual, machines)
+    if min(manual.stages) < 1 or manual.replicas < 1:
+        raise LayoutError("--layout: sizes must be at least 1", param="layout")
+    if size * manual.replicas > len(order):
+        raise LayoutError(f"--layout needs {size * manual.replicas} machines, there are {len(order)}; add hosts or use "
+                          "a smaller layout", param="layout")
+    for ranks in manual.stages:
+        if ranks > 1 and (why := divider.refusal(ranks)):
+            raise LayoutError(f"--layout: {why}", param="layout")
+    split_layers(model.num_layers, len(manual.stages), explicit=manual.layers, uncut=model.uncut)
+    _check_split(manual, divider)
+    return tuple(_cut(order[r * size : (r + 1) * size], manual.stages) for r in range(manual.replicas))
+
+
+def _order(manual: ManualLayout, machines: Sequence[Machine]) -> tuple[int, ...]:
+    if manual.machines is None:
+        return tuple(range(len(machines)))
+    names = [m.name for m in machines]
+    for name in manual.machines:
+        if name not in names or manual.machines.count(name) > 1:
+            raise LayoutError(
+                f"--layout machines={','.join(manual.machines)}: {name} is not one of {', '.join(names)}, or is there "
+                "twice",
+                param="layout",
+            )
+    return tuple(names.index(n) for n in manual.machines)
+
+
+def _check_split(manual: ManualLayout, divider: Divider) -> None:
+    if manual.split is None:
+        return
+    shown = ",".join(map(str, manual.split))
+    if any(size != len(manual.split) for size in manual.stages):
+        raise LayoutError(
+            f"--layout split={shown}: give one share for each machine of a stage; stages have "
+            f"{','.join(map(str, manual.stages))}",
+            param="layout",
+        )
+    if len(manual.split) > 1 and divider.heads([x / sum(manual.split) for x in manual.split]) is None:
+        raise LayoutError(f"--layout split={shown}: the layers cannot be divided so unevenly", param="layout")

@@ -1,4 +1,4 @@
-"""Models that can be planned for by name, without their files: counted from their public config.json. Pure.
+"""Models to plan for: those whose files are here, and presets that need none, counted from their config.json. No mlx.
 
 `scripts/presets` makes the rows of `presets.json`: numbers of weights by layer and cache elements by layer, counted on
 mlx-lm's own modules.
@@ -6,6 +6,7 @@ mlx-lm's own modules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,17 +15,24 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tandem.checkpoints.config import read_config
+from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.errors import ConfigError
 from tandem.models.caches import LayerCache
-from tandem.models.description import ModelDescription
+from tandem.models.description import ModelDescription, describe, part_of_tensor, text_config
 from tandem.models.families.axes import Axis, Base
 from tandem.models.kv_types import kv_groups
+from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.planner.types import Experts
 
 _PLAIN = 16
-"""Bits of what is not packed."""
+"""Bits of a weight that is not packed."""
 _AFFINE_SCALE = 32
 """Bits of scale and bias of a group, in MLX's affine format."""
+_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
+"""Paths of routed experts, as they are stored and as mlx-lm joins them."""
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -44,23 +52,20 @@ class Preset(msgspec.Struct, frozen=True):
     experts: tuple[int, int]
     """Routed experts of a layer, and how many of them a token passes through; 0 for a dense model."""
     widths: tuple[int, int, int]
-    """Of the dense MLP, of an expert, of the shared experts together."""
+    """Widths of the dense MLP, of an expert, of the shared experts together."""
     layers: list[tuple[int, int, int, int]]
-    """So many layers with so many weights that can be quantised, others, and weights of routed experts."""
+    """(layers, quantisable weights of each, other weights, weights of routed experts)."""
     embed: int
     head: int
-    """0 where the embedding is used."""
+    """Weights of the head; 0 where the embedding is used."""
     norm: int
     cache: list[tuple[int, int, int, int]]
-    """So many caches with elements for each token, for a sequence whatever its length, and those of the latter that
-    are float32."""
+    """(caches, elements per token, elements per sequence of any length, those of the latter that are float32)."""
     axes: dict[str, tuple[Base, int, int]] = {}
-    """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
+    """The family's own kinds of divided axes -> (what ranks share, units, elements of a unit)."""
     index_heads: int = 0
-    """As `ModelDescription` has it."""
     whole: int = 0
-    """Cache elements of a token, of all layers together, that every rank of a tensor-parallel stage holds beside its
-    heads'."""
+    """Cache elements of a token, over all layers, that every rank of a stage holds beside its heads'."""
 
 
 class Packing(NamedTuple):
@@ -85,16 +90,16 @@ QUANTS: Mapping[str, Packing | None] = {
     "nvfp4": Packing(4, 16, 8, "nvfp4"),
     "mxfp8": Packing(8, 32, 8, "mxfp8"),
 }
-"""What `--quant` takes. native: 16 bits, except for experts that are published packed."""
+"""Values of `--quant`. native: 16 bits, except for experts that are published packed."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner needs of a model."""
+    """A model as the planner takes it."""
 
     description: ModelDescription
     experts: Experts | None
-    note: str
+    note: str = ""
     copy: str = ""
     """Hub id of a copy with its weights stored so, where the published one has them otherwise."""
 
@@ -116,7 +121,7 @@ def find(name: str) -> tuple[str, Preset] | None:
 
 
 def planned(name: str, preset: Preset, quant: str) -> Planned:
-    """What the model is with its weights stored as `quant` says. Raises ConfigError for an unknown one."""
+    """The model with its weights stored as `quant` says. Raises ConfigError for an unknown `quant`."""
     if quant not in QUANTS:
         raise ConfigError(f"--quant {quant}: is not one of {', '.join(QUANTS)}", param="quant")
     packing = QUANTS[quant]
@@ -191,3 +196,31 @@ def _words(quant: str, packing: Packing | None, expert: Packing | None) -> str:
     if packing is not None:
         return f"{packing.bits} bits ({quant}, {packing.each:.2f} with scales)"
     return f"16 bits and experts of {expert.bits}" if expert is not None else "16 bits"
+
+
+# ---- models whose files are here
+
+
+def planned_files(files: ModelFiles) -> Planned:
+    """A model of which headers are here. Raises `BrokenModel`, `UnsupportedModel`."""
+    description = describe(files)
+    return Planned(description, read_experts(files, description))
+
+
+def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
+    """The routed experts of a model, None for a dense one. Raises `BrokenModel`."""
+    config = text_config(read_config(files.path))
+    count, used = _first(config, _COUNT), _first(config, _USED)
+    if not count or not used or used > count:
+        return None
+    layers = [0] * description.num_layers
+    tensors = read_tensors(files)
+    for name, nbytes in loaded_bytes(tensors, read_quantization(config, files.name).foreign).items():
+        part = part_of_tensor(name, len(layers))
+        if isinstance(part, int) and ROUTED.search(name):
+            layers[part] += nbytes
+    return Experts(count=count, used=used, layer_bytes=tuple(layers)) if any(layers) else None
+
+
+def _first(config: Mapping[str, object], names: tuple[str, ...]) -> int:
+    return next((value for n in names if isinstance(value := config.get(n), int)), 0)

@@ -1,8 +1,12 @@
-"""The file of `tandem bench comm --write-profile`: measured speeds of machines and links. Pure, but for the file."""
+"""Measured speeds: the file of `tandem bench comm --write-profile`, and its figures in place of assumed ones.
+
+Pure, but for the file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -11,11 +15,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.errors import ConfigError
+from tandem.models.description import ModelDescription
+from tandem.models.footprint import compute_item, dequantizes
+from tandem.planner.hardware import FAST_METAL_FENCE, METAL_FENCE, Link, Machine, with_fences
+from tandem.planner.types import Request
 from tandem.system.files import BY_HAND, read_regular
 
 VERSION: Final = 1
 MOST_HOSTS: Final = 64
-"""A plan for so many takes seconds; the time grows with their square."""
+"""Limit on machines: a plan takes time that grows with their square."""
 Weights = Literal["float32", "bfloat16", "float16", "8bit", "4bit"]
 Backend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -40,12 +48,12 @@ class HostProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Name
     device: str
-    """What MLX computed on."""
+    """Device that MLX computed on."""
     gpu: bool
     metal: bool
-    """That GPU is a Mac's."""
+    """The GPU is a Mac's."""
     memory_bytes: Annotated[int, Meta(gt=0)]
-    """What MLX may use there."""
+    """Memory that MLX may use."""
     steps: Annotated[list[Step], Meta(min_length=1)]
 
 
@@ -54,13 +62,13 @@ class Sum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bytes: Annotated[int, Meta(gt=0)]
     alone_us: Time
-    """Of an array that is there."""
+    """Time for an array that is already computed."""
     between_us: Time
     """Between two operations of the device, as a layer has it."""
 
 
 class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What joins two machines, or two ranks of one machine. Latencies in microseconds, 10**9 bytes a second."""
+    """Link of two machines, or of two ranks of one. Latencies in microseconds, rates in 10**9 bytes a second."""
 
     hosts: tuple[Name, Name]
     backend: Backend
@@ -69,9 +77,9 @@ class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sum_us: Speed
     """A small all_sum between two operations of the device, the fence included."""
     fence_us: Time
-    """The part of it in which the CPU waited for the device, or the device for the CPU."""
+    """Part of `sum_us` in which the CPU waited for the device, or the device for the CPU."""
     sum_gb_per_s: Speed
-    """By which larger sums take longer."""
+    """Rate by which larger sums take longer."""
     hop_us: Speed
     """A small message from stage to stage."""
     hop_gb_per_s: Speed
@@ -79,7 +87,7 @@ class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Versions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it was measured with."""
+    """Versions that the figures were measured with."""
 
     tandem: str
     mlx: str
@@ -96,16 +104,16 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def host(self, name: str) -> HostProfile | None:
         """The machine of that name."""
-        return next((one for one in self.hosts if one.name == name), None)
+        return next((host for host in self.hosts if host.name == name), None)
 
     def joining(self, a: str, b: str, backend: str) -> list[LinkProfile]:
-        """What was measured between two machines, with either kind of fences."""
-        return [one for one in self.links if sorted(one.hosts) == sorted((a, b)) and one.backend == backend]
+        """Measurements between two machines, with either kind of fences."""
+        return [link for link in self.links if sorted(link.hosts) == sorted((a, b)) and link.backend == backend]
 
     @property
     def backend(self) -> str:
-        """That of the links to count where nothing names one: ring, unless others alone were measured."""
-        backends = [one.backend for one in self.links]
+        """Backend of the links to use where nothing names one: ring, unless only others were measured."""
+        backends = [link.backend for link in self.links]
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 
     def knows(self, names: Sequence[str], backend: str | None) -> bool:
@@ -113,12 +121,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return all(self.joining(a, b, backend or self.backend) for a, b in combinations(names, 2))
 
     def merged(self, other: Profile) -> Profile:
-        """With all of `other`, and what it does not have."""
-        names = {one.name for one in other.hosts}
-        links = {_key(one) for one in other.links}
+        """Return a profile with all of `other`, and what is only in this one."""
+        names = {host.name for host in other.hosts}
+        links = {_key(link) for link in other.links}
         return Profile(tandem_profile=VERSION, versions=other.versions,
-                       hosts=[*(one for one in self.hosts if one.name not in names), *other.hosts],
-                       links=[*(one for one in self.links if _key(one) not in links), *other.links])
+                       hosts=[*(host for host in self.hosts if host.name not in names), *other.hosts],
+                       links=[*(link for link in self.links if _key(link) not in links), *other.links])
 
 
 class _Head(Struct):
@@ -158,8 +166,8 @@ def encode_profile(profile: Profile) -> str:
 
 
 def _trouble(profile: Profile) -> str:
-    """What is wrong with its names, if anything."""
-    names = [one.name for one in profile.hosts]
+    """Return the error in a profile's names, or an empty text."""
+    names = [host.name for host in profile.hosts]
     if len(names) > MOST_HOSTS:
         return f"has {len(names)} hosts; leave all out but the {MOST_HOSTS} that are wanted"
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -167,7 +175,7 @@ def _trouble(profile: Profile) -> str:
     if garbled := next((name for name in names if not name.isprintable()), None):
         return f"host {garbled!r}: the name has characters that cannot be printed; write it anew"
     for host in profile.hosts:
-        kinds = [one.weights for one in host.steps]
+        kinds = [step.weights for step in host.steps]
         if double := next((kind for kind in kinds if kinds.count(kind) > 1), None):
             return f"host {host.name} has {double} twice in steps; leave one out"
     seen = set()
@@ -182,3 +190,131 @@ def _trouble(profile: Profile) -> str:
 
 def _key(link: LinkProfile) -> tuple[str, ...]:
     return (*sorted(link.hosts), link.backend, str(link.fast_sync))
+
+
+# ---- in place of assumed figures
+
+_SHOWN = 6
+"""Names in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Machines and links to plan with."""
+
+    machines: list[Machine]
+    links: list[Link]
+    notes: list[str]
+    """Which figures were measured, and which were assumed, in sentences."""
+
+
+def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Profile | None, *,
+                 description: ModelDescription, request: Request, fast: bool, backend: str | None = None,
+                 names: Sequence[str] = (), source: str = "The profile") -> Cluster:
+    """Machines and links with the profile's figures; without one, with the fences that ranks shall have (`fast`).
+
+    Figures that somebody gave by hand for a machine (`Machine.measured`) or for two machines (`Link.between`) stay.
+    `backend` is that of the collectives, by default `Profile.backend`. `names` are what the profile calls the machines,
+    by default their own; several ranks of a machine may have one name. `source` begins the notes.
+    """
+    fenced, counted = with_fences(machines, fast)
+    if profile is None:
+        return Cluster(machines=fenced, links=list(links), notes=[counted] if counted else [])
+    names = names or [machine.name for machine in machines]
+    backend = backend or profile.backend
+    notes: list[str] = []
+    computing = [_computing(machine, profile.host(name), description, request, notes)
+                 for machine, name in zip(fenced, names, strict=True)]
+    taken = [name for machine, was, name in zip(computing, fenced, names, strict=True) if machine is not was]
+    joined, said = _joined(machines, links, profile, backend, fast, names)
+    if taken:
+        notes.insert(0, f"{source} gives the speed of {_listed(taken)}.")
+    notes += said
+    if unknown := [name for name in names if profile.host(name) is None]:
+        notes.append(f"{source} does not know {_listed(unknown)}: what is given or assumed of such a host is counted.")
+    ends = {frozenset(link.between): link for link in joined if link.between}
+    pairs = {frozenset((machines[a].name, machines[b].name)): f"{names[a]} - {names[b]}"
+             for a, b in combinations(range(len(machines)), 2)}
+    if missing := [words for pair, words in pairs.items() if pair not in ends]:
+        notes.append(f"{source} has no link {_listed(missing)} over {backend}: what is given or assumed is counted.")
+    if counted and any(pair not in ends or ends[pair].fence is None for pair in pairs):
+        notes.append(counted)
+    return Cluster(machines=computing, links=joined, notes=notes)
+
+
+def measured_machine(host: HostProfile) -> Machine:
+    """Machine made of its profile alone."""
+    step = host.steps[0]
+    return Machine(name=host.name, memory=host.memory_bytes, bandwidth=step.gb_per_s * 1e9, flops=step.tflops * 1e12,
+                   gpu=host.gpu, fence=METAL_FENCE if host.metal else 0.0)
+
+
+def _computing(machine: Machine, host: HostProfile | None, description: ModelDescription, request: Request,
+               notes: list[str]) -> Machine:
+    if host is None or machine.measured:
+        return machine
+    wanted = _weights(description, request, host.gpu)
+    step = _nearest(host, wanted)
+    if step.weights != wanted and {step.weights, wanted} != {"bfloat16", "float16"}:
+        notes.append(f"{host.name} was measured with weights of {step.weights}, not of {wanted}.")
+    return replace(machine, bandwidth=step.gb_per_s * 1e9, flops=step.tflops * 1e12, layer_overhead=step.layer_us / 1e6,
+                   gpu=host.gpu, measured=True)
+
+
+def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
+    """Type of the weights in memory."""
+    if description.quantization and not dequantizes(request.dequantize, gpu=gpu):
+        return f"{description.quantization['bits']}bit"
+    if compute_item(description, request.dtype, gpu=gpu) == 4:
+        return "float32"
+    return "float16" if "float16" in (request.dtype, description.dtype) else "bfloat16"
+
+
+def _nearest(host: HostProfile, wanted: str) -> Step:
+    """The step measured with this type, else with one whose products are computed alike."""
+    quantised = wanted.endswith("bit")
+    alike = ("8bit", "4bit") if wanted in ("6bit", "8bit") else ("4bit", "8bit")
+    order = (wanted, *(alike if quantised else ("bfloat16", "float16", "float32")))
+    return min(host.steps, key=lambda step: order.index(step.weights) if step.weights in order else len(order))
+
+
+def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool,
+            names: Sequence[str]) -> tuple[list[Link], list[str]]:
+    """Links, with a measured one for each pair that was not given by hand, and notes about them."""
+    by_hand = {frozenset(link.between) for link in links if link.between}
+    found, ways, others = [], [], []
+    for a, b in combinations(range(len(machines)), 2):
+        ends = machines[a].name, machines[b].name
+        measured = profile.joining(names[a], names[b], backend)
+        if frozenset(ends) in by_hand or not measured:
+            continue
+        metal = any(host is not None and host.metal for host in (profile.host(names[a]), profile.host(names[b])))
+        figures = next((x for x in measured if x.fast_sync == fast or not metal), measured[0])
+        alike = figures.fast_sync == fast or not metal
+        ways.append(f"{names[a]} - {names[b]}")
+        if not alike:
+            others.append(ways[-1])
+        link = replace(_link(figures), between=ends)
+        found.append(link if alike else replace(link, fence=None))
+    said = []
+    if found:
+        said.append(f"Measured links over {backend}: {_listed(ways)}.")
+    if others:
+        had, wanted = ("without", "with") if fast else ("with", "without")
+        said.append(f"{_listed(others)}: measured {had} fast fences, and planned {wanted} them; a fence of "
+                    f"{(FAST_METAL_FENCE if fast else METAL_FENCE) * 1e6:.0f} us is assumed.")
+    return [*links, *found], said
+
+
+def _link(figures: LinkProfile) -> Link:
+    """Link of a profile: a sum of two ranks takes two messages in a ring, and one in a mesh."""
+    mesh = figures.backend in ("jaccl", "nccl")
+    rest = max(figures.sum_us - figures.fence_us, 0.1)
+    return Link(name=f"{figures.backend}, measured", latency=rest / (1 if mesh else 2) / 1e6,
+                bandwidth=figures.sum_gb_per_s * 1e9, mesh=mesh, fence=figures.fence_us / 1e6,
+                hop_latency=figures.hop_us / 1e6, hop_bandwidth=figures.hop_gb_per_s * 1e9)
+
+
+def _listed(names: Sequence[str]) -> str:
+    each = list(dict.fromkeys(names))
+    return ", ".join(each[:_SHOWN]) + (f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else "")

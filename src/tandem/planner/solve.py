@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tandem.planner.cost import Costs, RankShare
-from tandem.planner.shares import Divider
+from tandem.planner.layouts import Divider, Groups
 from tandem.planner.types import Goal, Layout, MachineMemory, Prediction, Stage
 
 INFEASIBLE = float("inf")
@@ -68,13 +68,9 @@ def _key(entry: tuple[float, float, tuple[tuple[int, int], ...]], combine: str) 
     return (total, worst) if combine == "sum" else (worst, total)
 
 
-Groups = tuple[tuple[int, ...], ...]
-"""Machines of each stage of one replica."""
-
-
 @dataclass(frozen=True)
 class _Objective:
-    """What a split should make small."""
+    """Quantity that a split minimises."""
 
     kind: Literal["time", "capacity", "short"]
     combine: Literal["sum", "max"]
@@ -85,20 +81,11 @@ _SHORT = _Objective("short", "max")
 _SINGLE = _Objective("time", "sum")
 
 
-class _Batch(NamedTuple):
-    step: float
-    lanes: int
-
-
 class _Placed(NamedTuple):
-    """Layers on a group of machines: what they cost, and the kv heads and shares of weights that give it."""
+    """Layers on a group of machines at least cost; no stage where they do not fit."""
 
-    cost: float
-    heads: tuple[int, ...] = ()
-    shares: tuple[float, ...] = ()
-
-
-_NOWHERE = _Placed(INFEASIBLE)
+    cost: float = INFEASIBLE
+    stage: Stage | None = None
 
 
 class Solver:
@@ -134,89 +121,79 @@ class Solver:
     ) -> tuple[Stage, ...]:
         """Stages with `layers` per stage or `shares` of the machines of a stage given, the rest chosen."""
         counts = list(layers) if layers else [s.layers for s in self.replica(groups, streams, goal)]
+        options = (*_objectives(goal, len(groups), streams), _SHORT)
         stages: list[Stage] = []
-        for group in groups:
+        for group, count in zip(groups, counts, strict=True):
             start = stages[-1].stop if stages else 0
-            stop = start + counts[len(stages)]
-            options = (*_objectives(goal, len(groups), streams), _SHORT)
-            found = next(p for o in options if (p := self._stage(group, start, stop, streams, o)).heads)
-            heads, own = found.heads, found.shares
+            found = (self._stage(group, start, start + count, streams, option) for option in options)
+            stage = next(stage for stage in found if stage is not None)
             if shares:
                 own = tuple(x / sum(shares) for x in shares)
-                heads = self.divider.heads(own) or heads
-            stages.append(self._made(group, start, stop, heads, own))
+                stage = replace(stage, shares=own, kv_heads=self.divider.heads(own) or stage.kv_heads)
+            stages.append(stage)
         return tuple(stages)
 
     def _split(self, groups: Groups, streams: int, objective: _Objective) -> tuple[Stage, ...] | None:
         ranges = split(
             len(groups),
             self._layers,
-            lambda stage, start, stop: self._stage(groups[stage], start, stop, streams, objective).cost,
+            lambda stage, start, stop: self._placed(groups[stage], start, stop, streams, objective).cost,
             objective.combine,
             self.costs.model.uncut,
         )
         if ranges is None:
             return None
-        placed = [self._stage(g, a, b, streams, objective) for g, (a, b) in zip(groups, ranges, strict=True)]
-        return tuple(
-            self._made(g, a, b, p.heads, p.shares)
-            for g, (a, b), p in zip(groups, ranges, placed, strict=True)
-        )
+        placed = (self._stage(g, a, b, streams, objective) for g, (a, b) in zip(groups, ranges, strict=True))
+        return tuple(stage for stage in placed if stage is not None)
 
-    def _made(self, group: tuple[int, ...], start: int, stop: int, heads: tuple[int, ...], shares: tuple[float, ...]
-              ) -> Stage:  # fmt: skip
-        return Stage(machines=group, start=start, stop=stop, kv_heads=heads, shares=shares,
-                     whole_experts=self._sharing(group) > 1)
-
-    def _sharing(self, group: tuple[int, ...]) -> int:
-        """Machines of a stage that share out experts whole."""
-        return len(group) if len(group) > 1 and self.divider.whole_experts(len(group)) else 1
-
-    def _stage(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
-        """Layers start..stop on `group` at least cost; INFEASIBLE if they do not fit."""
+    def _placed(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
+        """Layers start..stop on `group`. Ranges in the middle of layers that are alike differ in length only."""
         if self._alike and start and stop < self._layers:
-            start, stop = 1, 1 + stop - start  # ranges in the middle differ in length only
+            start, stop = 1, 1 + stop - start
         key = (group, start, stop, streams, objective)
-        found = self._known.get(key)
-        if found is None:
+        placed = self._known.get(key)
+        if placed is None:
             options = self._options(group, start, stop, streams, objective)
-            found = self._known[key] = min(options, key=lambda p: p.cost, default=_NOWHERE)
-        return found
+            placed = self._known[key] = min(options, key=lambda p: p.cost, default=_Placed())
+        return placed
+
+    def _stage(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective
+               ) -> Stage | None:  # fmt: skip
+        stage = self._placed(group, start, stop, streams, objective).stage
+        return None if stage is None else replace(stage, start=start, stop=stop)
 
     def _options(
         self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective
-    ) -> list[_Placed]:
+    ) -> Iterator[_Placed]:
         """Whole kv heads as memory allows, and shares by what each machine can do alone."""
 
         def cost(part: RankShare) -> float:
             return self._cost(part, start, stop, streams, objective)
 
-        found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+        def fits(part: RankShare) -> bool:
+            return objective.kind == "short" or self._short(part, start, stop, streams) <= 0
+
+        whole_experts = len(group) > 1 and self.divider.whole_experts(len(group))
+        sharing = len(group) if whole_experts else 1
+        divisions: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
         if len(group) == 1:
-            found.append(((self._heads,), (1.0,)))
-        elif self.divider.step:
-            units, step = self._heads // self.divider.step, self.divider.step
-            sharing = self._sharing(group)
+            divisions.append(((self._heads,), (1.0,)))
+        elif step := self.divider.step:
+            units = self._heads // step
             parts = [[RankShare(m, n / units, n / units, sharing) for n in range(units + 1)] for m in group]
-            heads = share_heads(
-                units,
-                len(group),
-                lambda rank, n: cost(parts[rank][n]),
-                lambda rank, n: self._fits(parts[rank][n], start, stop, streams, objective),
-            )
+            heads = share_heads(units, len(group), lambda rank, n: cost(parts[rank][n]),
+                                lambda rank, n: fits(parts[rank][n]))
             if heads:
-                found.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
+                divisions.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
             shares = _in_proportion([cost(RankShare(m, 1.0, 1.0, sharing)) for m in group], objective)
             if own := self.divider.heads(shares):
-                found.append((own, shares))
-        placed = []
-        for counts, shares in found:
-            ranks = [RankShare(m, s, n / self._heads, self._sharing(group))
-                     for m, s, n in zip(group, shares, counts, strict=True)]
-            if all(self._fits(part, start, stop, streams, objective) for part in ranks):
-                value = max(cost(part) for part in ranks) + self._waiting(group, start, stop, objective)
-                placed.append(_Placed(value, counts, shares))
-        return placed
+                divisions.append((own, shares))
+        for counts, shares in divisions:
+            stage = Stage(machines=group, start=start, stop=stop, kv_heads=counts, shares=shares,
+                          whole_experts=whole_experts)
+            ranks = self._parts(stage)
+            if all(map(fits, ranks)):
+                yield _Placed(max(map(cost, ranks)) + self._waiting(group, start, stop, objective), stage)
 
     def _cost(self, part: RankShare, start: int, stop: int, streams: int, objective: _Objective) -> float:
         if objective.kind == "time":
@@ -224,9 +201,6 @@ class Solver:
         if objective.kind == "capacity":
             return -self._capacity(part, start, stop, streams)
         return self._short(part, start, stop, streams)
-
-    def _fits(self, part: RankShare, start: int, stop: int, streams: int, objective: _Objective) -> bool:
-        return objective.kind == "short" or self._short(part, start, stop, streams) <= 0
 
     def _waiting(self, group: tuple[int, ...], start: int, stop: int, objective: _Objective) -> float:
         """Seconds that the machines of a stage spend on one another in a step."""
@@ -285,12 +259,12 @@ class Solver:
         return Prediction(
             step_single=single,
             tokens_single=1 / single,
-            step=max(b.step for b in batches),
-            tokens=sum(n / b.step for n, b in zip(each, batches, strict=False)),
+            step=max(step for step, _ in batches),
+            tokens=sum(n / step for n, (step, _) in zip(each, batches, strict=False)),
             prefill=sum(self.costs.context / p for p, n in zip(prompts, each, strict=True) if n),
             first_token=max(prompts),
             capacity=sum(self._replica_capacity(stages, reserved) for stages in replicas),
-            lanes=max(b.lanes for b in batches),
+            lanes=max(lanes for _, lanes in batches),
             collectives=sum(2 * s.layers for s in slowest if len(s.machines) > 1),
             collective=max(self.costs.all_reduce(s.machines, 1) for s in slowest),
             communication=network + self._hops(slowest, 1),
@@ -322,17 +296,17 @@ class Solver:
         back = self.costs.network.between(stages[-1].machines[0], stages[0].machines[0])
         return seconds + (back.hop_latency or back.latency if back else INFEASIBLE)
 
-    def _batch(self, stages: tuple[Stage, ...], streams: int) -> _Batch:
-        """One batch in turn through the stages, or one per stage at once: whichever is faster.
+    def _batch(self, stages: tuple[Stage, ...], streams: int) -> tuple[float, int]:
+        """Seconds of a step, and lanes: one batch in turn through the stages, or one per stage, whichever is faster.
 
         With several lanes a lane's token takes a whole pass, or the busiest stage's work for all lanes if that is more.
         """
-        found = []
+        options = []
         for lanes in sorted({1, min(len(stages), streams)}):
             rows = -(-streams // lanes)
             busiest = max(self._stage_time(s, rows) for s in stages)
-            found.append(_Batch(max(self._pass(stages, rows), lanes * busiest), lanes))
-        return min(found, key=lambda b: (b.step, b.lanes))
+            options.append((max(self._pass(stages, rows), lanes * busiest), lanes))
+        return min(options)
 
     def _prompt(self, stages: tuple[Stage, ...]) -> float:
         """Seconds to compute a prompt of the wanted context: chunks follow one another through the stages."""
@@ -345,7 +319,7 @@ class Solver:
 
 
 def score(prediction: Prediction, goal: Goal) -> float:
-    """What the goal makes small."""
+    """Quantity that the goal minimises."""
     if goal == "latency":
         return prediction.step_single
     return -prediction.tokens if goal == "throughput" else -float(prediction.capacity)

@@ -1,4 +1,4 @@
-"""What the planner is asked and what it answers, as plain data. Pure."""
+"""Questions to the planner and its answers, as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ManualLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the layout must carry."""
+    """Work that a layout must carry."""
 
     context: int | None = None
     """Tokens of prompt and output together that every stream may have; by default the model's limit, at most 8192."""
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """What is known of a mixture-of-experts model's layers."""
+    """Routed experts of a mixture-of-experts model."""
 
     count: int
     """Routed experts of a layer."""
@@ -67,9 +67,7 @@ class Stage:
     machines: tuple[int, ...]
     """Positions in the list of machines."""
     start: int
-    """First layer."""
     stop: int
-    """One past the last layer."""
     kv_heads: tuple[int, ...]
     """Kv heads of each machine; together all of the model's, or more where several machines hold the same one."""
     shares: tuple[float, ...]
@@ -154,7 +152,7 @@ class Candidate:
     """A layout that was looked at."""
 
     label: str
-    """Such as `TP 2 (a, b)`."""
+    """Name, as `TP 2 (a + b)`."""
     layout: Layout | None
     """None where the model rules it out."""
     prediction: Prediction | None
@@ -181,13 +179,13 @@ class LayoutPlan:
     context: int
     streams: int
     candidates: tuple[Candidate, ...]
-    """Those that fit, best first, then those that don't, the least short first."""
+    """Layouts that fit, best first, then the others, the least short first."""
     chosen: Candidate | None
     """None when nothing fits."""
     reasons: tuple[str, ...] = field(default=())
     """Why, in sentences."""
     remedies: tuple[str, ...] = field(default=())
-    """What would make the model fit, when nothing does."""
+    """Changes that would make the model fit, when nothing does."""
 
 
 class NothingFits(OutOfMemory):

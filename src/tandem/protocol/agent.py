@@ -60,17 +60,13 @@ class OpenSession(Struct, frozen=True, tag=True):
 
 
 class Data(Struct, frozen=True, tag=True):
-    """Bytes of the program's standard input, or of its output and error output."""
+    """Bytes of the program's standard input, or of its output and error output. None end its standard input."""
 
     data: bytes
 
 
-class CloseInput(Struct, frozen=True, tag=True):
-    """The end of its standard input."""
-
-
 class Beat(Struct, frozen=True, tag=True):
-    """Still there. Whoever hears nothing for a while gives the other up."""
+    """Sign of life. An end that hears nothing for a while counts the other as lost."""
 
 
 class Ended(Struct, frozen=True, tag=True):
@@ -81,5 +77,5 @@ class Ended(Struct, frozen=True, tag=True):
     """Why it was not started or was ended, in one line."""
 
 
-SessionRequest = OpenSession | Data | CloseInput | Beat
+SessionRequest = OpenSession | Data | Beat
 SessionReply = Data | Beat | Ended

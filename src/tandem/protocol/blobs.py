@@ -28,7 +28,7 @@ class ListFiles(Struct, frozen=True, tag=True):
 
     number: int
     stems: list[str] | None = None
-    """Of files alone whose names begin with one of these and a dot; None: of all."""
+    """List only files whose names begin with one of these and a dot; None lists all."""
 
 
 class ReadRange(Struct, frozen=True, tag=True):
@@ -46,11 +46,11 @@ class FileList(Struct, frozen=True, tag=True):
 
 
 class Chunk(Struct, frozen=True, tag=True):
-    """The bytes follow in a frame of their own."""
+    """Header of a chunk; its bytes follow in a separate frame."""
 
     number: int
     digest: bytes
-    """`checksum` of them."""
+    """`checksum` of the bytes."""
 
 
 class Refusal(Struct, frozen=True, tag=True):

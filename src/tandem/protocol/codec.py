@@ -11,23 +11,22 @@ from tandem.errors import TransportError
 Message = TypeVar("Message")
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises for bytes that are not what they should be; text that is not UTF-8 and nesting without end are no
-`MsgspecError`."""
+"""Exceptions of msgspec for malformed bytes; text that is not UTF-8 and endless nesting raise no `MsgspecError`."""
 
 
 encode = msgspec.msgpack.Encoder().encode
-"""A message as MessagePack. From any thread."""
+"""Encode a message as MessagePack. Thread-safe."""
 
 
 class Decoder(Generic[Message]):
     """Decodes MessagePack into `Message`, a struct or a union of tagged ones."""
 
     def __init__(self, kind: object) -> None:
-        """`kind` is `Message` once more, as a value."""
+        """Decode into `kind`, which is `Message` as a value."""
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def decode(self, data: bytes | memoryview) -> Message:
-        """The message in `data`. Raises TransportError for anything else."""
+        """Return the message in `data`. Raises TransportError if it is none of `kind`."""
         try:
             return cast(Message, self._decode(data))
         except UNREADABLE as error:

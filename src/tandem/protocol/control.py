@@ -33,12 +33,12 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Stop a request. Unknown and finished ids are ignored; no `Output` follows. Of one that was `HandedOver`: it goes
-    on elsewhere, and needs nothing more from here."""
+    """Stop a request; no `Output` follows. Unknown and finished ids are ignored. For a request that was `HandedOver`
+    it releases what is kept for the other replica."""
 
     request_id: str
     answered: bool = False
-    """Its client has all that it wants: a stop string has come."""
+    """True when the client has its whole answer, as a stop string was found in the text."""
 
 
 class QueryStatus(Struct, frozen=True, tag=True):
@@ -54,12 +54,14 @@ class QueryMetrics(Struct, frozen=True, tag=True):
 
 
 class Detach(Struct, frozen=True, tag=True):
-    """The api is going: abort whatever it still has running."""
+    """Abort all requests of this api, which exits."""
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Let go of the api's requests, each with `HandedOver` once what is computed of it is on disk: they go on at
-    another replica. Those that cannot leave are finished."""
+    """Migrate the api's requests: answer each with `HandedOver` once its KV is on disk.
+
+    Requests that cannot migrate are finished here.
+    """
 
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class Output(Struct, frozen=True, tag=True):
     request_id: str
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
-    """One for each token when the request asked for them, else empty."""
+    """One entry per token if the request asked for log probabilities, else empty."""
     finish_reason: str | None = None
     """`stop` (end-of-sequence or stop token), `length`, or None while it goes on."""
     stop_token: bool = False
@@ -79,11 +81,11 @@ class Output(Struct, frozen=True, tag=True):
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache; with the first tokens, or the vector, only."""
     disk_tokens: int = 0
-    """Those of them that were read from disk for it."""
+    """Part of `cached_tokens` that was read from disk for this request."""
     vector: bytes = b""
     """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt's tokens but its first, if the request asked: with the first token, or the end if there is none."""
+    """Log probabilities of all prompt tokens but the first, if asked for; sent with the first token, or at the end."""
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -97,7 +99,7 @@ class Refused(Struct, frozen=True, tag=True):
     retry_after: float | None = None
 
     def as_error(self) -> RequestError:
-        """What it stands for where the request came in."""
+        """Return the exception to raise in the api."""
         if self.status == 429:
             return OverloadedError(self.message, retry_after=self.retry_after or 1.0, code=self.code or "overloaded")
         if self.status == 503:
@@ -111,7 +113,7 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 class HandedOver(Struct, frozen=True, tag=True):
-    """The request has left, without further output. The KV of its first `positions` tokens is on disk."""
+    """Report that a request has migrated: the KV of its first `positions` tokens is on disk, and no output follows."""
 
     request_id: str
     positions: int
@@ -132,17 +134,17 @@ class RankInfo(Struct, frozen=True):
     step_s: float
     """Mean seconds of work per step lately."""
     kv_bytes: int = 0
-    """Bytes of KV that it holds."""
+    """Bytes of KV held."""
     memory_bytes: int = 0
     """Bytes of the memory that weights and KV live in."""
     replica: int = 0
-    """Which engine it belongs to; filled in by an api that has several."""
+    """Number of the engine that it belongs to; filled in by the api."""
     slowdown: float = 1.0
     """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
     wired_bytes: int = 0
     """Weights that the system may not take from a Mac's GPU while it is idle."""
     used_bytes: int = 0
-    """What MLX's arrays take there now, without buffers that it keeps for reuse."""
+    """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
     """`ready`; while ranks are replaced `lost` for the one that failed, and `waiting` for the others."""
     handoff_s: float = 0.0
@@ -176,18 +178,18 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     prefix_cache: str = ""
-    """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`, and why."""
+    """Granularity of prefix hits: `any length`, `blocks` (whole ones), or `off` with the reason."""
     kv_disk: str = ""
     """Whether prefixes are kept on disk: `on`, or `off`, and why."""
     kv_store: str = ""
     """Which directories its ranks keep KV in, and for which model and type: alike for engines that read what one
     another has written. Empty where nothing is kept on disk."""
     disk_saves: float = 0.0
-    """Share of the time to compute a prompt that reading it from disk saves; a guess until both were measured."""
+    """Fraction of prefill time that a read from disk saves, 0 to 1; an estimate until both were measured."""
     kv_reach: list[str] = []
     """All directories whose KV its ranks can have, for this model and type: their own, and what other replicas lend."""
     lent_saves: float = 0.0
-    """As `disk_saves`, of what others lend."""
+    """Fraction of prefill time that a fetch from another replica saves, 0 to 1."""
     lends: list[tuple[str, str]] = []
     """Directories that its ranks lend from (`Ready.store`), and the endpoint of one rank for each."""
     prefix_room: int = 0
@@ -195,7 +197,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prompt_tokens_s: float = 0.0
     """Tokens near the beginnings of prompts computed a second, lately, while nobody decoded; 0 until many were."""
     kv_dtype: str = ""
-    """In what keys and values are kept, and in which layers."""
+    """Type of keys and values, and the layers that it applies to."""
     kv_bytes_per_token: int = 0
     """Bytes of a position in the caches of all ranks together, of one replica."""
     speculation: str = ""
@@ -219,14 +221,14 @@ class EngineStatus(Struct, frozen=True, tag=True):
     draft_tokens: int = 0
     """Tokens that speculative decoding has tried."""
     accepted_tokens: int = 0
-    """Those of them that became output."""
+    """Part of `draft_tokens` that became output."""
     defaults: SamplingDefaults = SamplingDefaults()
-    """For requests that do not say otherwise."""
+    """Sampling parameters for requests that leave them out."""
     loading: list[LoadProgress] = []
-    """How far each rank is, while the first ranks start."""
+    """Loading progress of each rank during the first start."""
     num_layers: int = 0
     events: list[Event] = []
-    """What happened lately; whoever asks keeps what is new."""
+    """Recent events, oldest first."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):
@@ -237,20 +239,22 @@ class MetricsText(Struct, frozen=True, tag=True):
 
 
 class Trial(Struct, frozen=True, tag=True):
-    """A request that may be what kills engines is being tried. Sent for those that came with a suspicion; the api sends
-    it back once it has taken note, so that an engine that dies of the request at once leaves no doubt."""
+    """Announce that a quarantined request is about to run alone.
+
+    The engine waits for the api to send it back as `Noted`, so that a request that kills the engine at once is known.
+    """
 
     request_id: str
     resting: bool
-    """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is back."""
+    """True while the engine idles to find out whether it dies without the request; else the request runs next."""
 
 
 class Noted(Trial, frozen=True, tag=True):
-    """A `Trial` that the api has taken note of and sends back."""
+    """Acknowledge a `Trial`."""
 
 
 class Neighbours(Borrow, frozen=True, tag=True):
-    """Lenders of the model's other replicas, from the supervisor."""
+    """Endpoints of other replicas that serve KV, as the supervisor knows them."""
 
 
 ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
@@ -270,13 +274,13 @@ class Plan(Struct, frozen=True, tag=True):
 
 
 class Connect(Struct, frozen=True, tag=True):
-    """All ranks have said hello: connect the channels. `endpoints[i]` is stage i's inbound address."""
+    """Connect the channels, after every rank has sent `Hello`. `endpoints[i]` is the inbound address of stage i."""
 
     endpoints: list[str]
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """All ranks have loaded; plans may come."""
+    """Announce that all ranks have loaded, so plans follow."""
 
 
 class Ping(Struct, frozen=True, tag=True):
@@ -298,11 +302,11 @@ class Hello(Struct, frozen=True, tag=True):
     host: str
     versions: dict[str, str]
     endpoint: str
-    """Where this rank's inbound channel listens; empty when the channel needs none."""
+    """Address of this rank's inbound channel; empty if the channel needs none."""
 
 
 class LoadProgress(Struct, frozen=True, tag=True):
-    """How far a rank has come with its weights."""
+    """Progress of a rank that loads its weights."""
 
     rank: int
     done: int
@@ -319,47 +323,47 @@ class Ready(Struct, frozen=True, tag=True):
     weight_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
-    """Memory of the device or machine that it runs on."""
+    """Bytes of memory of its device or machine."""
     peak_bytes: int
     gpu: bool
-    """It computes on a GPU."""
+    """True if the rank computes on a GPU."""
     host: str
     pid: int
     trimmable: bool
-    """Its KV caches can be cut to any length."""
+    """True if its KV caches can be cut to any length."""
     state_bytes: int = 0
-    """What a sequence takes whatever its length: states of recurrent layers."""
+    """Bytes per sequence that do not depend on its length: states of recurrent layers."""
     own_memory: bool = False
-    """No other rank uses that memory, although others may be on the host: each has a GPU."""
+    """True if no other rank shares that memory, as each has a GPU of its own."""
     machine: str = ""
-    """What tells its machine from others, whatever they are called."""
+    """Identity of the machine, independent of its host name."""
     cache_bytes: int = 0
-    """Most memory that it keeps for reuse beside weights and KV."""
+    """Upper bound, in bytes, of MLX's buffer cache."""
     wired_bytes: int = 0
     """Weights that the system may not take from the GPU."""
     metal: bool = False
-    """That GPU is a Mac's."""
+    """True if the GPU is driven by Metal."""
     quantized_layers: list[int] = []
     """Layers whose keys and values it keeps quantised."""
     pieces: list[bytes] | None = None
     """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
     store: str = ""
-    """Which directory that is, and for which model and type; alike on ranks that share one."""
+    """Identity of that directory, model and KV type; equal on ranks that share one."""
     lends: str = ""
-    """Where other ranks can have what it has there; empty where none needs that."""
+    """Endpoint at which other ranks fetch from that directory; empty if none needs to."""
     disk_trouble: str = ""
-    """Why it cannot keep any there, though it should."""
+    """Reason why a configured disk store is not usable."""
 
 
 class Stepped(Struct, frozen=True, tag=True):
-    """One plan is done on this rank; the sampling rank sends the `result` along."""
+    """Report a finished step; the sampling rank adds the `result`."""
 
     step: RankStep
     peak_bytes: int = 0
     """Most memory that the rank has used so far."""
     result: StepResult | None = None
     used_bytes: int = 0
-    """What MLX's arrays take there after the step, without buffers that it keeps for reuse."""
+    """Bytes of live MLX arrays after the step, without buffers that are cached for reuse."""
 
 
 class Failure(Struct, frozen=True, tag=True):
@@ -373,14 +377,14 @@ class Failure(Struct, frozen=True, tag=True):
 
 
 class Pong(Struct, frozen=True, tag=True):
-    """Answer to a `Ping`. It comes from the thread that has no part in computing: the process runs."""
+    """Answer a `Ping`. Sent by a thread that does not compute, so it shows that the process runs."""
 
     rank: int
     number: int
     step_id: int
     """The last step that the computing thread has begun; -1 before the first."""
     waiting: bool
-    """It waits for what another stage sends."""
+    """True while blocked on input from the previous stage."""
 
 
 RankMessage = Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong

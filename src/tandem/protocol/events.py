@@ -1,4 +1,4 @@
-"""What happened to a server, for people: a bounded list of events, each with its reason and what to do."""
+"""Events of a server for its operator: a bounded history, each entry with its reason and remedy."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ Level = Literal["info", "warning", "error"]
 
 
 class Event(Struct, frozen=True):
-    """One thing that happened."""
+    """One entry of the history."""
 
     number: int
-    """Counts up, from 1, in the history that has it."""
+    """Position in its history, from 1."""
     at: float
     """Seconds since 1970."""
     kind: str
-    """As docs/apis.md lists them: `rank_lost`, `model_loaded` and so on."""
+    """Kind of event, listed in docs/apis.md: `rank_lost`, `model_loaded` and so on."""
     text: str
-    """What happened and why, in a line."""
+    """One line: the event and its reason."""
     level: Level = "info"
     remedy: str = ""
-    """What a person can do; empty where nothing is needed."""
+    """Action for the operator; empty if none is needed."""
     replica: int | None = None
     rank: int | None = None
     model: str = ""
-    """Of several."""
+    """Served name; empty if the server has one model."""
     request_id: str = ""
     group: str = ""
-    """Whose request it was: only they are told its id."""
+    """Client of the request; `request_id` is shown to this client only."""
     origin: str = ""
-    """The history that it was noted in first."""
+    """Identity of the history that recorded the event first."""
 
 
 class History:
-    """The latest events. Used by one thread."""
+    """Bounded history of events. Not thread-safe."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._events: deque[Event] = deque(maxlen=kept)
         self._origin = secrets.token_hex(8)
         self._last = 0
         self._taken: dict[str, int] = {}
-        """The last number that was taken from each other history."""
+        """Last number taken over, by the `origin` of other histories."""
 
     def note(self, kind: str, text: str, *, level: Level = "info", remedy: str = "", replica: int | None = None,
              rank: int | None = None, model: str = "", request_id: str = "", group: str = "") -> Event:
-        """Something happens now."""
+        """Record an event with the current time."""
         event = Event(self._last + 1, time.time(), kind, text[:MOST_TEXT], level, remedy[:MOST_TEXT], replica, rank,
                       model, request_id, group, self._origin)
         self._add(event)
         return event
 
     def take(self, events: Iterable[Event], *, replica: int | None = None, model: str = "") -> None:
-        """Take over what is new of another history's events, which are of this replica and model."""
+        """Add new events of another history, marked with this replica and model."""
         for event in events:
             if event.number <= self._taken.get(event.origin, 0):
                 continue
@@ -72,7 +72,7 @@ class History:
                                               replica=event.replica if replica is None else replica))
 
     def after(self, number: int = 0) -> list[Event]:
-        """Those that are kept and have a higher number, the oldest first."""
+        """Return the kept events with a number above `number`, oldest first."""
         return [one for one in self._events if one.number > number]
 
     def _add(self, event: Event) -> None:

@@ -16,7 +16,7 @@ NoneOrHostPort = Annotated[str, Meta(pattern=r"^([^:\s]+:[0-9]{1,5})?$")]
 
 
 class MlxWorld(Struct, frozen=True, kw_only=True):
-    """What `mlx.launch` put into the environment of a process that it started."""
+    """Variables that `mlx.launch` sets for a process that it starts."""
 
     rank: Number | None = None
     hostfile: list[list[HostPort]] = []
@@ -30,7 +30,7 @@ class MlxWorld(Struct, frozen=True, kw_only=True):
     nccl: NoneOrHostPort = ""
     """NCCL_HOST_IP and NCCL_PORT, as IP:port."""
     mpi: bool = False
-    """It runs under mpirun."""
+    """True under mpirun."""
 
     @property
     def backend(self) -> str:
@@ -46,19 +46,19 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     name: str
     """The machine's own name, for people."""
     machine: str
-    """What tells machines apart, whatever they are called (`system.identity`)."""
+    """Identity of the machine, whatever its name (`system.identity`)."""
     pid: int
     address: str
     """Address on which the ranks of other machines reach it."""
     versions: dict[str, str]
-    """Of python (major.minor), tandem, mlx and mlx-lm."""
+    """Versions of python (major.minor), tandem, mlx and mlx-lm."""
     system: str
-    """Such as `Linux x86_64`."""
+    """Operating system and architecture, such as `Linux x86_64`."""
     chip: str
     memory_bytes: int
     """Installed, or a container's part of it."""
     usable_bytes: int
-    """What ranks there may use of it: on a Mac, what Metal lets its GPU have."""
+    """Memory that ranks may use; on a Mac, Metal's limit for the GPU."""
     cores: int
     gpus: list[str]
     """NVIDIA GPUs that it may use, in CUDA's terms."""
@@ -72,15 +72,15 @@ class Join(Struct, frozen=True, tag=True, kw_only=True):
 
     facts: HostFacts
     host_id: str
-    """Of the rank host: the same whenever it joins."""
+    """Identity of the rank host, the same whenever it joins."""
     attempt: int
-    """Rises with each connection on which it tries."""
+    """Number of its connection, which rises with each."""
     head: str
-    """Address by which the rank host has reached the head; ranks will reach the engine by it too."""
+    """Address by which the rank host reached the head; ranks reach the engine by it too."""
     slot: Number | None = None
     """Rank that it is meant for; None: any."""
     ticket: str = ""
-    """What the launcher gave to the rank host that it started for this slot; works once."""
+    """Ticket from the launcher for this slot; valid once."""
     mlx: MlxWorld = MlxWorld()
 
 
@@ -114,11 +114,11 @@ class Pong(Struct, frozen=True, tag=True):
 
     number: int
     stopped: bool = False
-    """The rank stands still (SIGSTOP)."""
+    """True while the rank is suspended (SIGSTOP)."""
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """The rank host was told to end; its rank has ended."""
+    """The rank host ends on request; its rank has ended."""
 
 
 HostMessage = Join | Ports | RankStarted | RankExited | Pong | Leave
@@ -127,14 +127,14 @@ HostMessage = Join | Ports | RankStarted | RankExited | Pong | Leave
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The rank host belongs to the cluster now."""
+    """The rank host is admitted to the cluster."""
 
     heartbeat_timeout: float
-    """Seconds without a word from the head after which it ends its rank."""
+    """Seconds without a message from the head after which it ends its rank."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
-    """The rank host cannot be used, and ends."""
+    """The rank host is not admitted, and ends."""
 
     reason: str
 
@@ -158,7 +158,7 @@ class StartRank(Struct, frozen=True, tag=True):
     """Start a rank process; one that still runs is killed first."""
 
     number: int
-    """Of this process, in what is said of it."""
+    """Number of this process in later messages."""
     rank: int
     payload: bytes
     """The line for its standard input."""
@@ -166,24 +166,24 @@ class StartRank(Struct, frozen=True, tag=True):
     world: dict[str, str]
     """Variables of the group that it joins."""
     files: dict[VariableName, str]
-    """Content of files, by the variable that is to name the file; the rank host calls the file so too."""
+    """Variable that must point to a file -> the file's content."""
     sharing: int
     """Ranks of this gang on the machine, which share its cores."""
 
 
 class KeepSpare(Struct, frozen=True, tag=True):
-    """Have a process wait for the next rank that is started here."""
+    """Start a standby process for the next rank that starts here."""
 
     rank: int
     spec: bytes
     """The first line for its standard input."""
     environment: dict[str, str]
     sharing: int
-    """As of `StartRank`."""
+    """Ranks on the machine, as in `StartRank`."""
 
 
 class DropSpare(Struct, frozen=True, tag=True):
-    """The next rank will be another one: end what waits for it."""
+    """End the standby process: the next rank will be another one."""
 
 
 class KillRank(Struct, frozen=True, tag=True):
@@ -193,11 +193,11 @@ class KillRank(Struct, frozen=True, tag=True):
 
 
 class JoinAgain(Struct, frozen=True, tag=True):
-    """The head has given this rank host up, after a silence: end the rank, and join anew."""
+    """The head removed this rank host after a silence: end the rank, and join anew."""
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The cluster is over: end the rank, and the rank host."""
+    """The cluster has ended: end the rank, and the rank host."""
 
 
 HeadMessage = (Welcome | Refuse | Ping | ReservePorts | StartRank | KeepSpare | DropSpare | KillRank | JoinAgain

@@ -1,4 +1,4 @@
-"""Who is who in a gang: where a rank stands, which part of the model it has, and whom it sends to."""
+"""Position of a rank in its group: the part of the model that it holds, and the ranks that it sends to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class RankPosition(Struct, frozen=True, kw_only=True):
-    """Where a rank stands among the stages of a gang; the ranks of a stage stand side by side."""
+    """Position of a rank among the stages of its group; ranks of a stage have consecutive numbers."""
 
     rank: int
     """Number in the gang."""
@@ -55,7 +55,7 @@ class RankPosition(Struct, frozen=True, kw_only=True):
 
 
 class StageSpec(RankPosition, frozen=True, kw_only=True):
-    """What one rank needs to know to build its part of the model; crosses to rank processes as JSON."""
+    """Specification from which a rank builds its part of the model; sent to rank processes as JSON."""
 
     model_path: str
     model_name: str
@@ -75,7 +75,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     blas: str
     log_level: str
     attention: str = "auto"
-    """Of decode steps: `auto` or `masked`, as the settings have it."""
+    """Attention of decode steps: `auto` or `masked`."""
     fuse_projections: str = "auto"
     """`on`, `off`, or `auto`: on a GPU."""
     device: str = "auto"
@@ -85,11 +85,11 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     wired: int | None = None
     """Most bytes of weights to keep in a GPU's memory for good, 0 for none; None: as many as is safe."""
     machine: str = ""
-    """What tells the rank's machine from others; its launcher knows."""
+    """Identity of the rank's machine, from its launcher."""
     sharing: int = 1
     """Ranks of the gang on that machine that share its memory."""
     gpu_share: float | None = None
-    """The same of a GPU that this rank alone has, of several; None if it has none, or computes without."""
+    """Share of the GPU's memory when this rank has one of several GPUs to itself; else None."""
     weights_from: str = "local"
     """`head`: from the engine's machine; `model_path` is a directory there."""
     hub: str = ""
@@ -109,23 +109,23 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     kv_disk: str = ""
     """Directory, on the rank's machine, in which it keeps prefixes of prompts; empty for none."""
     kv_disk_bytes: int = 0
-    """Most bytes of all that is kept there."""
+    """Upper bound, in bytes, of that directory."""
     kv_space: str = ""
-    """What tells KV of this model, adapter and type from others there."""
+    """Key of this model, adapter and KV type in that directory."""
 
     @property
     def share(self) -> float:
-        """Its part of the stage's heads and widths."""
+        """Fraction of the stage's heads and widths that this rank holds."""
         weights = self.tensor_split or (1.0,) * self.tp_size
         return weights[self.tp_rank] / sum(weights)
 
     @property
     def fast_fences(self) -> bool:
-        """Whether it wants MLX's fast fences, where there are any."""
+        """True if MLX's fast fences are requested for this rank."""
         return self.fast_sync == "on" or (self.fast_sync == "auto" and self.tp_size > 1)
 
     @property
     def label(self) -> str:
-        """How log lines name the rank."""
+        """Name of the rank in log lines."""
         part = f" part {self.tp_rank + 1}/{self.tp_size}" if self.tp_size > 1 else ""
         return f"stage {self.stage + 1}/{self.stages} layers {self.layers[0]}-{self.layers[1] - 1}{part}"

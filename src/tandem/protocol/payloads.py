@@ -1,4 +1,4 @@
-"""What engines, ranks and rank hosts get on standard input when they are started."""
+"""Payloads that engines, ranks and rank hosts read from standard input when they start."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from tandem.protocol.layout import StageSpec
 
 WORKER_MODULE = "tandem.executors.worker"
 """Entry point of ranks."""
-SPARE_MODULE = "tandem.executors.spare"
-"""Entry point of processes that wait to become ranks."""
+STANDBY = "standby"
+"""Argument of that entry point for a process that waits to become a rank."""
+LAUNCHERS = "tandem.launchers"
+"""Entry point of what launchers start; its first argument is a role."""
+RANK_HOST = f"{LAUNCHERS} rank-host"
+"""Words after `python -m` that start a rank host."""
 
 
 class WorkerPayload(Struct, frozen=True, kw_only=True):
-    """What the launcher hands over."""
+    """Payload of a rank."""
 
     spec: StageSpec
     keys: ClusterKeys
@@ -23,33 +27,33 @@ class WorkerPayload(Struct, frozen=True, kw_only=True):
     channel_host: str
     generation: str
     weights_endpoint: str = ""
-    """Where the engine's machine serves the model; empty when the rank's own machine has it."""
+    """Endpoint at which the engine's machine serves the model; empty when the rank's own machine has it."""
     lending: ClusterKeys | None = None
-    """Of those who keep KV of this model on other disks: they lend it to one another."""
+    """Keys shared by ranks that keep this model's KV on other disks, and lend it to one another."""
     lending_host: str = ""
     """Address of the rank's machine at which they ask for it."""
 
 
 class ApiPayload(Struct, frozen=True, kw_only=True):
-    """What the supervisor hands over to an api."""
+    """Payload of an api."""
 
     settings: Raw
-    """As `tandem.config.loading.to_json` writes them."""
+    """Settings as `tandem.config.loading.to_json` writes them."""
     keys: dict[str, ClientLimits]
     """API keys, as the supervisor has read them."""
 
 
 class EnginePayload(Struct, frozen=True, kw_only=True):
-    """What the supervisor hands over."""
+    """Payload of an engine."""
 
     settings: Raw
-    """As `tandem.config.loading.to_json` writes them."""
+    """Settings as `tandem.config.loading.to_json` writes them."""
     lending: ClusterKeys | None = None
     """With which the ranks of all its engines of one model lend KV to one another; None where none needs to."""
 
 
 class HostPayload(Struct, frozen=True, kw_only=True):
-    """What a launcher hands over."""
+    """Payload of a rank host."""
 
     keys: ClusterKeys
     endpoints: list[str]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-PIECE = 64
-"""Positions of a piece. What a prompt has behind its last whole piece is computed again."""
+BLOCK_SIZE = 32
+"""Positions of a block of KV: prefixes are found by the hashes of their blocks. None shorter is kept."""
+PIECE = 2 * BLOCK_SIZE
+"""Positions of a piece, which is a fixed run of blocks: files of single blocks are written a third more slowly,
+and read a fifth. What a prompt has behind its last whole piece is computed again."""
 
 
 class StoreOp(Struct, frozen=True, array_like=True):

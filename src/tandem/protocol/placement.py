@@ -1,31 +1,23 @@
-"""Messages between an engine and its Ray driver, the process that alone speaks to Ray: lines of JSON on a socket."""
+"""Messages between an engine and its Ray driver, the process that alone speaks to Ray: lines of JSON on its standard
+input and output."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-
-class DriverPayload(Struct, frozen=True, kw_only=True):
-    """What the driver is started with."""
-
-    address: str
-    """Cluster to connect to: host:port, `auto` for the one that runs on this machine, `new` for one to be started."""
-    start_units: int
-    """Ranks that a new cluster has room for on this machine."""
-    lock: str
-    """File that drivers on this machine lock while they choose nodes."""
+from tandem.protocol.payloads import HostPayload
 
 
 class PlaceRanks(Struct, frozen=True, tag=True):
-    """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `Refused`.
+    """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `ClusterRefused`.
 
     What an earlier one reserved and started is ended first.
     """
 
     number: int
     """Tells what belongs to this placement from what an earlier one left."""
-    payloads: list[bytes]
-    """For each rank what its rank host gets (a `HostPayload` as JSON); the driver adds the node's address."""
+    payloads: list[HostPayload]
+    """For each rank what its rank host is started with; the driver adds the node's address."""
     avoid: list[str]
     """Nodes whose host was lost: taken only when no other has room."""
     patience_s: float
@@ -45,19 +37,13 @@ class Placed(Struct, frozen=True, tag=True):
     """Rank hosts are being started on these nodes, in the order of ranks."""
 
     nodes: list[str]
-    """Their ids."""
+    """Ids of the nodes."""
     places: list[str]
     """Address and name of each, for messages."""
 
 
-class Shortage(Struct, frozen=True, tag=True):
-    """There is no room and the patience is over."""
-
-    message: str
-
-
 class ClusterRefused(Struct, frozen=True, tag=True):
-    """What was asked cannot be done until the user mends something."""
+    """A request that cannot be met until the user mends something, such as a shortage of devices."""
 
     message: str
 
@@ -73,11 +59,11 @@ class HostOutput(Struct, frozen=True, tag=True):
 
 
 class HostEnded(Struct, frozen=True, tag=True):
-    """A rank host is no more."""
+    """A rank host has ended."""
 
     placement: int
     rank: int
     reason: str
 
 
-DriverMessage = Connected | Placed | Shortage | ClusterRefused | HostOutput | HostEnded
+DriverMessage = Connected | Placed | ClusterRefused | HostOutput | HostEnded

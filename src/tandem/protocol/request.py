@@ -1,4 +1,4 @@
-"""What one request asks for, as it travels from the api to the engine and on to the ranks."""
+"""Contents of a request on its way from the api to the engine and the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pooling = Literal["last", "mean"]
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A form that the output must have: exactly one of the fields. The names are vLLM's."""
+    """Constraint on the output: exactly one of the fields is set. The names are vLLM's."""
 
     json: str | dict[str, Any] | None = None
     """A JSON schema, as text or as an object."""
@@ -22,7 +22,7 @@ class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
     regex: str | None = None
     """A regular expression (Rust's syntax) that the whole output matches."""
     choice: tuple[str, ...] | None = None
-    """One of these strings."""
+    """Allowed outputs."""
     grammar: str | None = None
     """A context-free grammar: Lark as llguidance reads it, GBNF, or llguidance's own JSON."""
 
@@ -61,7 +61,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     """None: no log probabilities; k >= 0: the chosen token's and those of the k most likely ones."""
     structured_outputs: StructuredOutputs | None = None
-    """A form that the output must have; tokens that lead out of it cannot be chosen."""
+    """Constraint on the output; tokens that violate it get no probability."""
     prompt_logprobs: int | None = None
     """None: nothing of the prompt; k >= 0: log probabilities of its tokens, and of the k most likely ones in their
     places."""
@@ -78,7 +78,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What holds for a request that does not say otherwise; None where the model and the server have no opinion."""
+    """Defaults of sampling parameters; None where neither the model nor the server sets one."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -89,7 +89,7 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Most tokens to produce; None for what is left of the context."""
 
     def given(self) -> dict[str, Any]:
-        """Those that are set, by name."""
+        """Return the fields that are set, by name."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
@@ -102,23 +102,23 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Token ids, at least one."""
     params: SamplingParams
     group: str = ""
-    """Who asks: a digest of the API key, or the client's address. Groups share the machine fairly."""
+    """Client: a digest of the API key, or the address. Work is shared fairly between groups."""
     weight: float = 1.0
     """The group's share of the work beside that of others; > 0."""
     produced: list[int] = []
     """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
     suspicion: Suspicion | None = None
-    """What speaks against it, if engines were lost while they worked on it; its api hears when it runs alone."""
+    """Quarantine record, if engines were lost while they worked on this request."""
     pooling: Pooling | None = None
-    """It ends with its prompt, and asks for the pooled hidden state of that in place of tokens."""
+    """Pooling of an embedding request: it ends with its prompt and yields a vector in place of tokens."""
     cache_key: str = ""
     """Requests with the same one go to the same replica, where that can be."""
     on_disk: bool = True
-    """Its prompt may be kept on disk."""
+    """True if the KV of the prompt may be written to disk."""
     kept: int = 0
-    """So many of its tokens, from the first, another replica has computed and written to a disk that this one reads."""
+    """Leading tokens whose KV another replica has written to a disk that this one reads."""
     leaves: bool = False
-    """Once its prompt is computed and written to disk it goes on at another replica (`HandedOver`), if it can."""
+    """True if the request migrates (`HandedOver`) once the KV of its prompt is on disk."""
     warms: bool = False
-    """It ends with its prompt, and asks for nothing: the prompt is to be kept for those that begin like it."""
+    """True for a warm-up: the request ends with its prompt, whose KV is cached for later requests."""

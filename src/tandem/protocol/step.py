@@ -30,7 +30,7 @@ class KVShape(NamedTuple):
 
     rows: int = 0
     positions: int = 0
-    """Of each row."""
+    """Capacity of each row, in positions."""
 
     @property
     def size(self) -> int:
@@ -43,7 +43,7 @@ class KVShape(NamedTuple):
 
 
 class InsertOp(Struct, frozen=True, array_like=True):
-    """A sequence that the rank does not know yet, sent whole."""
+    """Add a sequence with all of its tokens."""
 
     request_id: str
     tokens: list[int]
@@ -60,11 +60,11 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     start: int
     count: int
     last: bool
-    """The chunk ends the prompt: a token is sampled from its last position, and the sequence decodes from then on."""
+    """True if the chunk ends the prompt: a token is sampled from its last position, and decoding starts."""
     pooling: Pooling | None = None
-    """The last chunk yields a pooled hidden state in place of a token."""
+    """Pooling of the last chunk, which yields a vector in place of a token."""
     samples: bool = True
-    """False: the sequence ends with its prompt, and its last chunk brings no token."""
+    """False if the sequence ends with its prompt, without a token."""
     prompt_logprobs: int | None = None
     """k >= 0: the log probabilities of the prompt's tokens that come after the chunk's positions are wanted, and those
     of the k most likely ones in their places. Nothing for the position after the prompt."""
@@ -87,7 +87,7 @@ class MoveOp(Struct, frozen=True, array_like=True):
 
 
 class SpecDecodeRow(Struct, frozen=True, array_like=True):
-    """What one sequence of the lane decodes from, all of it said: nothing is taken from what the rank holds."""
+    """Input of one sequence for a decode step with drafts. Complete: no token is taken from the rank's own state."""
 
     request_id: str
     length: int
@@ -105,11 +105,11 @@ class SpecDecodePlan(Struct, frozen=True, array_like=True):
     rows: list[SpecDecodeRow]
     """One for each of `StepPlan.decode`, and any that are only cut, in any order."""
     ask: int = 0
-    """So many tokens the draft model shall guess for each sequence that is sampled in this step, after those."""
+    """Tokens that the draft model proposes after this step, per sampled sequence."""
 
     @property
     def drafts(self) -> int:
-        """Tokens that are tried out."""
+        """Number of draft tokens in this step."""
         return sum(max(len(row.tokens) - 1, 0) for row in self.rows)
 
 
@@ -117,13 +117,13 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """One step of one lane. Operations apply in the order of the fields."""
 
     step_id: int
-    """Rises by one over all lanes."""
+    """Number of the step, counted over all lanes."""
     lane: int
     """Which of the independent batches this step advances."""
     removes: list[str] = []
-    """Sequences that are over, of whichever lane."""
+    """Ids of sequences to drop, of any lane."""
     moves: list[MoveOp] = []
-    """For schedulers (vLLM's) that pick the sequences of each step anew; our own leaves a sequence in its lane."""
+    """Moves between lanes, used by vLLM's scheduler, which chooses the sequences of each step anew."""
     inserts: list[InsertOp] = []
     restores: list[SnapshotOp] = []
     decode: list[str] = []
@@ -131,7 +131,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     prefill: list[PrefillOp] = []
     """Chunks of prompts, in the order in which they are computed, after the decode."""
     saves: list[SnapshotOp] = []
-    """Prompts whose KV is to be kept, each when its chunk of this step is done."""
+    """Prompts whose KV is cached once their chunk of this step is computed."""
     stores: list[StoreOp] = []
     """Pieces of kept prefixes to write to disk."""
     evicts: list[str] = []
@@ -141,9 +141,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     fingerprint: str = ""
     """`batch_fingerprint` of the batch that must be there once removes and inserts are done."""
     spec_decode_plan: SpecDecodePlan | None = None
-    """What `decode` computes, where that is more than one token after the one that the rank holds."""
+    """Draft tokens of `decode`; None if each sequence takes exactly one token."""
     pause: bool = False
-    """The lane's decoding sequences wait in this step, and `decode` is empty."""
+    """True if the lane's decoding sequences skip this step; `decode` is empty."""
     digest: bool = False
     """Report what went into this rank's layers and what came out (`RankStep.digest`)."""
     tidy: bool = False
@@ -175,7 +175,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     @property
     def hands_out(self) -> bool:
-        """What is sampled goes to whoever feeds on it, so that the lane's next plan need not name tokens.
+        """True if the sampling rank passes its tokens to the first stage, so that the next plan need not name them.
 
         Not so with drafts, since which of the tokens count is decided where the result is read; nor when drafts are
         asked for, which the next plan will name.
@@ -184,7 +184,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
 
 def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
-    """The tokens of each of `ids`, which may stand there several times, in their order."""
+    """Group `tokens` by id; an id may occur several times in `ids`."""
     found: dict[str, list[int]] = {}
     for request_id, token in zip(ids, tokens, strict=True):
         found.setdefault(request_id, []).append(token)
@@ -192,33 +192,35 @@ def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
 
 
 def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many of a row's drafts, `tokens[1:]`, are what was sampled in their places. So `sampled[:accepted + 1]` is
-    the sequence's output: what it would have been one token at a time."""
+    """Return the number of drafts, `tokens[1:]`, that equal the tokens sampled in their places.
+
+    `sampled[:accepted + 1]` is the output of the sequence, the same as without drafts.
+    """
     drafts = tokens[1:]
     return next((i for i, (mine, theirs) in enumerate(zip(drafts, sampled, strict=False)) if mine != theirs),
                 min(len(drafts), len(sampled)))
 
 
 class StepResult(Struct, frozen=True, array_like=True):
-    """What the sampling rank returns for one plan."""
+    """Result of one plan, from the sampling rank."""
 
     step_id: int
     lane: int
     tokens: list[int] = []
-    """In the order of `StepPlan.sampled()`; a negative one says why there is none."""
+    """Tokens in the order of `StepPlan.sampled()`; a negative value is an error code such as `NOT_FINITE`."""
     logprobs: dict[str, list[TokenLogprob]] = {}
-    """Only for sequences that asked: one for each of their tokens."""
+    """Log probabilities by request id, one per token, for sequences that asked."""
     vectors: dict[str, bytes] = {}
     """Pooled hidden states of those of `StepPlan.ended()` that asked, float32 in little-endian order; empty for one
     that is not finite."""
     drafts: dict[str, list[int]] = {}
-    """What the draft model guesses after the tokens that count, where the plan asked."""
+    """Tokens proposed by the draft model, by request id, if the plan asked."""
     prompt_logprobs: dict[str, PromptLogprobs] = {}
-    """Of this step's chunks, where the plan asked."""
+    """Log probabilities of prompt tokens in this step's chunks, if the plan asked."""
 
 
 class RankStep(Struct, frozen=True, array_like=True):
-    """How one rank fared in one step, for metrics and for the progress watchdog."""
+    """Timing and memory of one rank in one step, for metrics and the watchdog."""
 
     rank: int
     step_id: int
@@ -234,7 +236,7 @@ class RankStep(Struct, frozen=True, array_like=True):
 
 
 class GrammarReady(Struct, frozen=True, tag=True):
-    """The grammar of a sequence is compiled on the rank that samples, or cannot be: no step waits for it."""
+    """Report that the sampling rank has compiled the grammar of a sequence, or failed to."""
 
     rank: int
     request_id: str

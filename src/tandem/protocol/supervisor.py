@@ -17,6 +17,8 @@ class ListReplicas(Struct, frozen=True, tag=True):
     """Engines that it is connected to and that take requests."""
     events_after: int = 0
     """Number of the last event that the asker has; later ones are sent."""
+    number: int = 0
+    """Comes back with the answer."""
 
 
 class AddReplica(Struct, frozen=True, tag=True):
@@ -91,8 +93,6 @@ class ModelInfo(Struct, frozen=True):
     """It is never unloaded."""
     unload_after: float | None
     """Seconds without a request after which it is unloaded; None for never."""
-    commands: int
-    """Times that it was told to load or to unload."""
 
 
 class ReplicaList(Struct, frozen=True, tag=True):
@@ -109,6 +109,8 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """The server has said that it is ready: its api has heard of every engine."""
     events: list[Event] = []
     """What happened since the event that was named, oldest first."""
+    number: int = 0
+    """Number of the `ListReplicas` that this answers: commands that were sent before it have had their effect."""
 
 
 class Done(Struct, frozen=True, tag="ReplicaChanged"):

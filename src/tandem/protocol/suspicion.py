@@ -1,5 +1,6 @@
-"""What speaks against a request when those that work on it die. Kept by the engine, whose gangs of ranks die, and by
-the api, whose engines do; it travels along when a request goes to another engine. Pure.
+"""Quarantine of requests that may kill the ranks or engines that work on them.
+
+The engine counts deaths of its ranks, the api those of its engines; the record travels with a request that migrates.
 
 All requests that were worked on when ranks or an engine died are suspects, though at most one is to blame, and most
 often none is. They are replayed together once, since a machine's failure is likelier. Those under which that happens
@@ -27,35 +28,35 @@ REST_S = 10.0
 
 
 class Suspicion(Struct):
-    """Of one request. Places are positions of its tokens, the prompt's included."""
+    """Deaths that a request was part of. Places are token positions, counted from the start of the prompt."""
 
     company: int = 0
     """Deaths in a row, in company, between which it did not get further."""
     alone: int = 0
     """Deaths in a row while it ran alone, at the same place."""
     elsewhere: int = 0
-    """The same at places that it had passed before."""
+    """Deaths while it ran alone, at places that it had passed before."""
     begin: int = 0
     end: int = -1
     """From what was surely computed when it died last, to beyond what may have been."""
 
     @property
     def suspect(self) -> bool:
-        """It must run alone."""
+        """True if the request must run alone."""
         return self.company >= ALONE_AFTER or self.alone > 0
 
     @property
     def rests(self) -> bool:
-        """Nothing must run for a while before it does."""
+        """True if the engine must idle before the request runs again."""
         return self.alone > 0
 
     @property
     def guilty(self) -> bool:
-        """It is to be tried no more."""
+        """True if the request is to be refused."""
         return self.alone >= REFUSE_AFTER or self.alone + self.elsewhere >= ANYWHERE
 
     def died(self, computed: int, planned: int, *, alone: bool) -> None:
-        """Those that worked on it died when `computed` positions were surely done, and up to `planned` perhaps."""
+        """Count a death at which `computed` positions were done for certain, and up to `planned` possibly."""
         self.passed(computed)
         if not alone:
             self.company += 1
@@ -75,6 +76,6 @@ class Suspicion(Struct):
         return suspect
 
     def clear(self) -> None:
-        """Nothing speaks against it."""
+        """Forget all deaths."""
         self.company = self.alone = self.elsewhere = self.begin = 0
         self.end = -1

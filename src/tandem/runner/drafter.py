@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from tandem.errors import BatchDesync
+from tandem.loading.parcel import dispatch
+from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
@@ -63,7 +64,7 @@ class Drafter:
         return sum(store.nbytes for store in self._stores)
 
     def follow(self, plan: StepPlan) -> None:
-        """What leaves, joins and is named. Raises BatchDesync for tokens that leave a gap."""
+        """Apply what leaves, joins and is named in a plan. Raises BatchDesync for tokens that leave a gap."""
         for request_id in plan.removes:
             self._known.pop(request_id, None)
             for store in self._stores:
@@ -114,7 +115,7 @@ class Drafter:
     def _catch_up(self, request_id: str, store: KVStore) -> None:
         """Bring the row to where a step of the batch can do the rest."""
         known = self._known[request_id]
-        caches: list[Any] | None = None
+        caches: list[Cache] | None = None
         if request_id not in store:
             caches, known.held = self.stage.make_caches(), 0
         else:
@@ -144,13 +145,13 @@ class Drafter:
             known.held, known.tried = len(known.tokens), count - 1
         guesses = [self._likeliest(hidden)]
         while len(guesses) < count:
-            mx.async_eval(guesses[-1])
+            dispatch(guesses[-1])
             guesses.append(self._likeliest(self._forward(guesses[-1][:, None], store.batch())))
         found = mx.stack(guesses, axis=1)
-        mx.async_eval(found)
+        dispatch(found)
         return Drafted(ids, found)
 
-    def _forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+    def _forward(self, tokens: mx.array, caches: list[Cache]) -> mx.array:
         # Ids beyond the draft model's own stand for no text: they fill up the target's vocabulary.
         return self.stage.forward(mx.minimum(tokens, self.stage.vocab_size - 1), caches)
 

@@ -25,7 +25,7 @@ from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
-"""As `ragged_attention.attend`."""
+"""Attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
 WORTH = 8192
 """Positions of all rows from which it is also faster than MLX's without a mask."""
 
@@ -235,7 +235,7 @@ def _pair(parts: Sequence[mx.array], groups: Groups) -> tuple[Quantized, Quantiz
 
 
 def _parts_of(cache: GroupedKVCache) -> list[mx.array]:
-    """Those of a single sequence's keys, then of its values, [1, kv_heads, held, ...] each."""
+    """Arrays of a single sequence's keys, then of its values, [1, kv_heads, held, ...] each."""
     keys, values, length, *_ = cache.state
     return [part[:, :, :length] for part in (*keys, *values)]
 

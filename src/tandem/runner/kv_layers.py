@@ -58,10 +58,8 @@ class RowStep:
         return self.positions[:, None] + mx.arange(self.width, dtype=mx.int32)
 
     def places(self, ring: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Where each row writes in a ring of `ring` positions (0: no ring): row, head and slot of each token.
-
-        uint32 [rows, heads, width] each: as MLX's scatter has them, so that a layer's write converts and expands none.
-        """
+        """Indices (row, head, slot) at which the tokens of each row are written; `ring`: positions of a ring buffer,
+        0 for none."""
         if (ring, heads) not in self._places:
             shape = (len(self.lengths), heads, self.width)
             slots = (self.queries % ring if ring else self.queries).astype(mx.uint32)
@@ -143,7 +141,7 @@ class ListLayer:
             store.join(one, length)
 
     def last_row(self, length: int) -> Sequence[Any]:
-        """Of each member: see LayerStore."""
+        """Call the method of LayerStore for each member."""
         return [store.last_row(length) for store in self._stores]
 
     def leave(self, row: int, last: Sequence[Any]) -> None:
@@ -172,7 +170,7 @@ class ListLayer:
 
 
 class _Members(tuple[Any, ...]):
-    """What models do with mlx-lm's CacheList: take its members by number, or ask for them all."""
+    """Members of an mlx-lm CacheList, by number or all of them."""
 
     @property
     def caches(self) -> tuple[Any, ...]:
@@ -210,7 +208,7 @@ class MergedLayer:
         self._rows += 1
 
     def last_row(self, length: int) -> Sequence[mx.array]:
-        """Nothing: `leave` gathers."""
+        """Return nothing: `leave` gathers."""
         return ()
 
     def leave(self, row: int, last: Sequence[mx.array]) -> None:
@@ -225,14 +223,14 @@ class MergedLayer:
         self._batch.filter(mx.array(order, dtype=mx.int32))
 
     def begin(self, step: RowStep) -> None:
-        """Nothing: mlx-lm's batch caches count for themselves."""
+        """Do nothing: mlx-lm's batch caches count for themselves."""
 
     def extract(self, row: int, length: int) -> Any:
         """A copy of one row: see LayerStore."""
         return self._batch.extract(row)
 
     def resize(self, capacity: KVShape) -> None:
-        """Nothing: mlx-lm's batches hold what they need."""
+        """Do nothing: mlx-lm's batches hold what they need."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """See LayerStore; only attention caches know their lengths."""

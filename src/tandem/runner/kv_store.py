@@ -16,9 +16,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from tandem.cache.budget import kv_shape
 from tandem.errors import BatchDesync, UnsupportedModel
-from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.kv.budget import kv_shape
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_arena import ArenaLayer, Attention
@@ -75,7 +75,7 @@ class Rows:
 class KVStore(Rows):
     """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int = 0,
+    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0,
                  attention: Attention | None = None) -> None:
         """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
         the most drafts of a sequence in one step; `attention` is for the arenas.
@@ -115,7 +115,7 @@ class KVStore(Rows):
         """Bytes held by all layers, idle capacity included."""
         return sum(layer.nbytes for layer in self._layers)
 
-    def join(self, request_id: str, caches: Sequence[Any], length: int | None = None) -> None:
+    def join(self, request_id: str, caches: Sequence[Cache], length: int | None = None) -> None:
         """Append a row, copied from a sequence's own caches, which hold `length` tokens, at least one. States do not
         tell how many they have seen; where there are none the caches themselves know.
 
@@ -144,7 +144,7 @@ class KVStore(Rows):
         elif self._allotted is None:
             self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
-    def batch(self, counts: Sequence[int] | None = None) -> list[Any]:
+    def batch(self, counts: Sequence[int] | None = None) -> list[Cache]:
         """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, width].
 
         `counts` says how many tokens each row takes, by default one; the width is the largest of them. Rows with fewer
@@ -174,7 +174,7 @@ class KVStore(Rows):
                              f"to {length}")
         self._lengths[row] = length
 
-    def extract(self, request_id: str) -> list[Any]:
+    def extract(self, request_id: str) -> list[Cache]:
         """Single-sequence caches with evaluated copies of a row, as `join` takes them. KeyError if unknown."""
         row = self._rows[request_id]
         caches = [layer.extract(row, self._lengths[row]) for layer in self._layers]
@@ -195,56 +195,56 @@ class RowsApart(Rows):
     is as many forward passes as there are rows, so a batch is no faster than its sequences in turn.
     """
 
-    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int, reason: str) -> None:
+    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int, reason: str) -> None:
         """`reason`: why the model needs this. Raises UnsupportedModel where there are drafts to take back."""
         if drafts:
             raise UnsupportedModel(f"the model decodes its sequences one by one, as {reason}: serve it without "
                                    "speculative decoding", param="speculative_method")
         super().__init__()
-        self._caches: list[list[Any]] = []
+        self._caches: list[list[Cache]] = []
         self._layers = len(make_caches())
 
     def allot(self, shape: KVShape) -> None:
-        """Nothing: rows with caches of their own hold what they need."""
+        """Do nothing: rows with caches of their own hold what they need."""
 
     @property
     def nbytes(self) -> int:
-        """As `KVStore.nbytes`."""
+        """Bytes held by all rows."""
         return sum(int(cache.nbytes) for caches in self._caches for cache in caches)
 
-    def join(self, request_id: str, caches: Sequence[Any], length: int) -> None:
-        """As `KVStore.join`; the caches are taken over."""
+    def join(self, request_id: str, caches: Sequence[Cache], length: int) -> None:
+        """Append a row, like `KVStore.join`; the caches are taken over."""
         if len(caches) != self._layers:
             raise ValueError(f"sequence {request_id} has {len(caches)} caches for {self._layers} layers")
         self._append(request_id, length)
         self._caches.append(list(caches))
 
     def leave(self, request_id: str) -> None:
-        """As `KVStore.leave`."""
+        """Drop a row; the last row takes its place. KeyError if unknown."""
         row, last_caches = self._drop(request_id), self._caches.pop()
         if row < len(self._caches):
             self._caches[row] = last_caches
 
     def batch(self, counts: Sequence[int] | None = None) -> Apart:
-        """As `KVStore.batch`: the rows' caches."""
+        """Begin a decode step, like `KVStore.batch`; returns the rows' caches."""
         if not self._ids or set(counts or (1,)) != {1}:
             raise ValueError(f"a decode step of {counts} tokens over {len(self._ids)} rows")
         self._lengths = [length + 1 for length in self._lengths]
         return Apart(self._caches)
 
     def cut(self, request_id: str, length: int) -> None:
-        """As `KVStore.cut`: there are never drafts."""
+        """Check the length of a row, like `KVStore.cut`: there are never drafts to cut."""
         if length != self.length(request_id):
             raise ValueError(f"a row of {self.length(request_id)} tokens cannot be cut to {length}")
 
-    def extract(self, request_id: str) -> list[Any]:
-        """As `KVStore.extract`: the row's own caches, evaluated."""
+    def extract(self, request_id: str) -> list[Cache]:
+        """Return the row's own caches, evaluated."""
         caches = self._caches[self._rows[request_id]]
         mx.eval([cache.state for cache in caches])
         return caches
 
 
-def make_store(make_caches: Callable[[], list[Any]], drafts: int = 0, one_by_one: str = "",
+def make_store(make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_one: str = "",
                attention: Attention | None = None) -> KVStore | RowsApart:
     """The store for a stage; `one_by_one` is the reason for rows apart, if there is one. Raises UnsupportedModel."""
     reason = one_by_one or next(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.errors import BatchDesync
+from tandem.loading.quantized_kv import Cache
 from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
 from tandem.runner.kv_arena import Attention
 from tandem.runner.kv_store import make_store
@@ -18,7 +18,7 @@ class Held:
     """A sequence as the rank knows it; `caches` is None once its KV has moved into the store."""
 
     insert: InsertOp
-    caches: list[Any] | None
+    caches: list[Cache] | None
     length: int = 0
     """Positions that `caches` hold."""
 
@@ -26,7 +26,7 @@ class Held:
 class LaneBatch:
     """Follows plans to the letter and checks that it ends where the engine thinks it does."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore, drafts: int = 0,
+    def __init__(self, make_caches: Callable[[], list[Cache]], prefixes: PrefixStore, drafts: int = 0,
                  one_by_one: str = "", attention: Attention | None = None) -> None:
         """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step;
         `one_by_one`: why rows are computed apart from one another, if they are; `attention`: of decode steps."""
@@ -34,7 +34,7 @@ class LaneBatch:
         self.held: dict[str, Held] = {}
         self.store = make_store(make_caches, drafts, one_by_one, attention)
 
-    def insert(self, op: InsertOp, caches: list[Any]) -> None:
+    def insert(self, op: InsertOp, caches: list[Cache]) -> None:
         """Hold a sequence of which nothing is computed yet."""
         self.held[op.request_id] = Held(op, caches)
 
@@ -87,7 +87,7 @@ class LaneBatch:
         return [(request_id, self.store.length(request_id) if held.caches is None else held.length)
                 for request_id, held in self.held.items()]
 
-    def chunk(self, op: PrefillOp) -> tuple[list[int], list[Any]]:
+    def chunk(self, op: PrefillOp) -> tuple[list[int], list[Cache]]:
         """Tokens of one prompt chunk, and the caches that it extends."""
         held = self.held[op.request_id]
         if held.caches is None:
@@ -107,7 +107,7 @@ class LaneBatch:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
         self._prefixes.save(op.key, held.caches, held.length, op.length)
 
-    def caches(self, request_id: str) -> tuple[list[Any], int]:
+    def caches(self, request_id: str) -> tuple[list[Cache], int]:
         """A sequence's caches, copied where it decodes, and how many positions they hold. Raises BatchDesync if it is
         not there."""
         held = self.held.get(request_id)
@@ -128,4 +128,4 @@ class LaneBatch:
     def nbytes(self) -> int:
         """Bytes of KV in the store and in prompts under way."""
         prompts = (held.caches for held in self.held.values() if held.caches is not None)
-        return self.store.nbytes + sum(cache.nbytes for caches in prompts for cache in caches)
+        return self.store.nbytes + sum(int(cache.nbytes) for caches in prompts for cache in caches)

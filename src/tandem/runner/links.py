@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from tandem.borders import start_thread
+from tandem.loading.parcel import carrier, dispatch, dtype_name
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import FrameHeader, TcpChannel
 
@@ -42,7 +43,7 @@ class ChannelLink:
             raise self._error
         header = FrameHeader(step_id, dtype_name(array.dtype), tuple(array.shape))
         bits = array.view(carrier(array.dtype))
-        mx.async_eval(bits)
+        dispatch(bits)
         self._outbox.put((header, bits))
 
     def _send_all(self) -> None:
@@ -60,16 +61,6 @@ class ChannelLink:
         data = self._channel.receive(FrameHeader(step_id, dtype_name(dtype), shape))
         flat = np.frombuffer(data, dtype=dtype_name(carrier(dtype)))
         return mx.array(flat).view(dtype).reshape(shape)
-
-
-def carrier(dtype: mx.Dtype) -> mx.Dtype:
-    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
-    return mx.uint16 if dtype == mx.bfloat16 else dtype
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type as headers and files have it: `bfloat16`."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 class LastTokens:
@@ -107,7 +98,7 @@ class TokenInbox:
     """
 
     def __init__(self, link: StageLink, plans_under_way: int, last: LastTokens) -> None:
-        """What arrives goes into `last`."""
+        """Put the tokens that arrive into `last`."""
         self._link = link
         self._slack = plans_under_way
         self._last = last

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from tandem.loading.parcel import dispatch
 from tandem.protocol.step import PrefillOp
 
 PADDING = 1.25
@@ -57,7 +58,7 @@ class Pooler:
                 self._sums[op.request_id] = pooled
         else:
             pooled = states[-1]
-        mx.async_eval(pooled)
+        dispatch(pooled)
         return pooled if op.last else None
 
     def forget(self, request_id: str) -> None:

@@ -11,9 +11,10 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
-from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.kv.store import KVDisk
+from tandem.loading.parcel import dispatch
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.protocol.pieces import StoreOp
-from tandem.runner.kv_disk import KVDisk
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class PrefixStore:
         self.nbytes = 0
         """Bytes of all snapshots. Every step tells it, so it is counted as they come and go."""
 
-    def save(self, key: str, caches: Sequence[Any], held: int, length: int) -> None:
+    def save(self, key: str, caches: Sequence[Cache], held: int, length: int) -> None:
         """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
         if held != length and (held < length or not trimmable(caches)):
             raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
         saved = [_save(cache, length) for cache in caches]
-        mx.async_eval([one.arrays for one in saved])
+        dispatch([one.arrays for one in saved])
         self._hold(key, saved)
 
-    def restore(self, key: str, length: int) -> list[Any]:
+    def restore(self, key: str, length: int) -> list[Cache]:
         """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._hold(key, [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []])

@@ -9,17 +9,18 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tandem.loading.parcel import dispatch
 from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import PromptLogprobs
 from tandem.runner.filters import largest
 
 LOGITS_BYTES = 32 * 2**20
-"""Of float32 logits that are computed at once; about three times as much is in memory at the most."""
+"""Most bytes of float32 logits that are computed at once; about three times as much is in memory."""
 
 
 @dataclass
 class Scores:
-    """What one chunk brings. `values` may be called from any thread."""
+    """Log probabilities of one chunk. `values` may be called from any thread."""
 
     k: int
     parts: list[tuple[mx.array, ...]] = field(default_factory=list)
@@ -42,18 +43,15 @@ class Scores:
 
 
 def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *, samples: bool) -> Scores:
-    """Of `tokens`, each of which comes after the position of its hidden state [1, L, H]; there may be fewer of them.
-
-    All ranks of the last stage take part, as the head's rows are spread over them; the one that `samples` keeps what is
-    found, and what others return is of no use. Dispatched at once, and waited for but for the last pieces.
-    """
+    """Score `tokens`, each of which comes after the position of its hidden state [1, L, H]; there may be fewer
+    tokens."""
     rows = max(LOGITS_BYTES // (4 * stage.vocab_size), 1)
     scores = Scores(min(k, stage.vocab_size))
     for start in range(0, len(tokens), rows):
         stop = min(start + rows, len(tokens))
         logits = stage.head(hidden[:, start:stop])[0]
         found = _columns(logits, tokens[start:stop], scores.k) if samples else (mx.depends(mx.zeros(1), logits),)
-        mx.async_eval(found)
+        dispatch(found)
         if scores.parts:
             mx.eval(scores.parts[-1])
         scores.parts.append(found)
@@ -61,7 +59,7 @@ def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *,
 
 
 def _columns(logits: mx.array, tokens: Sequence[int], k: int) -> tuple[mx.array, ...]:
-    """As `Scores.parts`, of logits [r, V]."""
+    """Arrays of `Scores.parts`, from logits [r, V]."""
     logits = logits.astype(mx.float32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     norm = mx.where(mx.isfinite(norm), norm, mx.nan)

@@ -146,9 +146,9 @@ _JOIN = r"""
 
 
 def decode_attention(choice: str = "auto") -> Attention | None:
-    """What takes the place of mlx-lm's attention in decode steps; None: nothing does. `choice` is `auto` or `masked`.
+    """Return the attention of decode steps that replaces mlx-lm's; None: none does. `choice` is `auto` or `masked`.
 
-    On Metal nothing does yet, since these kernels have not run there.
+    On Metal none does yet, since these kernels have not run there.
     """
     return attend if choice == "auto" and mx.cuda.is_available() and not on_cpu() else None
 
@@ -172,7 +172,7 @@ def _arrays(side: mx.array | Quantized) -> tuple[mx.array, ...]:
 
 
 def _width(side: mx.array | Quantized) -> int:
-    """Of a head."""
+    """Elements of a head."""
     return side.scales.shape[3] * side.groups.size if isinstance(side, Quantized) else side.shape[3]
 
 
@@ -194,6 +194,7 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     template += [("BITS", keys.groups.bits), ("SIZE", keys.groups.size)] if isinstance(keys, Quantized) else []
     inputs = [queries, *_arrays(keys), *_arrays(values), lengths, _number(scale)]
     launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
+    out: mx.array
     if parts == 1:
         [out] = _kernel("whole", grouped)(
             inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype],
@@ -223,17 +224,17 @@ def _parts(blocks: int, longest: int) -> int:
 
 
 def chosen_attention(choice: str = "auto") -> Attention | None:
-    """What takes the place of mlx-lm's attention in decode steps on this device; None: nothing does. `choice` is `auto`
-    or `masked`."""
+    """Return the attention of decode steps that replaces mlx-lm's on this device; None: none does. `choice` is
+    `auto` or `masked`."""
     return attend_by_length if choice == "auto" and on_cpu() else decode_attention(choice)
 
 
 def attend_by_length(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
                      longest: int, scale: float) -> mx.array | None:
-    """As `attend`, for a CPU and of any shapes; None where rows are about as long as one another, or quantised.
-    `lengths` was made of numbers that this process knows, so that nothing is waited for.
+    """Attend like `attend`, on a CPU and for any shapes; None where rows are of about one length, or quantized.
 
-    MLX has no fused attention on a CPU: under a mask all rows are computed, and their scores stored, up to the longest.
+    `lengths` was made of numbers that this process knows, so reading them waits for nothing. MLX has no fused attention
+    on a CPU: under a mask all rows are computed, and their scores stored, up to the longest.
     """
     if isinstance(keys, Quantized) or isinstance(values, Quantized):
         return None

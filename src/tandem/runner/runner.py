@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,16 @@ import mlx.core as mx
 from tandem.comm.group import StageGroup
 from tandem.errors import BatchDesync
 from tandem.guided.vocabulary import Vocabulary
-from tandem.loading.stage import StageModel
+from tandem.kv.store import KVDisk
+from tandem.loading.parcel import dispatch
+from tandem.loading.quantized_kv import Cache
+from tandem.loading.stage import Apart, StageModel
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.pieces import PIECE, StoreOp
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_arena import Attention
-from tandem.runner.kv_disk import KVDisk
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, passes, vector_bytes
@@ -48,13 +50,13 @@ class PendingStep:
     produced: mx.array | None = None
     """int32 tokens of `ids` on the last stage, for the thread that computes on with them."""
     outcome: mx.array | None = None
-    """The same in an array of its own, elsewhere a marker that is there when the step is computed. The thread that
-    waits for results has it to itself: MLX promises nothing for two threads at one array."""
+    """Tokens [n], int32, copied for the thread that waits for results; on other ranks a completion marker. MLX
+    promises nothing for two threads at one array."""
     allowed: Allowed = field(default_factory=dict)
     vectors: list[tuple[str, mx.array]] = field(default_factory=list)
     """Pooled hidden states, float32 [H], on the last stage."""
     scores: dict[str, Scores] = field(default_factory=dict)
-    """What is found out of prompts' tokens, on the rank that samples."""
+    """Log probabilities of prompts' tokens, on the rank that samples."""
     drafted: Drafted | None = None
     received: list[mx.array] = field(default_factory=list)
     """uint32 digests of what each forward pass was given by another stage, where the plan asked for them."""
@@ -77,8 +79,8 @@ class PendingStep:
         return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts, scores)
 
     def digest(self) -> tuple[int, int] | None:
-        """Of all that went through the stage's layers in this step, in and out; waits for it. None if the plan did not
-        ask, or there is nobody to compare with."""
+        """Digests of all that went into and out of the stage in this step; waits for it. None if the plan did not
+        ask, or no other rank holds the same."""
         return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
@@ -98,10 +100,10 @@ class Runner:
         is wrong with it. Raises UnsupportedModel for drafts with a model whose caches cannot be cut.
         """
         self.stage = stage
-        """This rank's part of the model."""
+        """Layers of this rank."""
         self._link = link
         self.disk = disk
-        """Where prefixes are kept for longer than in memory."""
+        """KV on disk, if prefixes are kept there."""
         self._prefixes = PrefixStore(disk)
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
                        for _ in range(lanes)]
@@ -113,7 +115,7 @@ class Runner:
         self._last = LastTokens()
         self._inbox = TokenInbox(link, lanes + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
-        """It waits for what another stage sends. May be read from any thread."""
+        """True while blocked on another stage. May be read from any thread."""
 
     def execute(self, plan: StepPlan, allowed: Allowed | None = None) -> PendingStep:
         """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built.
@@ -159,13 +161,13 @@ class Runner:
         if self.drafter is not None and plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
             pending.drafted = self._draft(self.drafter, plan, plan.spec_decode_plan.ask, pending)
         if plan.digest:
-            mx.async_eval(pending.received, pending.made)
+            dispatch(pending.received, pending.made)
         pending.kv_bytes = sum(one.nbytes for one in self._lanes) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
 
     def _keep(self, lane: LaneBatch, op: StoreOp) -> None:
-        """Write pieces of a sequence to disk."""
+        """Write pieces of a sequence to disk. Raises BatchDesync if they are not computed."""
         caches, length = lane.caches(op.key)
         if self.disk is None or any((number + 1) * PIECE > length for number, _ in op.pieces):
             raise BatchDesync(f"pieces of {op.key} are to be kept on disk, which are not here")
@@ -215,7 +217,7 @@ class Runner:
         self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
 
     def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
-        """What may come after the step's tokens; waits for those."""
+        """Guess what comes after the step's tokens; waits for those."""
         if pending.produced is None or not pending.ids:
             return None
         values: Any = pending.produced.tolist()
@@ -234,7 +236,7 @@ class Runner:
         if op.last and op.samples:
             self._sample(pending, hidden[:, -1:], [op.request_id])
         # A chunk that samples nothing is computed for its KV alone.
-        mx.async_eval([cache.state for cache in caches])
+        dispatch([cache.state for cache in caches])
 
     def _embed(self, lane: LaneBatch, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute whole prompts that are only pooled in one pass. Those that are shorter are padded behind, which
@@ -261,7 +263,7 @@ class Runner:
             pending.made[-1] += digest(logits)
         if self._sampler is not None:
             if self._sampler.guided(ids):
-                mx.async_eval(logits)
+                dispatch(logits)
             part = self._sampler.sample(logits, ids, pending.allowed)
             pending.parts.append(part)
             tokens, arrays = part.tokens, part.arrays
@@ -270,7 +272,7 @@ class Runner:
         if self._group is not None and self._link is None and pending.plan.hands_out:
             tokens = self._group.sum(tokens)
         pending.tokens.append(tokens)
-        mx.async_eval([tokens, *arrays])
+        dispatch([tokens, *arrays])
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
         """Take a chunk of a prompt that is pooled: all of its positions where they count, else its very last one."""
@@ -280,7 +282,7 @@ class Runner:
                 pending.vectors.append((op.request_id, vector))
 
     def _forward(self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None,
-                 caches: list[Any]) -> mx.array:
+                 caches: Sequence[Cache] | Apart) -> mx.array:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
@@ -292,7 +294,7 @@ class Runner:
         if self._link is not None and not self.stage.is_last:
             pending.outcome = hidden.reshape(-1)[:1].astype(mx.float32)
             # Before the send, whose thread then has the buffer to itself.
-            mx.async_eval(pending.outcome, pending.received, pending.made)
+            dispatch(pending.outcome, pending.received, pending.made)
             self._link.send(hidden, step_id)
         return hidden
 
@@ -331,4 +333,4 @@ class Runner:
         elif self._sampler is not None:
             # A copy: on CUDA two threads must not fetch the same buffer to the host at once.
             self._link.send(pending.produced + 0, plan.step_id)
-        mx.async_eval(pending.outcome)
+        dispatch(pending.outcome)

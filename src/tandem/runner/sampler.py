@@ -39,12 +39,12 @@ COLDEST = 1e-5
 
 @dataclass
 class Sampled:
-    """What one call of `Sampler.sample` chose; lazy until evaluated."""
+    """Tokens of one call of `Sampler.sample`; lazy until evaluated."""
 
     tokens: mx.array
     """int32 [n], in the order of the ids; negative for a row that gets none (`protocol.step`)."""
     arrays: list[mx.array] = field(default_factory=list)
-    """What is worth dispatching together: the tokens, and log probabilities where they are asked for."""
+    """Arrays to dispatch together: the tokens, and log probabilities where they are asked for."""
     _asked: list[tuple[str, int]] = field(default_factory=list)
     _columns: tuple[mx.array, ...] = ()
 
@@ -74,7 +74,7 @@ class _Sequence:
 
     @property
     def follows(self) -> bool:
-        """What it may be given depends on every token before, so that it takes one position at a time."""
+        """True if its next token depends on all tokens before, so that it takes one position at a time."""
         return self.params.penalised or self.params.structured_outputs is not None
 
 

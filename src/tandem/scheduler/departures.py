@@ -10,35 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from tandem.kv.disk import DiskTier
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import HandedOver
 from tandem.protocol.pieces import PIECE, StoreOp
-from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
 
 AT_ONCE = 1024 // PIECE
-"""Pieces that ranks are told to write before those have been written: what waits there takes memory."""
+"""Most pieces that ranks are told to write before those have been written: what waits takes memory."""
 
 
 @dataclass
 class _Parting:
-    """One who leaves."""
+    """A sequence that migrates."""
 
     sequence: Sequence
     after: int = 0
-    """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
+    """Tokens beyond which it migrates, if disks take its KV; 0: as soon as possible."""
     names: list[bytes] | None = None
-    """Names of the whole pieces, which disks may lose again; None before it is known what has to be written."""
+    """Names of its whole pieces; None before they are known. Disks may lose them again."""
     first: int = 0
-    """Number of the first piece that is awaited: those before it were on all disks."""
+    """Number of the first piece that may be missing: those before it were on all disks."""
     ordered: set[bytes] = field(default_factory=set)
-    """Pieces that ranks were told to write, and have not written."""
+    """Pieces that ranks were told to write, and have not yet written."""
 
     @property
     def due(self) -> bool:
-        """Nothing but its pieces keeps it here."""
+        """True if it waits for nothing but the writing of its pieces."""
         return self.names is not None and len(self.sequence.tokens) > self.after
 
 
@@ -51,14 +50,14 @@ class Departures:
         self._leaving: dict[str, _Parting] = {}
 
     def enter(self, sequence: Sequence) -> None:
-        """It is new here: have it leave with its next token, if its request says so and it can."""
+        """Have a new sequence migrate after its next token, if its request says so and it can."""
         if sequence.request.leaves and self._can_leave(sequence):
             names = piece_names(block_hashes(sequence.tokens))
             self._leaving[sequence.request_id] = _Parting(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
-        """Have it leave, unless it has to be finished here: what may not be written, needs states of all positions, is
-        on trial, or ends with its prompt."""
+        """Have a sequence migrate, unless it has to finish here: what may not be written, needs states of all
+        positions, is on trial, or ends with its prompt."""
         before = self._leaving.get(sequence.request_id)
         if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
             self._leaving[sequence.request_id] = _Parting(sequence)
@@ -69,18 +68,18 @@ class Departures:
         return self._disk.on and not stays
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """It leaves when its prompt is computed, and what is computed of that is written by and by."""
+        """True for a sequence that migrates once its prompt is computed, and whose pieces are written meanwhile."""
         parting = self._leaving.get(sequence.request_id)
         return parting is not None and parting.after > 0
 
     @property
     def progress(self) -> object:
-        """Changes as long as disks write; None when nobody waits for them."""
+        """A value that changes as long as disks write; None when no migration waits for them."""
         return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
                 for one in self._leaving.values() if one.due] or None
 
     def lose_patience(self) -> None:
-        """The disks say nothing: whoever was asked to leave does so with what they have, others stay."""
+        """Stop waiting for disks: draining sequences migrate with what is written, others stay."""
         for request_id, parting in list(self._leaving.items()):
             if not parting.after:
                 parting.names = []
@@ -88,13 +87,13 @@ class Departures:
                 del self._leaving[request_id]
 
     def forget(self) -> None:
-        """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
+        """Forget what ranks that are gone were writing; sequences migrate later all the same."""
         for parting in self._leaving.values():
             parting.ordered.clear()
             parting.first = 0
 
     def write(self, lane: Lane) -> list[StoreOp]:
-        """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
+        """Return what ranks write at the end of the lane's next plan, for the first to migrate first."""
         orders, room = [], AT_ONCE
         for parting in self._leaving.values():
             parting.ordered = {name for name in parting.ordered if not self._disk.holds(name)}
@@ -114,7 +113,7 @@ class Departures:
         return orders
 
     def depart(self) -> list[HandedOver]:
-        """Let those go who can; whoever has ended here meanwhile does not leave."""
+        """Migrate the sequences that can; returns what their clients are told."""
         gone = []
         for request_id, parting in list(self._leaving.items()):
             sequence = parting.sequence

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from tandem.cache.budget import batch_positions
+from tandem.kv.budget import batch_positions
 from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 

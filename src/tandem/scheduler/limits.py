@@ -1,29 +1,25 @@
-"""How much the scheduler may let run and wait: what the queue takes, and the capacity of KV buffers. Pure."""
+"""How much the scheduler may let run and wait, and which requests the queue takes. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from tandem.cache.budget import batch_positions, growth_step, kv_shape, most_rows
-from tandem.cache.prefix import PrefixIndex
 from tandem.errors import OverloadedError, RequestError
+from tandem.kv.budget import most_rows
 from tandem.protocol.ranges import check_request
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import KVShape, PrefillOp
-from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
 
 RESERVE = 0.25
-"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
+"""Share of its limits by which a full queue is stretched, for groups that have less than their share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the scheduler must keep to."""
+    """Limits that the scheduler keeps to."""
 
     lanes: int
     max_batch_size: int
@@ -57,14 +53,6 @@ class Limits:
     def rows(self) -> int:
         """Most rows of one lane."""
         return most_rows(self.max_batch_size, self.lanes)
-
-    def new_lanes(self) -> list[Lane]:
-        """Empty lanes."""
-        return [Lane(i, growth_step(self.kv_tokens, self.max_batch_size)) for i in range(self.lanes)]
-
-    def new_prefixes(self) -> PrefixIndex:
-        """An empty prefix cache."""
-        return PrefixIndex(self.prefix_tokens, trimmable=self.prefix_trimmable, extra=self.prefix_extra)
 
 
 def check_admission(request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence],
@@ -110,25 +98,3 @@ def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -
         raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
                            "shorten the request or raise --kv-tokens", param="max_tokens",
                            code="context_length_exceeded")
-
-
-def plan_shapes(lanes: Items[Lane], lane: Lane, prefill: Items[PrefillOp], limits: Limits, *, drafts: int,
-                cached: int) -> list[KVShape]:
-    """Set the capacity of each lane's KV buffer from the next plan on, which is `lane`'s and computes these chunks.
-
-    `cached`: positions of prefixes. Buffers grow beyond what they need only where room is left for all members, the
-    prefixes and one more prompt. Spare capacity is given back, in any lane, when the limit would not hold otherwise.
-    """
-    joins = {op.request_id for op in prefill if op.last and op.samples}
-    rows = [one.rows(joins, drafts + (one is lane)) for one in lanes]
-    longest = [max(lengths, default=0) for lengths in rows]
-    least = [batch_positions(lengths, lane.step) for lengths in rows]
-    for i, one in enumerate(lanes):
-        others = cached + sum(other.occupied(drafts) for other in lanes if other is not one)
-        room = limits.kv_tokens - others - one.prompt_positions(joins, prefill) - longest[i]
-        one.shape = kv_shape(one.shape, len(rows[i]), longest[i], most=limits.rows, room=max(room, least[i]))
-    prompts = sum(one.prompt_positions(joins, prefill) for one in lanes)
-    for i in sorted(range(len(lanes)), key=lambda i: least[i] - lanes[i].shape.size):
-        if cached + prompts + sum(one.shape.size for one in lanes) > limits.kv_tokens:
-            lanes[i].shape = kv_shape(KVShape(), len(rows[i]), longest[i], room=least[i])
-    return [one.shape for one in lanes]

@@ -1,17 +1,18 @@
-"""What runs in the next step: a pure state machine without sockets, clocks or devices.
+"""Scheduler: a pure state machine without sockets, clocks or devices.
 
 Requests and step results go in, plans and outputs come out. Plans are built ahead of results: a sequence that goes on
-takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its
-surplus token dropped. The scheduler alone decides which sequences are in a batch and when they end.
+takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its surplus
+token dropped. The scheduler alone decides which sequences are in a batch and when they end.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from itertools import repeat
+from collections.abc import Iterator
+from itertools import count, repeat
 
-from tandem.cache.prefix import block_hashes
+from tandem.kv.disk import DiskTier
+from tandem.kv.index import PrefixIndex, block_hashes
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -26,17 +27,16 @@ from tandem.protocol.step import (
     batch_fingerprint,
     by_id,
 )
+from tandem.scheduler.batches import RunningBatches
 from tandem.scheduler.departures import Departures
-from tandem.scheduler.disk import DiskTier
-from tandem.scheduler.lane import Lane, choose_lane
-from tandem.scheduler.limits import Limits, check_admission, plan_shapes
+from tandem.scheduler.lane import Lane
+from tandem.scheduler.limits import Limits, check_admission
 from tandem.scheduler.prompt_pace import PromptPace
+from tandem.scheduler.quarantine import Quarantine
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
 from tandem.speculation.proposers import Speculation
 
-HEADROOM = 64
-"""Positions of output that must fit beside the prompt before a request is admitted."""
 BLOCKED_PLANS = 16
 """Plans for which a group without any running sequence waits for room before others have to make it."""
 
@@ -46,23 +46,20 @@ class Scheduler:
 
     def __init__(self, limits: Limits, *, first_step: int = 0) -> None:
         """`first_step` numbers the first plan: the ranks may have executed others before."""
-        self.limits = limits
         self.sequences: dict[str, Sequence] = {}
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
-        self.lanes = limits.new_lanes()
-        self.prefixes = limits.new_prefixes()
+        self.batches = RunningBatches(limits, self.waiting.appendleft)
         self.disk = DiskTier()
         self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
         self.prompts = PromptPace(limits.prefill_time_s)
-        self.pressed = False
-        """A device's memory is nearly full: nobody joins one who runs, and no prefix is kept."""
-        self.preemptions = 0
+        self.quarantine = Quarantine()
         self.admitted_tokens = 0
         """Tokens of all sequences that have left the queue for a batch, ever."""
         self._under_way: dict[int, StepPlan] = {}
+        self._arrivals = count()
         self.next_step = first_step
         """Number of the next plan."""
 
@@ -71,7 +68,7 @@ class Scheduler:
     def submit(self, request: EngineRequest, seed: int) -> None:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
-        sequence = Sequence(request, seed, proposer=self.speculation.proposer(request))
+        sequence = Sequence(request, seed, next(self._arrivals), proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
@@ -94,19 +91,21 @@ class Scheduler:
     # --- steps ---
 
     @property
-    def running(self) -> int:
-        """Sequences that have a place in a batch."""
-        return sum(len(lane.members) for lane in self.lanes)
+    def limits(self) -> Limits:
+        """Current limits."""
+        return self.batches.limits
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """Prefixes cached in memory."""
+        return self.batches.prefixes
 
     @property
     def _queue(self) -> deque[Sequence]:
-        """Those that wait for nothing but their turn."""
-        embeds = self.prompts.embeds(self._members())
+        """Waiting sequences that can be admitted now."""
+        embeds = self.prompts.embeds(self.batches.members())
         return self.waiting if embeds and not self.disk.fetching else deque(
             one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
-
-    def _members(self) -> Iterator[Sequence]:
-        return (sequence for lane in self.lanes for sequence in lane.members.values())
 
     @property
     def under_way(self) -> int:
@@ -117,36 +116,26 @@ class Scheduler:
     def idle(self) -> bool:
         """True when there is nothing to plan and nothing to wait for."""
         return not (self.sequences or self._under_way or self.prefixes.leaving
-                    or any(lane.removes for lane in self.lanes))
-
-    @property
-    def kv_positions(self) -> int:
-        """KV positions that batches hold, or are about to."""
-        return sum(lane.occupied(self.speculation.most) for lane in self.lanes)
-
-    @property
-    def _needed(self) -> int:
-        """KV positions that batches cannot do without."""
-        return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
+                    or any(lane.removes for lane in self.batches.lanes))
 
     @property
     def compiling(self) -> Sequence | None:
         """The first of those whose grammars are being compiled."""
-        return next((one for one in self._members() if one.awaits_grammar), None)
+        return next((one for one in self.batches.members() if one.awaits_grammar), None)
 
     @property
     def suspect(self) -> Sequence | None:
         """The next request, if it is to run alone: first the ranks stand idle if it `rests`, and its api takes note."""
-        if not self._queue or self.running or self._under_way:
+        if not self._queue or self.batches.running or self._under_way:
             return None
         first = self._first()
         return first if first.suspicion.suspect else None
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
-        if len(self._under_way) >= len(self.lanes) + self.limits.depth - 1:
+        if len(self._under_way) >= len(self.batches.lanes) + self.limits.depth - 1:
             return None
-        for lane in sorted(self.lanes, key=lambda one: (one.outstanding, one.last_step)):
+        for lane in sorted(self.batches.lanes, key=lambda one: (one.outstanding, one.last_step)):
             free = lane.outstanding < self.limits.depth and not self._waits(lane)
             if free and (plan := self._plan(lane)) is not None:
                 return plan
@@ -160,16 +149,16 @@ class Scheduler:
         for sequence in lane.decoding():
             if sequence.complete:
                 lane.drop(sequence)
-        self._make_room()
-        if not self.pressed:
+        self.batches.make_room()
+        if not self.batches.pressed:
             self._make_way(lane)
         decode = lane.decoding()
         spec = self._speculate(lane, decode)
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
-        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()),
-                               embeds=self.prompts.embeds(self._members()))
-        removes = [request_id for one in self.lanes for request_id in one.removes]
+        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
+                               embeds=self.prompts.embeds(self.batches.members()))
+        removes = [request_id for one in self.batches.lanes for request_id in one.removes]
         keeps = self.departures.write(lane)
         if not (removes or inserts or decode or prefill or keeps or self.prefixes.leaving):
             return None
@@ -180,14 +169,14 @@ class Scheduler:
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
             keeps=keeps, evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
-            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed,
-            kv_shapes=plan_shapes(self.lanes, lane, prefill, self.limits, drafts=self.speculation.most,
-                                  cached=self.prefixes.positions))
+            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.batches.pressed,
+            kv_shapes=self.batches.shapes(lane, prefill))
         self._commit(lane, plan, decode, prefill)
         return plan
 
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
-        """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
+        """Name the tokens that the lane decodes from, unless each sequence decodes one token after the one that
+        ranks hold."""
         drafts, ask = (None, 0) if lane.outstanding else self._tries(decode)
         if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
@@ -214,7 +203,7 @@ class Scheduler:
                 sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         lane.sent(plan)
-        for one in self.lanes:
+        for one in self.batches.lanes:
             one.removes = []
         self._under_way[plan.step_id] = plan
         self.next_step += 1
@@ -222,12 +211,12 @@ class Scheduler:
     def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
         inserts: list[InsertOp] = []
         restores: list[SnapshotOp] = []
-        while self._queue and not (self.pressed and self.running):
+        while self._queue and not (self.batches.pressed and self.batches.running):
             sequence = self._first()
-            if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self.limits.rows,
-                           drafts=self.speculation.most) is not lane:
+            if self.batches.lane_for(sequence, lane) is not lane:
                 break  # it waits for its own lane's next plan
-            if sequence.inflight or not self._may_join(sequence) or not self._fits(lane, sequence):
+            may_join = self.quarantine.may_join(sequence, self.batches.members())
+            if sequence.inflight or not may_join or not self.batches.fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
@@ -236,7 +225,7 @@ class Scheduler:
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
-            self._limit_prefixes()
+            self.batches.limit_prefixes()
             self.shares.charge(sequence.request, sequence.target - sequence.computed)
             keeps = self.prefixes.enabled and sequence.request.pooling is None  # texts are embedded once
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if keeps else 0
@@ -247,18 +236,12 @@ class Scheduler:
         return next(self._suspects(), None) or self.shares.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
-        """Those that wait to run alone."""
+        """Waiting suspects, which run alone."""
         return (sequence for sequence in self._queue if sequence.suspicion.suspect)
-
-    def _may_join(self, sequence: Sequence) -> bool:
-        """Suspects share a batch with nobody, and some have to wait until the ranks have stood idle."""
-        if sequence.suspicion.suspect:
-            return not self.running and sequence.may_be_tried and sequence.expected
-        return not any(other.suspicion.suspect for other in self._members())
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
-        if op.start + op.count != sequence.save_point or self.pressed:
+        if op.start + op.count != sequence.save_point or self.batches.pressed:
             return None
         snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
         return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
@@ -270,58 +253,18 @@ class Scheduler:
         new = ((save.key, lane.members[save.request_id]) for save in saves)
         return {key for key, one in new if one.request.on_disk and one not in self.departures} | {*filter(None, old)}
 
-    def _fits(self, lane: Lane, sequence: Sequence) -> bool:
-        """True if there is a place in the batch, and room for it and its prompt beside it; a first one always runs."""
-        if len(lane.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
-            return False
-        drafts = self.speculation.most
-        need = self._needed - lane.positions(drafts=drafts) + lane.positions([self._length(sequence)], drafts)
-        return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
-
-    def _length(self, sequence: Sequence) -> int:
-        """Positions that must be free for it to be admitted."""
-        rest = sequence.request.params.max_tokens - sequence.produced
-        return len(sequence.tokens) + min(rest, HEADROOM) + self.speculation.most
-
     def _make_way(self, lane: Lane) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
         if not self._queue or (sequence := self._first()).suspicion.suspect:
             return
-        running = Counter(one.request.group for one in self._members())
-        if running[sequence.request.group] or self._fits(lane, sequence):
+        running = Counter(one.request.group for one in self.batches.members())
+        if running[sequence.request.group] or self.batches.fits(lane, sequence):
             return
         sequence.blocked += 1
         several = [one for one in lane.members.values() if running[one.request.group] > 1]
         if sequence.blocked >= BLOCKED_PLANS and several:
             group = max((one.request.group for one in several), key=self.shares.account)
-            self._preempt(self._youngest(one for one in several if one.request.group == group))
-
-    def _youngest(self, sequences: Iterable[Sequence]) -> Sequence:
-        order = {request_id: i for i, request_id in enumerate(self.sequences)}
-        return max(sequences, key=lambda one: order[one.request_id])
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take it out of its batch; it starts again later, before what came after it."""
-        self.lanes[sequence.lane or 0].drop(sequence)
-        self.preemptions += 1
-        self.waiting.appendleft(sequence)
-
-    def relieve(self) -> bool:
-        """Let the youngest sequence start again later; False if no more than one runs."""
-        if several := self.running > 1:
-            self._preempt(self._youngest(self._members()))
-        return several
-
-    def _make_room(self) -> None:
-        """Evict prefixes, then preempt the youngest sequences, until the next step fits into the KV cache."""
-        self._limit_prefixes()
-        while self.running > 1 and self._needed > self.limits.kv_tokens:
-            self._preempt(self._youngest(self._members()))
-
-    def _limit_prefixes(self) -> None:
-        free = self.limits.kv_tokens - self._needed
-        room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
-        self.prefixes.limit(0 if self.pressed else room)
+            self.batches.preempt(one for one in several if one.request.group == group)
 
     # --- results ---
 
@@ -336,7 +279,7 @@ class Scheduler:
         `now`, seconds of a monotonic clock, tells what steps cost. Without it speculative decoding never begins.
         """
         plan = self._under_way.pop(result.step_id)
-        lane = self.lanes[plan.lane]
+        lane = self.batches.lanes[plan.lane]
         ahead = lane.returned(plan)
         if not plan.decode:
             self.disk.computed(sum(op.count for op in plan.prefill),
@@ -383,7 +326,7 @@ class Scheduler:
         if reason:
             self._finish(sequence)
         elif sequence.yields and sequence.lane is not None and any(self._suspects()):
-            self.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
+            self.batches.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
@@ -392,12 +335,12 @@ class Scheduler:
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
-        """The ranks have surely come so far with it."""
+        """Record positions that the ranks have surely computed."""
         sequence.reached = positions
         sequence.yields |= sequence.suspicion.passed(positions)
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
-        """Of a sequence that ends with its prompt; None for one that was aborted."""
+        """Return the output of a sequence that ends with its prompt; None for one that was aborted."""
         sequence, vector = self.sequences[request_id], result.vectors.get(request_id, b"")
         sequence.inflight -= 1
         if sequence.finished:
@@ -425,7 +368,7 @@ class Scheduler:
         sequence.finished = True
         self.shares.leave(sequence.request)
         if sequence.lane is not None:
-            self.lanes[sequence.lane].drop(sequence)
+            self.batches.lanes[sequence.lane].drop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if not sequence.inflight:
@@ -434,57 +377,42 @@ class Scheduler:
     # --- starting again ---
 
     def restart(self, *, died: bool = True, blame: bool = True) -> list[EngineMessage]:
-        """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
+        """Queue all sequences again after their ranks are gone, with the tokens they have, in the order of arrival.
 
-        Unless it `died` it ended on purpose; without `blame` its death is no request's doing. A gang that dies with
-        nothing to do clears all suspects: something else kills gangs. Those that may have killed it are next, and run
-        alone (protocol/suspicion.py).
-        Returns refusals for those that are not tried again.
+        Unless they `died` they ended on purpose; without `blame` no request is at fault. A death while nothing ran
+        clears all suspects: something else kills ranks. Suspects are next, and run alone (protocol/suspicion.py).
+        Returns refusals for requests that are not tried again.
         """
         if died and not (self._under_way or self.compiling):
             for sequence in self.sequences.values():
                 sequence.suspicion.clear()
         elif died and blame:
-            self._accuse()
+            self.quarantine.accuse(self.sequences, self._under_way.values())
         self._under_way.clear()
         self.speculation.forget()
-        self.prefixes.clear()
+        self.batches.restart()
         self.disk.reset()
         self.departures.forget()
-        self.lanes = self.limits.new_lanes()
         self.waiting.clear()
         refused: list[EngineMessage] = []
         for request_id, sequence in list(self.sequences.items()):
             sequence.leave()
-            sequence.inflight, sequence.rested, sequence.announced, sequence.noted = 0, False, False, False
-            if not sequence.finished and not sequence.suspicion.guilty:
+            sequence.inflight = 0
+            refusal = self.quarantine.restart(sequence)
+            if not sequence.finished and refusal is None:
                 self.waiting.append(sequence)
                 continue
             del self.sequences[request_id]
-            if not sequence.finished:
+            if refusal is not None:
                 self.shares.leave(sequence.request)
-                refused.append(Refused(request_id, 500, f"the ranks died {sequence.deaths} times while they worked on "
-                                       "this request, the last times while it ran alone; it is not tried again",
-                                       code="rank_failure"))
+                refused.append(refusal)
         return refused
 
-    def _accuse(self) -> None:
-        """Note whom the gang that has died was working on."""
-        names = {name for plan in self._under_way.values()
-                 for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
-        working = [s for name, s in self.sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
-        alone = [sequence for sequence in working if sequence.suspicion.suspect]
-        for sequence in alone or working:
-            sequence.deaths += 1
-            sequence.suspicion.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
-
     def resize(self, limits: Limits, why: str) -> list[EngineMessage]:
-        """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit, which
-        begin with `why`."""
+        """Take other limits, only right after `restart`. Returns refusals for requests that no longer fit, beginning
+        with `why`."""
         assert not self._under_way
-        self.limits = limits
-        self.lanes = limits.new_lanes()
-        self.prefixes = limits.new_prefixes()
+        self.batches.resize(limits)
         refused: list[EngineMessage] = []
         for sequence in list(self.waiting):
             need = sequence.prompt_len + sequence.request.params.max_tokens
@@ -494,7 +422,5 @@ class Scheduler:
         return refused
 
     def widen(self, limits: Limits) -> None:
-        """Other limits from now on, at any time; none is tighter than it was."""
-        assert limits.lanes == self.limits.lanes and limits.kv_tokens >= self.limits.kv_tokens
-        self.limits = limits
-        self.prefixes.widen(limits.prefix_tokens)
+        """Take other limits at any time, none of which is tighter than before."""
+        self.batches.widen(limits)

@@ -21,10 +21,12 @@ class Sequence:
 
     request: EngineRequest
     seed: int
+    number: int = 0
+    """Counts arrivals: the youngest sequence has the highest."""
     tokens: list[int] = field(default_factory=list)
     """Prompt, then the tokens produced so far."""
     lane: int | None = None
-    """Where it runs; None while it waits."""
+    """Lane in which it runs; None while it waits."""
     computed: int = 0
     """Positions whose KV the ranks hold once all plans sent so far are done."""
     target: int = 0
@@ -43,7 +45,7 @@ class Sequence:
     fetched: int = 0
     """Positions beyond what was in memory that were read from disk for it."""
     awaits: bool = False
-    """Its prefix is being read from disk; it joins nobody before."""
+    """True while its prefix is being read from disk; it joins no batch before."""
     awaits_grammar: bool = False
     """True while the grammar is compiled, for which the last chunk of the prompt waits."""
     looked: bool = False
@@ -51,23 +53,23 @@ class Sequence:
     deaths: int = 0
     """Gangs that died while they worked on it."""
     suspicion: Suspicion = field(default_factory=Suspicion)
-    """Whether it may be what killed them."""
+    """Evidence that it kills ranks."""
     reached: int = 0
     """Positions that the ranks have surely computed since it was last inserted."""
     rested: bool = False
-    """The ranks have stood idle for it, and lived."""
+    """The ranks have stood idle before it, and survived."""
     announced: bool = False
-    """Its api has been told that it is to run alone."""
+    """Set once its api was told that it will run alone."""
     noted: bool = False
-    """Its api has taken note of that."""
+    """Set once its api has acknowledged that."""
     yields: bool = False
-    """It was a suspect, and makes room for the next one."""
+    """Cleared of suspicion; yields its exclusive turn."""
     proposer: Proposer | None = None
-    """Where its drafts come from; None if it gets none."""
+    """Source of its drafts; None if it gets none."""
     told: int = 0
     """Tokens that a draft model knows, from its insertion and from plans that name tokens."""
     _prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens, as far as they have come."""
+    """Log probabilities of the prompt's tokens that have come."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
@@ -81,18 +83,17 @@ class Sequence:
 
     @property
     def whole(self) -> bool:
-        """A mean, and what is said of the prompt's tokens, need the hidden states of all positions, of which the prefix
-        cache keeps the KV alone."""
+        """True if it needs the hidden states of all positions, of which the prefix cache keeps KV alone."""
         return self.request.pooling == "mean" or self.scores
 
     @property
     def may_be_tried(self) -> bool:
-        """It is a suspect, and its turn to run alone may come."""
+        """True for a suspect that may run alone once it is next."""
         return self.suspicion.suspect and (self.rested or not self.suspicion.rests)
 
     @property
     def expected(self) -> bool:
-        """Nobody has to be told any more that it runs alone."""
+        """True if its api needs no notice, or has acknowledged it."""
         return self.noted or self.request.suspicion is None
 
     @property
@@ -139,12 +140,12 @@ class Sequence:
 
     @property
     def scores(self) -> bool:
-        """Its client waits for the log probabilities of its prompt, which come with the first token."""
+        """True if log probabilities of its prompt, which come with the first token, are wanted."""
         return self.request.params.prompt_logprobs is not None and not self.produced
 
     def lacks_logprobs(self, stop: int) -> bool:
-        """It waits for log probabilities, and positions before `stop` bring some that have not come yet: it may be
-        computed again, from the start."""
+        """True if positions before `stop` bring log probabilities that have not come: a prompt may be computed
+        again."""
         return self.scores and stop > sum(map(len, self._prompt_logprobs))
 
     def score(self, start: int, found: PromptLogprobs) -> None:
@@ -155,11 +156,11 @@ class Sequence:
 
     @property
     def from_disk(self) -> int:
-        """Those of `cached` that were read from disk for it."""
+        """Positions of `cached` that were read from disk for it."""
         return min(self.fetched, self.cached)
 
     def take_logprobs(self) -> PromptLogprobs | None:
-        """Those of the whole prompt, which is computed now; None if nobody waits for them."""
+        """Return the log probabilities of the whole prompt once it is computed; None if not wanted."""
         if not self.scores:
             return None
         found, self._prompt_logprobs = joined(self._prompt_logprobs), []
@@ -198,7 +199,7 @@ class Sequence:
 
 
 def no_token(request_id: str, why: int) -> Refused:
-    """What ends a sequence that got `why`, a negative number, in place of a token."""
+    """Return the error of a sequence that got `why`, a negative number, in place of a token."""
     if why == NO_CONTINUATION:
         return Refused(request_id, 400, "the output cannot be kept to the form that structured_outputs or the tools "
                        "ask for: it costs more to follow than is allowed; make it simpler",

@@ -22,7 +22,7 @@ class _Group:
     """Tokens of work done for it, over its weight."""
     weight: float
     live: int = 0
-    """Its requests that are not over."""
+    """Live requests of the group."""
 
 
 class FairShares:
@@ -35,7 +35,7 @@ class FairShares:
         """Sum over the groups that have live requests."""
 
     def enter(self, request: EngineRequest) -> None:
-        """A request has come. Its weight is its group's from now on."""
+        """Count a new request. Its weight is that of its group from now on."""
         self._forget_settled()
         group = self._groups.setdefault(request.group, _Group(self._time, request.weight))
         group.weight = request.weight
@@ -43,7 +43,7 @@ class FairShares:
         self._weigh()
 
     def leave(self, request: EngineRequest) -> None:
-        """A request that had come is over."""
+        """Count a request that is over."""
         group = self._groups[request.group]
         group.live -= 1
         if not any(one.live for one in self._groups.values()):
@@ -56,7 +56,7 @@ class FairShares:
         self._weights = math.fsum(one.weight for one in self._groups.values() if one.live)
 
     def charge(self, request: EngineRequest, tokens: int) -> None:
-        """So many tokens of work are planned for a request that is not over."""
+        """Charge a live request with planned work."""
         group = self._groups[request.group]
         group.account += tokens / group.weight
         self._time += tokens / self._weights

@@ -18,8 +18,6 @@ from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
 from tandem.server.anthropic import routes as anthropic
-from tandem.server.batches import routes as batch_routes
-from tandem.server.batches.runner import Batches
 from tandem.server.body import refuse_query
 from tandem.server.cache import routes as cache
 from tandem.server.cache.at_start import Warmer
@@ -29,13 +27,14 @@ from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
-from tandem.server.journal import requests
-from tandem.server.journal.jobs import Jobs
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
+from tandem.server.store import batch_routes, idempotency
+from tandem.server.store.batches import Batches
+from tandem.server.store.jobs import Jobs
 from tandem.server.waiting import end_tasks
 from tandem.version import __version__
 
@@ -68,13 +67,13 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
-                   requests, responses, tokens):
+                   idempotency, responses, tokens):
         app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:
         jobs.root = app
-        app.add_middleware(requests.Keeper, api=api, jobs=jobs)
+        app.add_middleware(idempotency.Idempotency, api=api, jobs=jobs)
     app.add_middleware(Gate, api=api)
     if settings.server.cors_origin:
         app.add_middleware(

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group, note_ignored, unless_gone
+from tandem.server.context import Api, get_api, get_group, note_ignored, unless_gone
 from tandem.server.failures import ClientGone, error_response, refused
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 
@@ -26,16 +26,15 @@ Result = TypeVar("Result")
 async def read_body(request: Request, limit: int) -> bytes:
     """Return the whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
     declared = request.headers.get("content-length", "")
-    too_large = TooLargeError(f"The request body is larger than the limit of {limit} bytes (--max-body-mb).")
     if declared.isdigit() and int(declared) > limit:
-        raise too_large
+        raise _too_large(limit)
     chunks = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 chunks += chunk
                 if len(chunks) > limit:
-                    raise too_large
+                    raise _too_large(limit)
     except TimeoutError:
         raise refused(408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.",
                       code="request_timeout") from None
@@ -44,17 +43,25 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(chunks)
 
 
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"The request body is larger than the limit of {limit} bytes (--max-body-mb).")
+
+
 async def parse(request: Request, model: type[Model]) -> Model:
     """Return the request's body as `model`. The request counts from here on.
 
     Raises RequestError naming the first field at fault, OverloadedError when its client has used up what it may.
     """
-    return await understood(request, await read_body(request, get_api(request).max_body), model)
+    api = get_api(request)
+    return await _understood(request, api, await read_body(request, api.max_body), model)
 
 
 async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
     """Return a body that has been read as `model`; otherwise as `parse`."""
-    api = get_api(request)
+    return await _understood(request, get_api(request), raw, model)
+
+
+async def _understood(request: Request, api: Api, raw: bytes, model: type[Model]) -> Model:
     api.quotas.enter(request.scope)
     request.scope["tandem.body_size"] = len(raw)
     unknown = api.settings.server.unknown_fields

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,12 +29,14 @@ from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.pool import Workers
 from tandem.server.workers.turns import Turns
+from tandem.version import __version__
 
 if TYPE_CHECKING:
-    from tandem.server.generation.lifetime import Running
+    from tandem.server.generation import Running
 
 seldom = Seldom(logging.getLogger(__name__))
 Result = TypeVar("Result")
+FINGERPRINT = f"tandem-{__version__}"
 
 
 class Api:
@@ -142,6 +145,17 @@ async def gone(http: Request) -> None:
     """Wait until the client leaves, or has its answer."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
+
+
+def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
+    """Return the first fields of OpenAI's answers and chunks; `kind` is the value of `object`."""
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model,
+            "system_fingerprint": FINGERPRINT}
+
+
+def new_id(prefix: str, mark: str = "-") -> str:
+    """Return an id that cannot be guessed, such as `chatcmpl-9f3c...`; `mark` stands after the prefix."""
+    return f"{prefix}{mark}{uuid.uuid4().hex}"
 
 
 def key_digest(key: str) -> bytes:

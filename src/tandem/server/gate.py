@@ -10,11 +10,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
-from tandem.server.connections.acceptor import group_of
 from tandem.server.context import Api, key_digest, key_group
-from tandem.server.failures import error_response, internal_error
+from tandem.server.failures import ClientGone, error_response, internal_error
 from tandem.server.fields import told
 from tandem.server.origins import Origins, check_content_type
+from tandem.server.quotas import group_of
 from tandem.server.status import page
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,19 @@ class Gate:
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
+        scope["tandem.send"] = watched
         self._api.metrics.in_flight.inc()
         try:
             self._admit(scope)
             await self._app(scope, receive, watched)
         except RequestError as error:
-            await error_response(error, scope["path"])(scope, receive, watched)
+            await _refuse(error, scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may take the server down
             failure = internal_error(error, f"{scope['method']} {_route(scope)}")
-            if status:  # too late for an error; a broken connection tells the client that the answer is not whole
+            if status and "tandem.stream" not in scope:
+                # Too late for an error; a broken connection tells the client that the answer is not whole.
                 raise ConnectionAbortedError("response broken off after an internal error") from None
-            await error_response(failure, scope["path"])(scope, receive, watched)
+            await _refuse(failure, scope, receive, watched)
         finally:
             self._api.release(scope)
             self._api.metrics.in_flight.dec()
@@ -105,6 +107,15 @@ class Gate:
         self._api.metrics.seconds.labels(route).observe(seconds)
         if self._api.settings.server.log_requests and scope["path"] not in OPEN_PATHS:
             logger.info("%s %s %d %.3f s", method, route, status, seconds)
+
+
+async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, in the stream if one has begun."""
+    write = scope.get("tandem.stream")
+    if write is None:
+        await error_response(error, scope["path"])(scope, receive, send)
+    elif not isinstance(error, ClientGone):
+        await send({"type": "http.response.body", "body": write(error), "more_body": False})
 
 
 def _presented_key(headers: Headers) -> str | None:

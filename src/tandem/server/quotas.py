@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,21 @@ BUSY_RETRY_S = 1.0
 
 RATE_HEADERS: Final = tuple(f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens")
                             for kind in ("limit", "remaining", "reset"))
+
+
+def group_of(address: str) -> str:
+    """Return the key of the client at an address, for connections, quotas and fair shares.
+
+    It is an IPv4 address, or the /64 network that a client of IPv6 has for itself; a text that is no address is its
+    own key.
+    """
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv4Address):
+        return address
+    return str(known.ipv4_mapped or known.packed[:8].hex())
 
 
 class Bucket:
@@ -92,6 +108,8 @@ class Lease:
         self._client = client
         self._clock = clock
         self._over = False
+        self.meters = bool(client.limits.tokens_per_minute)
+        """True if the client's tokens are limited, so that `spend` matters."""
         self.weight = client.limits.weight
         """Weight in fair queueing."""
 

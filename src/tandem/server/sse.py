@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -12,8 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.failures import ClientGone, envelope, internal_error
-from tandem.server.generation.generate import Delta, Generation, collect
+from tandem.server.context import head
+from tandem.server.failures import envelope
+from tandem.server.generation import Delta, Generation
+from tandem.server.openai.schemas import SamplingFields
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -27,11 +29,11 @@ HEADERS = [
 ]
 
 _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
-"""Line ends of Unicode that some clients take for those of an event (httpx's `iter_lines`)."""
+"""Line ends of Unicode, at which some clients cut an event (httpx's `iter_lines`)."""
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_json(value: Any) -> bytes:
+def encode_json(value: object) -> bytes:
     """Return JSON that is one line for all ways to split lines."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS.items():
@@ -40,24 +42,21 @@ def encode_json(value: Any) -> bytes:
     return data
 
 
-def json_response(body: dict[str, Any], status: int = 200) -> Response:
+def json_response(body: Mapping[str, object], status: int = 200) -> Response:
     """Return an answer in one piece."""
     return Response(encode_json(body), status, media_type="application/json")
 
 
 class AnswerWriter(Protocol):
-    """Writes a generation in the shape of one endpoint, in one piece or as complete events."""
-
-    async def whole(self, answers: list[Delta]) -> Response:
-        """Return the answer in one piece; `answers` hold all of each choice."""
+    """Writes a stream in the shape of one endpoint, as complete events."""
 
     def head(self) -> bytes:
         """Return the events before the first text."""
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """Return the events for new text. `extras` are fields of the last chunk that has choices."""
 
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """Return the event with the usage."""
 
     async def end(self) -> None:
@@ -78,7 +77,7 @@ def failed_stream(error: RequestError) -> bytes:
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
-def named_event(data: dict[str, Any]) -> bytes:
+def named_event(data: Mapping[str, Any]) -> bytes:
     """Return an event whose name is its `type`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 
@@ -86,14 +85,14 @@ def named_event(data: dict[str, Any]) -> bytes:
 class Envelope:
     """The part of a chunk that is the same in all chunks of a stream, encoded once."""
 
-    def __init__(self, fields: dict[str, Any], *, include_usage: bool,
-                 running: Callable[[], dict[str, Any]] | None = None) -> None:
+    def __init__(self, fields: Mapping[str, object], *, include_usage: bool,
+                 running: Callable[[], dict[str, object]] | None = None) -> None:
         """`running` gives the usage so far, which every chunk is to carry."""
         self._running = running
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def chunk(self, choice: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: Mapping[str, object], extras: Mapping[str, object] | None = None) -> bytes:
         """Return an event with one choice."""
         end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
@@ -101,17 +100,37 @@ class Envelope:
         tail = b"," + encode_json(extras)[1:-1] + end[1:]
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
-    def without_choice(self, fields: dict[str, Any]) -> bytes:
+    def without_choice(self, fields: Mapping[str, object]) -> bytes:
         """Return an event with no choice but other fields."""
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
-async def answered(generation: Generation, writer: AnswerWriter, *, stream: bool | None,
-                   include_usage: bool = True) -> Response:
-    """Return the response made of `generation`. Raises RequestError; for a stream, when the engine refuses at once."""
-    if not stream:
-        return await writer.whole(await collect(generation))
-    grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.subscription.nudge)
+class ChunkWriter(AnswerWriter):
+    """Base of streams in OpenAI's form: chunks in one envelope, with the usage in the last."""
+
+    def __init__(self, kind: str, generation: Generation, fields: SamplingFields) -> None:
+        """`kind` is the chunks' `object`."""
+        self._generation = generation
+        self._envelope = Envelope(head(kind, generation.request_id, generation.model),
+                                  include_usage=fields.include_usage,
+                                  running=generation.usage if fields.continuous_usage else None)
+
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
+        """The last chunk, without choices."""
+        return self._envelope.without_choice({"usage": usage, **extras})
+
+
+async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError], bytes]) -> None:
+    """Send the head of a stream unless it has begun; what fails from now on is written by `error` (see `Gate`)."""
+    begun = "tandem.stream" in scope
+    scope["tandem.stream"] = error
+    if not begun:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+
+
+async def streamed(generation: Generation, writer: AnswerWriter, *, include_usage: bool = True) -> Response:
+    """Return the stream of `generation`. Raises RequestError when the engine refuses at once."""
+    grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.nudge)
     try:
         first = await generation.next()
     except BaseException:
@@ -136,19 +155,13 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream until the end, an error, or the client's leaving."""
+        """Stream until the end. Raises RequestError, ClientGone among them."""
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await start_stream(scope, send, self._writer.error)
             await self._run(send)
-        except ClientGone:
-            pass
-        except RequestError as error:
-            await self._send_error(send, error)
-        except Exception as error:  # noqa: BLE001 - the status line is out: the client can only be told in the stream
-            await self._send_error(send, internal_error(error, "a stream"))
         finally:
             self._timer.cancel()
             self._generation.close()
@@ -171,7 +184,8 @@ class EventStream(Response):
         await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
-        await self._end(send, body + self._writer.done())
+        self._generation.close()  # whoever has the last bytes may ask for more at once, and finds this place free
+        await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
 
     async def _write(self, deltas: list[Delta]) -> bytes:
         of_prompts = sum(len(delta.prompt) * (delta.prompt.k + 1) for delta in deltas if delta.prompt is not None)
@@ -181,21 +195,13 @@ class EventStream(Response):
         last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
         return b"".join(self._writer.delta(delta, self._extras() if delta is last else None) for delta in deltas)
 
-    def _extras(self) -> dict[str, Any]:
+    def _extras(self) -> dict[str, object]:
         return {"performance": self._generation.performance()}
 
     def _tick(self) -> None:
         """Nudge the stream when nothing was sent for a while."""
         silent = self._loop.time() - self._sent_at
         if silent >= self._heartbeat_s * 0.9:
-            self._generation.subscription.nudge()
+            self._generation.nudge()
             silent = 0.0
         self._timer = self._loop.call_later(self._heartbeat_s - silent, self._tick)
-
-    async def _send_error(self, send: Send, error: RequestError) -> None:
-        await self._end(send, self._writer.error(error))
-
-    async def _end(self, send: Send, body: bytes) -> None:
-        """Send the last bytes. The request is over before, so that a client may send the next one at once."""
-        self._generation.close()
-        await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -48,7 +48,7 @@ class SpeculationLimits:
 
 @dataclass
 class SpeculationCounts:
-    """What has been tried so far."""
+    """Counts of drafts so far."""
 
     drafts: int = 0
     """Rows that had drafts, over all steps."""
@@ -61,7 +61,7 @@ class Drafting(Protocol):
 
     @property
     def proposer(self) -> Proposer | None:
-        """Where its drafts come from; None if it gets none."""
+        """Source of its drafts; None if it gets none."""
 
     @property
     def room(self) -> int:
@@ -84,7 +84,7 @@ class Proposer(Protocol):
         """Up to `most` tokens that may follow the sequence's `tokens` tokens; none while it has not read them all."""
 
     def tried(self, drafts: int, accepted: int) -> None:
-        """So many drafts were tried and accepted."""
+        """Record how many drafts were tried and accepted."""
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
         """A draft model's guesses after the sequence's `tokens` tokens."""
@@ -140,10 +140,10 @@ class NgramProposer:
         return self._index.drafts(most) if len(self._index) == tokens else []
 
     def tried(self, drafts: int, accepted: int) -> None:
-        """Nothing: `read` has seen it."""
+        """Do nothing: `read` scores predictions."""
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
-        """Nothing: there is no draft model."""
+        """Do nothing: there is no draft model."""
 
 
 @dataclass
@@ -177,9 +177,9 @@ class StepCosts:
         old.noted = self._steps
 
     def ratio(self, rows: int, width: int) -> float | None:
-        """What such a step costs, as a multiple of one with a position a row; None while that one is not known.
+        """Cost of such a step, as a multiple of one with a position a row; None while that is not known.
 
-        A width that was not tried lately costs at least what the next narrower one does, and is taken to cost that.
+        A width that was not tried lately is taken to cost what the next narrower one does.
         """
         costs = self._costs.get(rows, {})
         plain = costs[1].seconds if 1 in costs else None
@@ -261,10 +261,10 @@ class Speculation:
         return max(map(len, best)) if best else 0
 
     def took(self, plan: StepPlan, seconds: float | None, *, ahead: bool) -> None:
-        """Its result came so many seconds after the one before it in its lane; None where that says nothing.
+        """Record that a result came `seconds` after the one before it in its lane; None where that is not known.
 
-        Plain steps count when they were sent `ahead` of the result of the one before: that is what drafts have to beat,
-        since they cannot be.
+        Plain steps count when they were sent `ahead` of the result of the one before: drafts cannot be, and have to
+        beat that.
         """
         if self._limits is None or seconds is None or not plan.decode or plan.prefill:
             return

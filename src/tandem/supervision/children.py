@@ -1,4 +1,4 @@
-"""What the supervisor and its children agree on."""
+"""Child processes of the supervisor: how they are started, watched and restarted, and what they agree on with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct
@@ -17,28 +18,30 @@ from tandem.processes.child import ChildProcess
 
 MODULE = "tandem.cli.processes"
 LAST_WORDS = 4096
-"""Most bytes in which a child says why it ended."""
+"""Bytes that a child may write to say why it ends."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 EXIT_USAGE, EXIT_FAILED = 2, 3
-"""Exit codes: something is amiss that a person must mend; it has tried, and gives up."""
+"""Exit codes: a mistake that a person must mend; a failure after all tries."""
 STOPPED_S = 1.0
-"""Seconds that a child may stand still (SIGSTOP)."""
+"""Seconds that a child may be stopped (SIGSTOP)."""
 ENDING_S = 30.0
-"""Seconds that the kernel may take to end a killed process, with gigabytes to give back."""
+"""Seconds that the kernel may take to end a killed process that has gigabytes of memory."""
 PAUSE_S = 1.0
-"""A gap between two looks that is longer was the supervisor's own, and counts for nobody."""
+"""A longer gap between two looks was the supervisor's own, and counts for no child."""
+SERVES_S = 1.0
+"""Seconds for which a child must have served, so that earlier deaths count no more."""
 
 
 def backoff(times: int) -> float:
-    """Seconds to wait before the next start, after so many that failed: twice as long each time, within bounds."""
+    """Return the seconds to wait after `times` failed starts: doubled each time, within bounds."""
     return min(BACKOFF_S * 2.0 ** min(times, 10), MAX_BACKOFF_S)
 
 
 class Vigil:
-    """Watches one child, from its first sign of life on."""
+    """Health check of one child, from its first sign of life on."""
 
     def __init__(self, child: ChildProcess, silent_s: float) -> None:
-        """A child that has answered once must do so every `silent_s` seconds."""
+        """Watch a child that, once it has answered, must do so every `silent_s` seconds."""
         self._child = child
         self._silent_s = silent_s
         self._looked_at = time.monotonic()
@@ -47,12 +50,13 @@ class Vigil:
         self._silent_until = -math.inf
 
     def heard(self) -> None:
-        """It has answered."""
+        """Record that the child has answered."""
         self._heard_at = time.monotonic()
 
     def verdict(self) -> str | None:
-        """Why it must be replaced, in words, said once; None while it need not be, and for the `ENDING_S` in which a
-        process that was killed may still be there. To be asked again and again.
+        """Return why the child must be replaced, once; None while it need not be.
+
+        Also None for the `ENDING_S` in which a process that was killed may still be there. Call it again and again.
         """
         now = time.monotonic()
         if now < self._silent_until:
@@ -78,23 +82,29 @@ class Vigil:
         return None
 
 
+@dataclass(eq=False, kw_only=True)
 class SupervisedChild:
-    """A child of the supervisor's, one process after the other, which can say why it ends. Used by one thread."""
+    """A child of the supervisor, one process after the other, which can tell why it ends. Used by one thread."""
 
     child: ChildProcess | None = None
-    """None when there is none."""
-    vigil: Vigil
-    """Of the child."""
-    _reading = -1
+    served: bool = False
+    """A process has served: what a later one finds amiss was in order before, and may come back."""
+    deaths: list[float] = field(default_factory=list)
+    """Times of the latest deaths."""
+    restart_at: float = 0.0
+    serving_since: float | None = None
+    """When the process was first seen to serve; None before that."""
+    vigil: Vigil = field(init=False)
+    _reading: int = -1
     """End of the pipe for its last words."""
-    _unborn = 0
-    """Times in a row that no process could be had."""
+    _unborn: int = 0
+    """Times in a row that no process could be started."""
 
     def spawn(self, kind: str, payload: Struct, *arguments: str, name: str, silent_s: float,
               pass_fds: Sequence[int] = (), changes: Mapping[str, str | None] | None = None,
               ) -> tuple[float, str] | None:
         """Start a process, which must answer every `silent_s` seconds once it has; `changes` are variables of its
-        environment. If none can be had: seconds until the next try, and why."""
+        environment. Return None, or seconds until the next try and why there is no process."""
         with ExitStack() as ours:
             try:
                 self._reading, end = os.pipe()
@@ -106,11 +116,25 @@ class SupervisedChild:
                 self.last_words()
                 self._unborn += 1
                 return backoff(self._unborn), getattr(error, "message", str(error))
-        self._unborn, self.vigil = 0, Vigil(self.child, silent_s)
+        self._unborn, self.serving_since, self.vigil = 0, None, Vigil(self.child, silent_s)
         return None
 
+    def serves(self) -> None:
+        """Record that the process serves now."""
+        self.served, now = True, time.monotonic()
+        if self.serving_since is None:
+            self.serving_since = now
+        if now - self.serving_since >= SERVES_S:
+            self.deaths.clear()
+
+    def count_death(self, window_s: float) -> float:
+        """Record a death, and forget those before the last `window_s` seconds. Returns the time."""
+        now = time.monotonic()
+        self.deaths = [at for at in self.deaths if now - at < window_s] + [now]
+        return now
+
     def ended(self) -> str:
-        """Its process has ended: forget it. Returns why, as far as it said."""
+        """Forget the process, which has ended. Returns why it did."""
         assert self.child is not None
         self.child.wait(0.0)
         words = self.last_words() or self.child.describe_exit()
@@ -118,7 +142,7 @@ class SupervisedChild:
         return words
 
     def last_words(self) -> str:
-        """Why the process that has ended did so, as far as it said; empty after the first call."""
+        """Return why the process has ended, as far as it said; empty after the first call."""
         reading, self._reading = self._reading, -1
         if reading < 0:
             return ""

@@ -1,4 +1,4 @@
-"""The engine processes of `tandem serve`: started, watched, started again, added and drained."""
+"""The engine processes of `tandem serve`: started, watched, restarted, added and drained."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ from tandem.protocol.events import History, Level
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
-from tandem.supervision.probe import StatusProbe
-from tandem.supervision.replica import ReplicaProcess, gpus_of, replica_settings
+from tandem.supervision.replica_process import ReplicaProcess, gpus_of, replica_settings
+from tandem.supervision.status_probe import StatusProbe
 
 log = logging.getLogger("tandem.cli")
 seldom = Seldom(log)
 
 GRACE_S = 10.0
-"""Seconds beyond `drain_timeout` that a draining engine gets to end by itself."""
+"""Seconds beyond `drain_timeout` in which a draining engine must end by itself."""
 HUNG_S = 20.0
-"""Seconds after which an engine is replaced whose main loop stands still."""
+"""Seconds after which an engine is replaced whose main loop is stuck."""
 ASK_S = 1.0
 REMEDY = "Nothing to do if it stays at this once; else the server's log says more."
 
 
 class EngineSet:
-    """All replicas of one server, or of one of its models. One that is killed, hangs, or finds something amiss once it
-    has served is started again; so is one of several that gives up. A server that never had more than one replica ends
-    when that gives up."""
+    """All replicas of one server, or of one of its models.
+
+    A replica is restarted that is killed, hangs, or finds something amiss once it has served; so is one of several that
+    gives up. A server that never had more than one replica ends when that gives up.
+    """
 
     def __init__(self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None,
                  history: History | None = None) -> None:
-        """`settings` with the port that is really bound. Nothing is started.
+        """Take `settings` with the port that is really bound, and note what happens in `history`.
 
-        `model` is the one that they serve where there are several, and `numbers` then gives the replicas of all models
-        their numbers. What happens goes into `history`.
+        `model` is the one that they serve where there are several, and `numbers` then numbers the replicas of all
+        models. `start` starts the processes.
         """
         self._settings = settings
         self._history = history or History()
@@ -54,7 +56,7 @@ class EngineSet:
         self._replicas: dict[int, ReplicaProcess] = {}
         self._next = 0
         self.last_words = ""
-        """Why an engine has ended, if it said so; of several, the last one that did."""
+        """Reason why the last engine that ended did so, as far as it said."""
         self._probes: dict[int, StatusProbe] = {}
         # Ranks of one machine have one directory.
         lend = settings.scheduler.kv_disk is not None and on_several_machines(settings.parallel)
@@ -63,7 +65,7 @@ class EngineSet:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._context.socket(zmq.PAIR).close()
         self.announced = False
-        """All first replicas have been ready; until then a mistake in the settings ends the server."""
+        """True once all first replicas have been ready; until then a mistake in the settings ends the server."""
 
     def start(self) -> None:
         """Start the replicas that the settings ask for."""
@@ -74,8 +76,8 @@ class EngineSet:
     # --- the control socket's requests ---
 
     def add(self, role: Role = "both") -> int:
-        """Start one more replica and return its number. Raises UsageError when there are no more machines, or nothing
-        over which sequences go from role to role."""
+        """Start one more replica and return its number. Raises UsageError when there are no more machines, or no
+        directory over which sequences migrate from role to role."""
         if role != "both" and self._settings.scheduler.kv_disk is None:
             raise UsageError(f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this "
                              "server was not started", param="role")
@@ -85,7 +87,7 @@ class EngineSet:
         return number
 
     def drain(self, index: int) -> int:
-        """Have a replica finish what it has, and end. Raises UsageError when that cannot be."""
+        """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
         replica = self._replicas.get(index)
         if replica is None:
             numbers = ", ".join(str(one) for one in self._replicas)
@@ -94,13 +96,13 @@ class EngineSet:
             raise UsageError(f"replica {index} is draining already")
         if all(one.draining or one.given_up for one in self._replicas.values() if one is not replica):
             raise UsageError(f"replica {index} is the last one; add another first, or end the server")
-        log.info("replica %d drains", index)
+        log.info("Draining replica %d", index)
         self._note(index, "replica_draining", "the replica takes nothing new, and ends when it has nothing left to do")
         self._drain(replica)
         return index
 
     def drain_all(self) -> None:
-        """Have all replicas finish what they have, and end."""
+        """End all replicas once they have finished their requests."""
         for replica in list(self._replicas.values()):
             if not replica.draining:
                 self._drain(replica)
@@ -114,13 +116,13 @@ class EngineSet:
             replica.child.terminate()  # the engine refuses new work from now on and ends when the old is done
 
     def infos(self) -> list[ReplicaInfo]:
-        """All replicas."""
+        """Return all replicas, as the control socket lists them."""
         return [one.info() for one in self._replicas.values()]
 
     # --- watching ---
 
     def look(self) -> int | None:
-        """See to the processes; an exit code when the server cannot go on."""
+        """Start and replace processes as needed. Returns an exit code when the server cannot go on."""
         for replica in list(self._replicas.values()):
             code = None
             if replica.child is None:
@@ -143,41 +145,34 @@ class EngineSet:
         return None if self._replicas else EXIT_FAILED
 
     def _trouble(self, replica: ReplicaProcess) -> str | None:
-        """Why a process that runs must be replaced, in words."""
+        """Return why a process that runs must be replaced; None where it need not be."""
         now = time.monotonic()
-        if self.announced and now - replica.asked_at > ASK_S:
-            status = self._ask(replica)
-            if status is not None:
-                replica.asked_at = now
+        if (not self.announced or now - replica.asked_at > ASK_S) and (status := self._ask(replica)) is not None:
+            replica.status, replica.asked_at, replica.lends = status, now, status.lends
+            self._history.take(status.events, replica=replica.index, model=self._model)
+            if status.state == "ready":
+                if replica.serving_since is None:
+                    self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
+                               f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
+                replica.serves()
+            if self.announced:
                 replica.vigil.heard()
-                if status.state == "ready":
-                    self._serves(replica, status)
                 if status.state != "starting" and status.age_s > HUNG_S:
                     return f"answers, but its main loop has stood still for {status.age_s:.0f} s"
         return replica.vigil.verdict()
 
     def _ask(self, replica: ReplicaProcess) -> EngineStatus | None:
-        """What it said of itself, if it has answered since the last call."""
+        """Return its status, if it has answered since the last call."""
         try:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
             if self._lending is not None:
-                self._probes[replica.index].tell(Neighbours([
-                    one for other in self._replicas.values() if other is not replica for one in other.lends]))
-            status = self._probes[replica.index].ask()
+                others = [other for other in self._replicas.values() if other is not replica]
+                self._probes[replica.index].tell(Neighbours([address for other in others for address in other.lends]))
+            return self._probes[replica.index].ask()
         except TransportError as error:
-            seldom.warning("engine %d cannot be asked how it is: %s; it is asked again", replica.index, error.message)
+            seldom.warning("Cannot query engine %d, trying again: %s", replica.index, error.message)
             return None
-        if status is not None:
-            replica.lends = status.lends
-            self._history.take(status.events, replica=replica.index, model=self._model)
-        return status
-
-    def _serves(self, replica: ReplicaProcess, status: EngineStatus) -> None:
-        if not replica.is_ready:
-            self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
-                       f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
-        replica.serves()
 
     def _note(self, index: int, kind: str, text: str, *, level: Level = "info", remedy: str = "") -> None:
         self._history.note(kind, text, level=level, remedy=remedy, replica=index, model=self._model)
@@ -186,21 +181,21 @@ class EngineSet:
         self.last_words = replica.ended()
         self._drop_probe(replica)
         if replica.draining:
-            log.info("replica %d has ended", replica.index)
+            log.info("Replica %d removed", replica.index)
             self._note(replica.index, "replica_ended", "the replica has ended, as it was told to")
             self._remove(replica)
             return None
         if code == EXIT_USAGE and not replica.served:
             if not self.announced:
                 return code
-            log.error("replica %d cannot start: %s", replica.index, self.last_words)
+            log.error("Replica %d cannot start: %s", replica.index, self.last_words)
             self._note(replica.index, "replica_failed", f"it cannot start: {self.last_words}", level="error")
             self._remove(replica)  # one that was added
             return None
         if code == EXIT_FAILED and not self._several:
             return EXIT_FAILED
         if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
-            log.error("replica %d is given up for now; it is tried again, more and more seldom", replica.index)
+            log.error("Replica %d failed too often: restarting it at growing intervals", replica.index)
             self._note(replica.index, "replica_failed", f"given up for now, and tried again more and more seldom: "
                        f"{self.last_words}", level="error", remedy=REMEDY)
             if all(one.given_up for one in self._replicas.values()):
@@ -210,18 +205,12 @@ class EngineSet:
                        "started, and its requests go on there", level="error", remedy=REMEDY)
         return None
 
-    def statuses(self) -> dict[int, EngineStatus]:
-        """What engines say of themselves, as far as they have answered since the last call. Used until `announced`."""
-        found = {}
-        for index, replica in self._replicas.items():
-            if (status := self._ask(replica)) is not None:
-                found[index] = status
-                if status.state == "ready":
-                    self._serves(replica, status)
-        return found
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
+        return {index: replica.status for index, replica in self._replicas.items() if not replica.given_up}
 
     def close(self) -> None:
-        """All processes have ended: remove what they may have left."""
+        """Remove what processes that have ended may have left."""
         for replica in self._replicas.values():
             replica.remove_socket()
             replica.last_words()
@@ -230,13 +219,8 @@ class EngineSet:
         self._probes.clear()
 
     @property
-    def running(self) -> dict[int, bool]:
-        """Number of each replica that is not given up, and whether its process runs."""
-        return {index: one.child is not None for index, one in self._replicas.items() if not one.given_up}
-
-    @property
     def children(self) -> list[ChildProcess]:
-        """The processes that run, or have just ended."""
+        """Processes that run, or have just ended."""
         return [one.child for one in self._replicas.values() if one.child is not None]
 
     # --- processes ---

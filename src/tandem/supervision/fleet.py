@@ -1,7 +1,7 @@
-"""The engines of several models: started when the api says that one is wanted, ended when it says that one must go.
+"""The engines of several models, loaded and unloaded as the api commands.
 
-Looks to the supervisor like the `EngineSet` of one model. Which model is loaded when is for the api to decide, since it
-knows who waits for what.
+It has the interface of `EngineSet`, which has the engines of one model. The api decides which model is loaded when,
+since it knows which requests wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.protocol.supervisor import ModelInfo, ReplicaInfo
 from tandem.supervision.engines import EngineSet
-from tandem.supervision.memory_plan import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
+from tandem.supervision.model_memory import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
 
 log = logging.getLogger("tandem.cli")
 
@@ -29,14 +29,15 @@ log = logging.getLogger("tandem.cli")
 class _Model:
     name: str
     settings: Settings
-    """With its part of the memory."""
-    found: Footprint
+    """Settings with its part of the memory."""
+    memory: Footprint
     keep: bool
     unload_after: float | None
     engines: EngineSet | None = None
     unloading: bool = False
     failure: str = ""
-    commands: int = 0
+    requested: bool = False
+    """True once a request has loaded or unloaded it."""
 
     @property
     def state(self) -> str:
@@ -46,12 +47,12 @@ class _Model:
 
 
 def several(settings: Settings) -> bool:
-    """The settings name more than one model."""
+    """True where the settings name more than one model."""
     return bool(settings.models.also or settings.models.lora_modules or settings.named)
 
 
 def with_names(settings: Settings) -> Settings:
-    """The same with every model in `named`, the main one first. Raises UsageError."""
+    """Return the settings with every model in `named`, the main one first. Raises UsageError."""
     further = named_models(settings)
     if settings.model.model:
         name = settings.model.served_name or name_of(settings.model.model)
@@ -66,7 +67,7 @@ def with_names(settings: Settings) -> Settings:
 
 
 class Fleet:
-    """Several models. The first one, and those that are kept, are started at once."""
+    """Several models; `start` loads the first one and those that are pinned."""
 
     def __init__(self, settings: Settings, *, history: History | None = None) -> None:
         """Plan the memory; `settings` as `with_names` gives them, with the port that is really bound. What happens goes
@@ -80,37 +81,37 @@ class Fleet:
         self._machines = look_at_machines(settings)
         self.budget = budget_of(settings, self._machines)
         self._models = {one.name: self._plan(one) for one in settings.named}
-        kept = {one.name: one.found.needs for one in self._models.values() if one.keep}
+        pinned = {model.name: model.memory.needs for model in self._models.values() if model.keep}
         limit = settings.models.max_loaded
-        if limit is not None and len(kept) >= limit and len(self._models) > limit:
-            raise UsageError(f"--max-loaded {limit}: {len(kept)} models are kept and leave no room for others",
+        if limit is not None and len(pinned) >= limit and len(self._models) > limit:
+            raise UsageError(f"--max-loaded {limit}: {len(pinned)} models are kept and leave no room for others",
                              param="max_loaded")
-        for one in self._models.values():
-            check_fit(one.name, one.found, self.budget, kept)
+        for model in self._models.values():
+            check_fit(model.name, model.memory, self.budget, pinned)
         self.announced = False
         self.last_words = ""
-        """Why the server cannot begin."""
+        """Reason why the server cannot start."""
 
     def _plan(self, one: NamedModel) -> _Model:
         settings, models = settings_of(self._settings, one), self._settings.models
         try:
-            found = footprint(settings, self._machines, self.budget)
+            memory = footprint(settings, self._machines, self.budget)
         except UsageError as error:
             error.message = f"model {one.name}: {error.message}"
             raise
-        check_fit(one.name, found, self.budget, {})
+        check_fit(one.name, memory, self.budget, {})
         if models.max_loaded == 1:
-            found = dataclasses.replace(found, needs=dict(self.budget) if found.needs else {})
+            memory = dataclasses.replace(memory, needs=dict(self.budget) if memory.needs else {})
         keep = one.name in models.keep or one.values.get("keep") is True
-        return _Model(one.name, granted(settings, found.needs, self._machines, models.max_loaded),
-                      found, keep, unload_after(self._settings, one))
+        return _Model(one.name, granted(settings, memory.needs, self._machines, models.max_loaded),
+                      memory, keep, unload_after(self._settings, one))
 
     def start(self) -> None:
-        """Start the first model and those that are kept, as far as they fit together."""
+        """Load the pinned models, and the first one if it fits beside them."""
         first = next(iter(self._models.values()))
         kept = [one for one in self._models.values() if one.keep and one is not first]
-        beside = {name: sum(one.found.needs.get(name, 0) for one in kept) for name in self.budget}
-        fits = all(beside[name] + need <= self.budget[name] for name, need in first.found.needs.items())
+        beside = {name: sum(one.memory.needs.get(name, 0) for one in kept) for name in self.budget}
+        fits = all(beside[name] + need <= self.budget[name] for name, need in first.memory.needs.items())
         fits = fits and len(kept) < (self._settings.models.max_loaded or len(self._models))
         for one in [first, *kept] if fits else kept:
             self._start(one)
@@ -118,21 +119,21 @@ class Fleet:
     # --- the control socket's requests ---
 
     def load(self, name: str) -> str:
-        """Start the engines of a model, unless they run. Raises UsageError."""
+        """Load a model, unless it is loaded. Raises UsageError while it is being unloaded."""
         one = self._find(name)
         if one.unloading:
             raise UsageError(f"model {name} is being unloaded; try again when that is done")
-        one.commands += 1
+        one.requested = True
         if one.engines is None:
             self._start(one)
         return name
 
     def unload(self, name: str) -> str:
-        """End the engines of a model when they have nothing left to do. Raises UsageError for one that is kept."""
+        """Unload a model once its requests are finished. Raises UsageError for a pinned one."""
         one = self._find(name)
         if one.keep:
             raise UsageError(f"model {name} is kept (--keep); it is never unloaded")
-        one.commands += 1
+        one.requested = True
         if one.engines is not None and not one.unloading:
             log.info("model %s is unloaded", name)
             self._history.note("model_unloading", f"{name} finishes what it has, and leaves memory", model=name)
@@ -141,38 +142,37 @@ class Fleet:
         return name
 
     def add(self, role: Role = "both") -> int:
-        """Raises UsageError: how many replicas a model has is part of the memory plan."""
+        """Raise UsageError: the number of a model's replicas is part of the memory plan."""
         raise UsageError("replicas cannot be added where there are several models; set data_parallel_size in the "
                          "model's table [models.NAME]")
 
     def drain(self, index: int) -> int:
-        """Have a replica finish what it has, and end. Raises UsageError when that cannot be."""
+        """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
         for one in self._loaded:
-            if index in one.running:
+            if index in one.statuses():
                 return one.drain(index)
-        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.running))}")
+        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.statuses()))}")
 
     def infos(self) -> list[ReplicaInfo]:
-        """The replicas of all models that are loaded."""
+        """Return the replicas of all loaded models."""
         return [info for engines in self._loaded for info in engines.infos()]
 
     def models(self) -> list[ModelInfo]:
-        """All models, the first one first."""
-        return [ModelInfo(one.name, one.state, one.failure, one.found.needs, one.found.max_context, one.keep,
-                          one.unload_after, one.commands) for one in self._models.values()]
+        """Return all models, the default one first."""
+        return [ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep,
+                          one.unload_after) for one in self._models.values()]
 
     # --- watching ---
 
     def look(self) -> int | None:
-        """See to the processes; an exit code when the server cannot even begin."""
+        """Start and replace processes as needed. Returns an exit code when the server cannot start."""
         for one in self._models.values():
             if (engines := one.engines) is None:
                 continue
-            if not engines.announced:
-                states = engines.statuses()
-                engines.announced = bool(states) and all(status.state == "ready" for status in states.values())
             code = engines.look()
             if code is None:
+                states = engines.statuses().values()
+                engines.announced |= bool(states) and all(status and status.state == "ready" for status in states)
                 continue
             for child in engines.children:
                 child.kill()
@@ -183,7 +183,7 @@ class Fleet:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
                 self._history.note("model_unloaded", f"{one.name} has left memory", model=one.name)
-            elif not self.announced and not one.commands:  # one that the configuration loads, not a request
+            elif not self.announced and not one.requested:  # one that the configuration loads, not a request
                 log.error("model %s cannot be loaded; the server ends", one.name)
                 self.last_words = reason
                 return code
@@ -194,23 +194,18 @@ class Fleet:
                                    model=one.name, remedy="Mend what is named; the next request for it tries again.")
         return None
 
-    def statuses(self) -> dict[int, EngineStatus]:
-        """What engines say of themselves. Used until `announced`."""
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
         return {number: status for engines in self._loaded for number, status in engines.statuses().items()}
 
     def close(self) -> None:
-        """All processes have ended: remove what they may have left."""
+        """Remove what processes that have ended may have left."""
         for engines in self._loaded:
             engines.close()
 
     @property
-    def running(self) -> dict[int, bool]:
-        """Number of each replica, and whether its process runs."""
-        return {number: runs for engines in self._loaded for number, runs in engines.running.items()}
-
-    @property
     def children(self) -> list[ChildProcess]:
-        """The processes that run, or have just ended."""
+        """Processes that run, or have just ended."""
         return [child for engines in self._loaded for child in engines.children]
 
     @property

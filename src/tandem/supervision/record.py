@@ -1,4 +1,4 @@
-"""Servers in the background: each has a name, and a directory with its lock, record and log."""
+"""Background servers: each has a name, and a directory with its lock, record and log."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tandem.protocol.codec import UNREADABLE
 from tandem.system.files import open_private, write_private
 
 MOST_LOG_BYTES = 64 * 1024 * 1024
-"""Of a server's log; there is one older one beside it."""
+"""Size from which a server's log begins anew; one older log is kept beside it."""
 DEFAULT_NAME = "default"
-"""Of the server that `tandem up` starts without --name."""
+"""Name of the server that `tandem up` starts without --name."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 _PATIENCE_S = 0.5
-"""Somebody who only looks whether the lock is held has it for less than this."""
+"""Seconds to wait for the lock: a process that only checks whether it is free has it for less."""
 
 
 class Record(Struct, frozen=True):
-    """What a server in the background writes down once its port is bound."""
+    """Facts of a background server, written once its port is bound."""
 
     pid: int
     host: str
@@ -42,21 +42,21 @@ class Record(Struct, frozen=True):
     drain_timeout: float
     scheme: str = "http"
     settings: str = ""
-    """Digest of its settings, to tell whether others are the same."""
+    """Digest of its settings."""
     api_key_file: str = ""
-    """Absolute path of its file with API keys; empty for none."""
+    """Absolute path of its file of API keys; empty for none."""
 
 
 def digest(settings: Settings) -> str:
-    """Return what tells whether a server has the same settings."""
+    """Return a digest that two servers share when their settings are equal."""
     return hashlib.blake2b(to_json(settings), digest_size=16).hexdigest()
 
 
 class Background:
-    """One server's directory. The server holds the lock for life, so its end, however it comes, frees the name."""
+    """Directory of one server. The server holds the lock for life, so its end, however it comes, frees the name."""
 
     def __init__(self, name: str) -> None:
-        """Raises UsageError for a name that cannot be a directory's."""
+        """Raise UsageError for a name that cannot be a directory's."""
         if not _NAME.fullmatch(name):
             raise UsageError(f"--name {name}: use up to 32 letters, digits and ._-, beginning with a letter or digit",
                              param="name")
@@ -66,11 +66,11 @@ class Background:
 
     @property
     def down(self) -> str:
-        """The command that ends it."""
+        """Command that ends the server."""
         return "tandem down" if self.name == DEFAULT_NAME else f"tandem down {self.name}"
 
     def lock(self) -> int:
-        """Take the name; an open file that holds it. Raises UsageError if a server has it."""
+        """Take the name; return the open file that holds it. Raises UsageError if a server has it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _PATIENCE_S
@@ -85,7 +85,7 @@ class Background:
         return fd
 
     def runs(self) -> bool:
-        """A server has the name."""
+        """True while a server has the name."""
         try:
             fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -96,22 +96,22 @@ class Background:
             os.close(fd)
 
     def record(self) -> Record | None:
-        """What the server wrote down, or None while there is nothing; it may be that of an earlier one."""
+        """Return the record, which may be that of an earlier server; None where there is none."""
         try:
             return msgspec.json.decode((self.path / "record.json").read_bytes(), type=Record)
         except (FileNotFoundError, *UNREADABLE):
             return None
 
     def write(self, record: Record) -> None:
-        """Write it down at once, or not at all."""
+        """Write the record, atomically."""
         write_private(self.path / "record.json", msgspec.json.encode(record), sync=False)
 
     def keep(self, settings: bytes) -> None:
-        """Write down, for `tandem restart`, with what it is started; without keys. Raises OSError."""
+        """Write the settings that `tandem restart` starts it with, without keys. Raises OSError."""
         write_private(self.path / "settings.json", settings, sync=False)
 
     def kept(self) -> bytes | None:
-        """What `keep` wrote, or None where a server of that name was never started."""
+        """Return what `keep` wrote; None where a server of that name was never started."""
         try:
             return (self.path / "settings.json").read_bytes()
         except FileNotFoundError:
@@ -123,7 +123,7 @@ class Background:
 
     @contextlib.contextmanager
     def fresh_log(self) -> Iterator[int]:
-        """A new log's file descriptor; the last one is kept as `log.1`."""
+        """Yield the file descriptor of a new log; the last one is kept as `log.1`."""
         with contextlib.suppress(FileNotFoundError):
             self.log.replace(self.path / "log.1")
         fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -131,7 +131,6 @@ class Background:
             yield fd
         finally:
             os.close(fd)
-
 
     def trim_log(self, most: int = MOST_LOG_BYTES) -> bool:
         """When the log has more than `most` bytes, make it `log.1` and begin anew; True if so.
@@ -148,14 +147,14 @@ class Background:
 
 
 def servers_dir() -> Path:
-    """Where the directories of all servers are."""
+    """Return the folder of all servers' directories."""
     return state_dir() / "servers"
 
 
 def known_names() -> list[str]:
-    """Names that a server has or had."""
+    """Return the names that a server has or had."""
     try:
-        return sorted(one.name for one in servers_dir().iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+        return sorted(path.name for path in servers_dir().iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:
         return []
 

@@ -18,7 +18,7 @@ def keep_awake() -> int | None:
     """Hold off idle sleep of the system for as long as this process lives. Does nothing off macOS.
 
     `caffeinate -w` ends with this process, however that ends. The display may sleep: a lit one makes macOS's GPU
-    watchdog stricter. A closed lid, and the end of a battery, cannot be held off (docs/machines.md). Returns the
+    watchdog stricter. A closed lid, and the end of a battery, cannot be held off (docs/two-machines.md). Returns the
     process id of what holds it off.
     """
     holder = _hold(os.getpid()) if sys.platform == "darwin" else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from tandem.errors import BrokenModel
-from tandem.text.token_bytes import Scheme, scheme_of
+from tandem.text.fast import Scheme, scheme_of
 
 
 class HFBackend:

@@ -10,14 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tandem.checkpoints.config import eos_token_ids, read_json
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, RequestError, UsageError
 from tandem.system.files import read_text
 from tandem.text.template import ChatTemplate
-from tandem.text.token_bytes import Scheme
+
+if TYPE_CHECKING:
+    from tandem.text.fast import Scheme
 
 _CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -61,10 +63,14 @@ class Tokenizer:
         `config`: what tokenizer_config.json says."""
         self._backend = backend
         self._template = template
+        self.chat_template = template.source if template is not None else ""
+        """Source of the chat template; empty if there is none."""
         self.eos_token_ids = eos
         """Ids that end an answer."""
         self.vocab_size = backend.vocab_size
         """One more than the largest id that stands for a text."""
+        self.special_ids = backend.special_ids
+        """Ids that `skip_special_tokens` leaves out."""
         self.scheme = backend.scheme
         self.longest_token = backend.longest_token
         """Most bytes of a text that one token can stand for; None where that has no bound."""
@@ -78,11 +84,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """The model comes with a chat template, or one was given."""
         return self._template is not None
-
-    @property
-    def chat_template(self) -> str:
-        """Source of the chat template; empty if there is none."""
-        return self._template.source if self._template is not None else ""
 
     @property
     def info(self) -> dict[str, Any]:
@@ -100,11 +101,6 @@ class Tokenizer:
     def template_words(self) -> frozenset[str]:
         """Texts that are written out in its expressions."""
         return self._template.words if self._template is not None else frozenset()
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `skip_special_tokens` leaves out."""
-        return self._backend.special_ids
 
     def has_special(self, text: str) -> bool:
         """Tell whether a special token stands in `text`, or one token is all of it that is written like those."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import zmq
 
@@ -27,15 +27,17 @@ from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
 
+Wanted = TypeVar("Wanted")
+
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 CHUNK = 4 * 1024 * 1024
-"""Most bytes of one answer."""
+"""Largest answer in bytes."""
 WINDOW = 4
-"""Requests that a client has under way."""
+"""Number of requests that a client has under way."""
 ATTEMPTS = 4
-"""Times that a chunk is asked for when it arrives damaged."""
+"""Number of times that a chunk is asked for when it arrives damaged."""
 PATIENCE_S = 60.0
 """Seconds without any answer before the server counts as gone."""
 MAX_REQUEST = 256 * 1024
@@ -88,16 +90,16 @@ class BlobServer(MemberSocket):
             return [encode(blobs.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
 
     def listed(self, stems: Collection[str] | None) -> list[blobs.BlobFile]:
-        """As `ListFiles` asks for them."""
-        return [one for name, one in self.served.items() if stems is None or name.partition(".")[0] in stems]
+        """List the files for a `ListFiles`."""
+        return [file for name, file in self.served.items() if stems is None or name.partition(".")[0] in stems]
 
     @cached_property
     def served(self) -> dict[str, blobs.BlobFile]:
-        """The files that are served, by name, as they were when first asked for."""
+        """Served files by name, as they were at the first request."""
         return {name: _describe(path) for name, path in self._paths.items()}
 
     def chunk(self, wanted: blobs.Range) -> tuple[bytes, bytes]:
-        """Checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
+        """Return checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
         file = self.served.get(wanted.name)
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")
@@ -130,7 +132,7 @@ def _describe(path: Path) -> blobs.BlobFile:
 
 
 class NotServed(TransportError):
-    """The server answers that it has not what it was asked for."""
+    """The server does not have what it was asked for."""
 
 
 class BlobClient(MemberSocket):
@@ -145,15 +147,15 @@ class BlobClient(MemberSocket):
         self._number = 0
 
     def files(self) -> list[blobs.BlobFile]:
-        """What is served. Raises TransportError when there is no answer."""
+        """List the served files. Raises TransportError without an answer."""
         return self.listed(self.ask())
 
     def ask(self, stems: Collection[str] | None = None) -> int:
-        """Ask what is served, as `ListFiles` has it; the number of the question, for `listed`."""
+        """Send a `ListFiles`; return its number, for `listed`."""
         return self._ask(blobs.ListFiles, None if stems is None else list(stems))
 
     def listed(self, number: int, until: float | None = None) -> list[blobs.BlobFile]:
-        """The answer, waited for until this time of the monotonic clock. Raises TransportError when there is none."""
+        """Wait for the answer, until a time of the monotonic clock. Raises TransportError when there is none."""
         answer, _ = self._receive([number], time.monotonic() + self._patience if until is None else until)
         if isinstance(answer, blobs.Refusal):
             raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
@@ -162,7 +164,7 @@ class BlobClient(MemberSocket):
         return answer.files
 
     def read(self, ranges: Sequence[blobs.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
-        """Each range once, in any order, as (index in `ranges`, bytes, checksum); a damaged one is asked for again.
+        """Yield each range once, in any order, as (index in `ranges`, bytes, checksum); ask again for a damaged one.
 
         Ranges are of at most `CHUNK` bytes. Raises TransportError when one is refused, stays damaged, or none comes.
         """
@@ -191,14 +193,14 @@ class BlobClient(MemberSocket):
             log.warning("%s arrived damaged; asking again", where)
             waiting.appendleft((index, attempt + 1))
 
-    def _ask(self, kind: Callable[[int, Any], blobs.BlobRequest], wanted: object) -> int:
-        """Send a question with a number of its own, which is returned."""
+    def _ask(self, kind: Callable[[int, Wanted], blobs.BlobRequest], wanted: Wanted) -> int:
+        """Send a question with a number of its own, and return the number."""
         self._number += 1
         self.socket.send(encode(kind(self._number, wanted)))
         return self._number
 
     def _receive(self, numbers: Container[int], until: float) -> tuple[blobs.BlobAnswer, memoryview]:
-        """The next answer to one of these questions; others, as of a call that was given up, do not count."""
+        """Return the next answer to one of these questions; skip others, as of a call that was given up."""
         waited = False
         while not waited and self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
             frames = self.socket.recv_multipart(copy=False)

@@ -3,7 +3,7 @@ its rank hosts (the join socket). msgpack structs over CURVE-secured TCP."""
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import zmq
@@ -14,12 +14,13 @@ from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.control import RankCommand, RankMessage
 from tandem.protocol.hosts import HeadMessage, HostMessage
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.security import MemberSocket, translated
+from tandem.transport.mailbox import Mailbox
+from tandem.transport.security import Admits, MemberSocket, translated
 
 MAX_BUS_FRAME, MAX_JOIN_FRAME = 256 * 1024 * 1024, 4 * 1024 * 1024
 """Bytes."""
 SILENT = "nothing answers there"
-"""Trouble of which no more is known."""
+"""Trouble without a known reason."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
@@ -28,25 +29,27 @@ Received = TypeVar("Received")
 class HubSocket(MemberSocket, Generic[Sent, Received]):
     """The end that others connect to. They are known by the identities that they connect with."""
 
-    def __init__(self, received: object, keys: ClusterKeys, host: str, port: int | None, *, name: str, max_frame: int,
-                 linger_ms: int = 0, most_queued: int = 1000) -> None:
+    def __init__(self, received: object, keys: ClusterKeys | None, host: str, port: int | None, *, name: str,
+                 max_frame: int, linger_ms: int = 0, most_queued: int = 1000, admits: Admits | None = None,
+                 keyless_s: float | None = None) -> None:
         """`received` is `Received` once more, as a value. Listen on an address of this machine (`0.0.0.0` for all) and
-        a port, or any free one; messages call the socket `name`, and `most_queued` wait for each of the others, 0 for
-        any number. Raises TransportError."""
+        a port, or any free one; messages call the socket `name`, and `most_queued` wait for each peer, 0 for any
+        number. `admits` and `keyless_s` as in `_listen`. Raises TransportError."""
         super().__init__(zmq.ROUTER, keys, max_frame, linger_ms)
         self.socket.sndhwm = most_queued
         self.socket.router_mandatory = True
-        self.socket.router_handover = True  # to who connects again before the old connection has ended
-        self._listen(host, port, name=name)
+        self.socket.router_handover = True  # for a peer that reconnects before its old connection has ended
+        self._listen(host, port, name=name, admits=admits, keyless_s=keyless_s)
         self._decoder = Decoder[Received](received)
+        self._outbox = Mailbox[tuple[bytes, Sent]]()
 
     def send(self, identity: bytes, message: Sent) -> None:
-        """Send to one of them. Raises TransportError when it is not connected."""
+        """Send to one peer. Raises TransportError when it is not connected."""
         with translated("is not connected"):
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Received] | None:
-        """Next message as (sender's identity, message), or None when `timeout_s` seconds pass.
+        """Return the next message as (sender's identity, message), or None when `timeout_s` seconds pass.
 
         Raises TransportError for bytes that are no message.
         """
@@ -57,22 +60,49 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
             raise TransportError(f"message of {len(frames) + 1} frames, expected 2")
         return identity, self._decoder.decode(frames[0])
 
+    def post(self, identity: bytes, message: Sent) -> None:
+        """Have the socket's thread send a message in its next `wait`. From any thread."""
+        self._outbox.put((identity, message))
+
+    def wait(self, timeout_s: float, *others: MemberSocket) -> None:
+        """Sleep until something arrives, here or at one of `others`, or is posted; send what was posted. What is for
+        peers that are not connected is dropped: their silence tells."""
+        poller = zmq.Poller()
+        for source in (self.socket, self._outbox.socket, *(other.socket for other in others)):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(int(timeout_s * 1000))
+        for identity, message in self._outbox.take():
+            with suppress(TransportError):
+                self.send(identity, message)
+
+    def close(self) -> None:
+        """Close; what is not sent gets as long as the socket lingers."""
+        super().close()
+        self._outbox.close()
+
 
 class SpokeSocket(MemberSocket, Generic[Sent, Received]):
-    """The end of one that connects."""
+    """The end that connects."""
 
-    def __init__(self, received: object, keys: ClusterKeys, identity: bytes, *, max_frame: int, linger_ms: int) -> None:
-        """`received` is `Received` once more, as a value. `_connect` follows."""
+    def __init__(self, received: object, keys: ClusterKeys | None, identity: bytes, *, max_frame: int, linger_ms: int,
+                 drops: bool = False) -> None:
+        """`received` is `Received` once more, as a value; with `drops` a message is dropped, not waited with, when the
+        other end has not taken any for long. `_connect` follows."""
         super().__init__(zmq.DEALER, keys, max_frame, linger_ms)
         self.socket.identity = identity
+        self._flags = zmq.DONTWAIT if drops else 0
         self._decoder = Decoder[Received](received)
 
     def send(self, message: Sent) -> None:
-        """Queue a message; never blocks for long."""
-        self.socket.send(encode(message))
+        """Queue a message."""
+        with suppress(zmq.Again):
+            self.socket.send(encode(message), self._flags)
 
     def receive(self, timeout_s: float) -> Received | None:
-        """Next message; None when `timeout_s` seconds pass. Raises TransportError for bytes that are no message."""
+        """Return the next message; None when `timeout_s` seconds pass.
+
+        Raises TransportError for bytes that are no message.
+        """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         return self._decoder.decode(self.socket.recv())
@@ -101,7 +131,7 @@ class RankBus(SpokeSocket[RankMessage, RankCommand]):
 
 
 def rank_identity(rank: int, generation: str) -> bytes:
-    """ZeroMQ identity of a rank; the generation keeps leftovers of a former gang out."""
+    """Return the ZeroMQ identity of a rank; the generation keeps out ranks of a former gang."""
     return f"{rank}:{generation}".encode("ascii")
 
 
@@ -116,7 +146,8 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
     """A rank host's end of the join socket: connected to one address of the head."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, identity: str) -> None:
-        super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500)
+        super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500,
+                         drops=True)
         self.socket.reconnect_ivl = 200
         self._monitor = self.socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -126,7 +157,7 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
 
     @property
     def trouble(self) -> str:
-        """What stands in the way, if the head does not answer."""
+        """Reason why the head does not answer, as far as it is known."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._connected = True
@@ -134,11 +165,6 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
         if self._refused:
             return "refused: the token is not that of this head"
         return "connected, but no answer" if self._connected else SILENT
-
-    def send(self, message: HostMessage) -> None:
-        """Queue a message; it is dropped when the head has not taken any for long."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(encode(message), zmq.DONTWAIT)
 
     def close(self, *, flush: bool = True) -> None:
         """Close; with `flush` what is queued gets half a second."""

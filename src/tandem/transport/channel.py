@@ -22,11 +22,11 @@ FRAMES_IN_FLIGHT = 64
 MAX_FRAME = 1024 * 1024 * 1024
 """Bytes; a longer frame ends the peer's connection before it is read into memory."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4}
-"""Of the element types that stages exchange."""
+"""Bytes of the element types that stages exchange."""
 
 
 class FrameHeader(Struct, frozen=True, array_like=True):
-    """What the bytes behind it are."""
+    """Description of the bytes behind it."""
 
     step_id: int
     dtype: str
@@ -55,8 +55,7 @@ class TcpChannel(MemberSocket):
         for endpoint in endpoints:
             socket = self._context.socket(zmq.PUSH)
             socket.linger, socket.sndhwm = 0, FRAMES_IN_FLIGHT
-            self._keys.secure_connect(socket)
-            socket.connect(endpoint)
+            self._connect(endpoint, socket)
             self._outbound.append(socket)
 
     def send(self, header: FrameHeader, data: Buffer) -> None:

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 MOST = 128
-"""Connections without a handshake at once; fewer where this process may have few descriptors. An address gets a
-quarter of them."""
+"""Number of connections without a handshake at once; fewer where this process may have few descriptors. An address gets
+a quarter of them."""
 LOOK_MS = 1000
 _EVENTS = (zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
            | zmq.EVENT_MONITOR_STOPPED)
@@ -43,7 +43,7 @@ class Guard:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = MOST if soft == resource.RLIM_INFINITY else max(min(MOST, soft // 8), 4)
         self._strangers: dict[int, tuple[str, float]] = {}
-        """Address and time of each connection that counts, by its descriptor; the oldest first."""
+        """Address and time of each connection that counts, by descriptor, the oldest first."""
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         """A descriptor for a connection that waits when there is no other: it is accepted and closed. ZeroMQ would
         try again without a pause."""
@@ -98,12 +98,12 @@ class Guard:
             self._peer(number, shut=True)
             return
         self._strangers[number] = (address or "", time.monotonic())
-        counts = Counter(one for one, _ in self._strangers.values() if one)
+        counts = Counter(address for address, _ in self._strangers.values() if address)
         if address and counts[address] > max(self._most // 4, 1):
             self._shut(number)
         elif sum(counts.values()) > self._most:
             [(fullest, _)] = counts.most_common(1)
-            self._shut(next(one for one, (whose, _) in self._strangers.items() if whose == fullest))
+            self._shut(next(other for other, (whose, _) in self._strangers.items() if whose == fullest))
 
     def _shut(self, number: int) -> None:
         address, _ = self._strangers.pop(number)
@@ -122,20 +122,20 @@ class Guard:
                 self._peer(number, shut=True)
 
     def _peer(self, number: int, *, shut: bool = False) -> str | None:
-        """Return the address at the other end of this descriptor, and end the connection if told so. None where it is
-        gone, and its number perhaps given to something else."""
+        """Return the address at the other end of a descriptor, and end the connection with `shut`. None where it is
+        closed, and its number may be in other use."""
         try:
-            one = socket.socket(fileno=number)
+            connection = socket.socket(fileno=number)
         except OSError:
             return None
         try:
-            if one.getsockname()[1] != self._port:
+            if connection.getsockname()[1] != self._port:
                 return None
-            address = str(one.getpeername()[0])
+            address = str(connection.getpeername()[0])
             if shut:
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         except (OSError, IndexError):
             return None
         finally:
-            one.detach()
+            connection.detach()
         return address

@@ -1,5 +1,4 @@
-"""Sockets between the processes of one cluster run, secured by CURVE keys: who holds them is a member, who does not is
-refused in the handshake."""
+"""Sockets between the processes of a cluster, secured by CURVE keys: the handshake refuses a peer without them."""
 
 from __future__ import annotations
 
@@ -10,14 +9,17 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from tandem.errors import TransportError
-from tandem.protocol.keys import DOMAIN, ClusterKeys
+from tandem.protocol.keys import DOMAIN, HANDSHAKE_S, ClusterKeys
 from tandem.transport.guard import Guard
+
+Admits = Callable[[str], bool]
+"""Judges a peer's public CURVE key in Z85."""
 
 
 @contextmanager
 def translated(what: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Raises TransportError, which begins with `what`, for whatever pyzmq raises, after `undo` has been called: its
-    exceptions, which have no base that says more than that something failed, do not leave this package."""
+    """Call `undo` and raise TransportError, which begins with `what`, for whatever pyzmq raises: its exceptions have no
+    useful base, and do not leave this package."""
     try:
         yield
     except (zmq.ZMQBaseError, NotImplementedError) as error:  # ZMQVersionError is of the second kind
@@ -26,25 +28,28 @@ def translated(what: str, undo: Callable[[], object] = lambda: None) -> Iterator
 
 
 class Authenticator(ThreadAuthenticator):
-    """Lets into a context's bound sockets only peers that hold the cluster's connect key (RFC 27/ZAP)."""
+    """Admit to a context's bound sockets only peers whose CURVE key is accepted (RFC 27/ZAP)."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> None:
-        """Begins at once, and goes on until `stop`, which comes before the sockets are closed."""
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys,
+                 admits: Admits | None = None) -> None:
+        """Start at once, and run until `stop`, which comes before the sockets are closed. `admits` judges a peer's
+        public key in Z85; without it only the cluster's connect key is accepted."""
         super().__init__(context)
-        self._key = keys.connect_public.encode()
+        self._admits = admits or (lambda key: key == keys.connect_public)
         self.start()
         self.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq for each handshake with the peer's public key."""
-        return key == self._key
+        """Judge the peer's public key; pyzmq calls it, in its own thread, for each handshake."""
+        return self._admits(key.decode("ascii", errors="replace"))
 
 
 class MemberSocket:
     """A socket with a ZeroMQ context of its own, which either listens or connects."""
 
-    def __init__(self, kind: int, keys: ClusterKeys, max_frame: int, linger_ms: int = 0) -> None:
-        """A frame of more than `max_frame` bytes ends the peer's connection before it is read into memory."""
+    def __init__(self, kind: int, keys: ClusterKeys | None, max_frame: int, linger_ms: int = 0) -> None:
+        """A frame of more than `max_frame` bytes ends the peer's connection before it is read into memory. Without
+        `keys` anybody can connect."""
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: Authenticator | None = None
@@ -52,23 +57,30 @@ class MemberSocket:
         self.socket = self._context.socket(kind)
         self.socket.linger, self.socket.maxmsgsize = linger_ms, max_frame
 
-    def _listen(self, host: str, port: int | None = None, *, name: str = "") -> None:
-        """Let members in at `port`, or any free one; with a `name`, which messages call it, connections are bounded.
+    def _listen(self, host: str, port: int | None = None, *, name: str = "", admits: Admits | None = None,
+                keyless_s: float | None = None) -> None:
+        """Listen at `port`, or any free one; with a `name`, which messages call it, connections are bounded.
 
-        Raises TransportError, and closes.
+        `admits` as in `Authenticator`, `keyless_s` as in `Guard`. Raises TransportError, and closes.
         """
-        self._authenticator = Authenticator(self._context, self._keys)
-        self._keys.secure_bind(self.socket)
+        if self._keys is not None:
+            self._authenticator = Authenticator(self._context, self._keys, admits)
+            self._keys.secure_bind(self.socket)
+        else:
+            self.socket.handshake_ivl = int(HANDSHAKE_S * 1000)
         with translated(f"{host}:{port or '*'} cannot be listened on", lambda: MemberSocket.close(self)):
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.endpoint = f"tcp://{host}:{self.port}"
         if name:
-            self._guard = Guard(self.socket, name)
+            self._guard = Guard(self.socket, name, keyless_s=keyless_s)
 
-    def _connect(self, endpoint: str) -> None:
-        self._keys.secure_connect(self.socket)
-        self.socket.connect(endpoint)
+    def _connect(self, endpoint: str, socket: zmq.Socket[bytes] | None = None) -> None:
+        """Connect this socket, or another one of its context."""
+        socket = self.socket if socket is None else socket
+        if self._keys is not None:
+            self._keys.secure_connect(socket)
+        socket.connect(endpoint)
 
     def close(self) -> None:
         """Close the socket and its context; what is not sent gets as long as the socket lingers."""

@@ -1,4 +1,4 @@
-"""The file of a Unix socket, which people and clean-up jobs remove."""
+"""The file of a Unix socket, which is made anew when people or clean-up jobs remove it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import zmq
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks at whether it is there."""
+"""Seconds between two checks that it exists."""
 
 
 class SocketFile:
-    """Where a ZeroMQ socket listens; only this user can connect. Used by the socket's thread."""
+    """The file at which a ZeroMQ socket listens; only this user can connect. Used by the socket's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], path: Path) -> None:
-        """Bind. A socket that is in the way is removed, a file with content is not. Raises ZMQError and OSError."""
+        """Bind. Replace a socket of that name, but not a file with content. Raises ZMQError and OSError."""
         self._socket = socket
         self._path = path
         if path.is_file() and path.stat().st_size:
@@ -35,7 +35,7 @@ class SocketFile:
         self._looked_at = time.monotonic()
 
     def renew(self) -> None:
-        """Make the file anew if it was removed: who is connected stays so, but nobody else could come. Call often."""
+        """Make the file anew if it was removed, so that new peers can connect. Call often."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()

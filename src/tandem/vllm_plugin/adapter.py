@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from tandem.cache.budget import batch_positions
-from tandem.cache.prefix import PrefixIndex
 from tandem.errors import BatchDesync
+from tandem.kv.budget import batch_positions
+from tandem.kv.index import PrefixIndex
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
     InsertOp,
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _HeldRequest:
-    """One request as the ranks hold it."""
+    """State of a request on the ranks."""
 
     prompt_len: int
     params: SamplingParams
     seed: int
     tokens: list[int] = field(default_factory=list)
-    """What is computed before it decodes: the prompt, and after a preemption the output so far."""
+    """Tokens to compute before it decodes: the prompt, and after a preemption the output so far."""
     lane: int = -1
     """-1: the ranks do not hold it, because it was preempted."""
     computed: int = 0
@@ -96,7 +96,8 @@ class Adapter:
         self._leave(output, ops)
         fresh = self._arrivals(output, ops)
         tried, counts = self._tried(output)
-        decode = [one for one in counts if one not in fresh and self._sequences[one].decoding]
+        decode = [request_id for request_id in counts
+                  if request_id not in fresh and self._sequences[request_id].decoding]
         lane = self._choose(decode)
         self._gather(lane, list(counts), fresh, decode, ops)
         for request_id, computed in fresh.items():
@@ -104,18 +105,19 @@ class Adapter:
         if not (counts or ops.removes):
             return None
         spec = self._spec_decode(decode, tried) if self._drafts and decode else None
-        fingerprint = batch_fingerprint((one, self._sequences[one].computed) for one in self._members[lane])
+        fingerprint = batch_fingerprint(
+            (request_id, self._sequences[request_id].computed) for request_id in self._members[lane])
         for request_id, count in counts.items():
             self._advance(request_id, fresh.get(request_id, self._sequences[request_id].computed) + count, ops)
         self._make_room()
-        rows = [one for one in self._members[lane] if self._sequences[one].decoding]
+        rows = [request_id for request_id in self._members[lane] if self._sequences[request_id].decoding]
         ends = {op.request_id for op in ops.prefill if op.last}
         plan = StepPlan(
             step_id=self._step, lane=lane, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
             restores=ops.restores, decode=decode, prefill=ops.prefill, saves=ops.saves,
             evicts=self._prefixes.take_evicted(), sampling_seeds=ops.seeds, fingerprint=fingerprint,
             spec_decode_plan=spec,
-            pause=not decode and any(one not in ends for one in rows))
+            pause=not decode and any(request_id not in ends for request_id in rows))
         self._step += 1
         self._last_lane = lane
         return plan
@@ -138,8 +140,9 @@ class Adapter:
     def _spec_decode(self, decode: list[str], tried: dict[str, list[int]]) -> SpecDecodePlan:
         """Every row's tokens by name: which drafts were accepted, no rank knows."""
         return SpecDecodePlan([
-            SpecDecodeRow(one, self._sequences[one].computed, [self._sequences[one].latest, *tried.get(one, ())])
-            for one in decode])
+            SpecDecodeRow(request_id, self._sequences[request_id].computed,
+                          [self._sequences[request_id].latest, *tried.get(request_id, ())])
+            for request_id in decode])
 
     # --- who leaves, who joins ---
 
@@ -151,7 +154,7 @@ class Adapter:
             self._drop(request_id, ops)
 
     def _drop(self, request_id: str, ops: _Ops) -> None:
-        """Take a sequence from the ranks. What it was stays known: vLLM may resume it."""
+        """Remove a sequence from the ranks, but keep its record: vLLM may resume it."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.lane < 0:
             return
@@ -191,18 +194,18 @@ class Adapter:
 
     def _choose(self, decode: list[str]) -> int:
         """The lane that holds most of what decodes; otherwise the emptiest, but not the one that was used last."""
-        held = [self._sequences[one].lane for one in decode]
+        lanes_of = [self._sequences[request_id].lane for request_id in decode]
         lanes = range(self.lanes - 1)
-        best = max(lanes, key=lambda lane: held.count(lane))
-        if held.count(best):
+        best = max(lanes, key=lambda lane: lanes_of.count(lane))
+        if lanes_of.count(best):
             return best
         return min(lanes, key=lambda lane: (len(self._members[lane]), lane == self._last_lane))
 
     def _gather(self, lane: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
         """Move what is scheduled into `lane`, and out of it what holds the decode up."""
         if decode:
-            for request_id in [one for one in self._members[lane] if self._sequences[one].decoding]:
-                if request_id not in scheduled:
+            for request_id in list(self._members[lane]):
+                if self._sequences[request_id].decoding and request_id not in scheduled:
                     self._move(request_id, self.lanes - 1, ops)
         for request_id in scheduled:
             if request_id not in fresh and self._sequences[request_id].lane != lane:
@@ -248,6 +251,7 @@ class Adapter:
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Let go of snapshots where running sequences need the room."""
-        used = sum(batch_positions(self._sequences[one].computed for one in members) for members in self._members)
+        """Drop snapshots where running sequences need the room."""
+        used = sum(batch_positions(self._sequences[request_id].computed for request_id in members)
+                   for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

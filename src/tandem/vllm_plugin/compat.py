@@ -1,4 +1,4 @@
-"""Whatever has to be replaced in vLLM or torch, in one table. Everything else is subclassing.
+"""All replacements in vLLM and torch, in one table. Everything else is subclassing.
 
 Each entry says what, why and for which versions; a test fails for an entry that has become needless.
 """
@@ -24,7 +24,7 @@ class Override:
 
 
 def _empty() -> None:
-    """Nothing of torch's is on an accelerator."""
+    """Do nothing: torch uses no accelerator."""
 
 
 def _emptying(name: str) -> Callable[[], None]:

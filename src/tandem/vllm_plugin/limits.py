@@ -1,4 +1,4 @@
-"""What the plugin's platform cannot do, checked before anything is started. One sentence each."""
+"""Limits of the plugin's platform, checked before anything starts. One sentence each."""
 
 from __future__ import annotations
 

@@ -12,14 +12,12 @@ DEVICES = "VLLM_METAL_VISIBLE_DEVICES"
 WITHOUT_EFFECT = {"VLLM_METAL_USE_PAGED_ATTENTION": "the KV cache is Tandem's own, in rows; leave it out"}
 """Variable of vllm-metal's -> what to do in its place."""
 FROM_VLLM_METAL = ("VLLM_METAL_MEMORY_FRACTION", "VLLM_METAL_RING_BASE_PORT", DEVICES, *WITHOUT_EFFECT)
-"""Its variables that vLLM itself does not know."""
-RESOURCE = "mlx"
-"""Ray's name for a device, which `ray start --resources` gives to a node."""
+"""Variables of vllm-metal that vLLM itself does not know."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a worker is told beside vLLM's own configuration."""
+    """Options of a worker beside vLLM's own configuration."""
 
     memory_fraction: float | None = None
     """Share of the machine's memory for its workers together; None: vLLM's --gpu-memory-utilization."""

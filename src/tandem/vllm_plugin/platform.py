@@ -13,12 +13,12 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.network_utils import get_ip
 
 from tandem.env import machine_memory, variable
+from tandem.launchers.ray.nodes import UNIT
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
 from tandem.vllm_plugin.options import (
     DEVICES,
     FROM_VLLM_METAL,
-    RESOURCE,
     WITHOUT_EFFECT,
     check_devices,
     read_options,
@@ -50,14 +50,14 @@ class TandemPlatform(Platform):
     def ray_device_key(self) -> str:
         """The Ray resource that stands for a device: `mlx`, or `GPU` in a cluster that has no `mlx`."""
         if "ray" not in sys.modules:
-            return RESOURCE
+            return UNIT
         from tandem.vllm_plugin.ray_cluster import device_key  # Ray need not be installed
 
         return device_key()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What MLX computes in."""
+        """Types that MLX computes in."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -85,7 +85,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """Nothing is copied to a device."""
+        """Return False: no array is copied to a device."""
         return False
 
     @classmethod
@@ -94,7 +94,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """Nor those of its IR."""
+        """vLLM's IR kernels are not used."""
 
     @classmethod
     def _find_non_ssm_backends(cls, vllm_config: Any) -> list[Any]:

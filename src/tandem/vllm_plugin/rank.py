@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.borders import start_thread
 from tandem.checkpoints.resolve import resolve
@@ -38,13 +38,20 @@ class MlxThread:
     """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._run, name="mlx")
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call."""
         future: Future[T] = Future()
-        self._work.put((call, future))
+
+        def work() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
+                future.set_exception(error)
+
+        self._work.put(work)
         return future
 
     def stop(self, timeout_s: float) -> None:
@@ -53,12 +60,8 @@ class MlxThread:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            call, future = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
-                future.set_exception(error)
+        while (work := self._work.get()) is not None:
+            work()
 
 
 class WorkerLayout(RankPosition, frozen=True, kw_only=True):
@@ -81,7 +84,7 @@ class LoadedRank:
     snapshot_positions: int
     """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int
-    """Of the machine or device."""
+    """Memory of the machine or device."""
     kv_heads: int
     """Most kv heads that a rank of the stage holds."""
 
@@ -91,7 +94,7 @@ class LoadedRank:
         return counted_heads(self.description, self.kv_heads)
 
     def counted_room(self, nbytes: int) -> int:
-        """What vLLM is told of so many bytes for KV here."""
+        """Convert `nbytes` for KV to the number that vLLM is told."""
         heads, width = self.counted_heads
         counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
         return counted_room(nbytes, counted, self.stage.cache_bytes, self.snapshot_positions)
@@ -108,9 +111,12 @@ def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
 
 
 def counted_room(nbytes: int, counted: int, own: CacheBytes, snapshot_positions: int) -> int:
-    """As many bytes as vLLM, which counts a token as `counted` bytes on this rank, has to be told so that it hands out
-    the tokens that have room in `nbytes`. The layers of this rank may take more than those of all ranks on average,
-    for a token as for the states of a snapshot, which counts as `snapshot_positions` tokens."""
+    """Convert `nbytes` for KV to the number with which vLLM, which counts a token as `counted` bytes, hands out as many
+    tokens as fit.
+
+    The layers of this rank may take more than those of all ranks on average, for a token as for the states of a
+    snapshot, which counts as `snapshot_positions` tokens.
+    """
     each = max(own.position or counted, -(-own.state // snapshot_positions) if snapshot_positions else 0)
     return nbytes * counted // each
 

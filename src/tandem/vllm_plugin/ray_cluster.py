@@ -1,68 +1,50 @@
-"""What a Ray cluster has for workers to be placed on: `python -m tandem.vllm_plugin.ray_cluster ADDRESS` prints it.
+"""Resources of a Ray cluster for vLLM's workers.
 
-Whoever is connected to Ray must not fork afterwards, and vLLM forks. So a process of its own looks before vLLM starts.
+A process that is connected to Ray must not fork afterwards, and vLLM forks. So another process looks before vLLM
+starts.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import subprocess
 import sys
 from typing import Any
 
-import msgspec
-
-from tandem.env import child_environment, set_default, set_variables, variable
+from tandem.env import set_default, set_variables, variable
 from tandem.errors import UsageError
-from tandem.launchers.ray.sigterm import sigterm_kept
+from tandem.launchers.ray.driver import list_nodes, sigterm_kept
+from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, is_loopback
 from tandem.launchers.worlds import visible_gpus
-from tandem.processes.interpreter import module_command
-from tandem.vllm_plugin.options import RESOURCE
 
 log = logging.getLogger("vllm.tandem")
-MODULE = "tandem.vllm_plugin.ray_cluster"
 GPU = "GPU"
 """Ray counts these by itself, an Apple-silicon machine's among them."""
 LOOK_S = 300.0
 """A machine that is busy takes long to import Ray; the wait for an address that does not answer is Ray's own."""
-MARK = "tandem-ray-cluster "
-START = f"ray start --head --resources='{{\"{RESOURCE}\": 1}}'"
+START = f"ray start --head --resources='{{\"{UNIT}\": 1}}'"
 
 
-class Node(msgspec.Struct, frozen=True):
-    """A node that is alive."""
-
-    id: str
-    address: str
-    resources: dict[str, float]
-
-
-class Cluster(msgspec.Struct, frozen=True):
-    """A cluster, as one of its machines sees it."""
-
-    nodes: list[Node]
-    here: str
-    """This machine's address in the cluster."""
+class Cluster(NodeList, frozen=True):
+    """A cluster, as vLLM uses it."""
 
     @property
     def addresses(self) -> list[str]:
-        """Of all nodes."""
+        """Addresses of all nodes."""
         return sorted({node.address for node in self.nodes})
 
     def total(self, key: str) -> float:
-        """How many there are of a resource."""
-        return sum(node.resources.get(key, 0.0) for node in self.nodes)
+        """Return the amount of a resource in the cluster."""
+        return sum(node.total.get(key, 0.0) for node in self.nodes)
 
     @property
     def device_key(self) -> str:
         """The resource that stands for a device: `mlx`, or `GPU` where no node has it. One of them, so that no device
         counts twice."""
-        return GPU if not self.total(RESOURCE) and self.total(GPU) else RESOURCE
+        return GPU if not self.total(UNIT) and self.total(GPU) else UNIT
 
-    def units(self, node: Node) -> int:
+    def units(self, node: RayNode) -> int:
         """Devices of a node, hence how many workers it may have; at least 1."""
-        return max(int(node.resources.get(self.device_key, 1)), 1)
+        return max(int(node.total.get(self.device_key, 1)), 1)
 
     def require(self, needed: int, mine: str, *, joined: bool = False) -> None:
         """Raise UsageError at once where vLLM would wait half an hour: for devices, or for a node that is not there.
@@ -72,15 +54,14 @@ class Cluster(msgspec.Struct, frozen=True):
         """
         key = self.device_key
         if (there := self.total(key)) < needed:
-            remedy = f"give ray.init(resources={{\"{RESOURCE}\": {needed}}}), or " if joined else ""
+            remedy = f"give ray.init(resources={{\"{UNIT}\": {needed}}}), or " if joined else ""
             raise UsageError(
-                f"the layout needs {needed} of the Ray resource {RESOURCE!r} (or, where no node has it, {GPU!r}), and "
+                f"the layout needs {needed} of the Ray resource {UNIT!r} (or, where no node has it, {GPU!r}), and "
                 f"the cluster has {there:g} of {key!r}: {remedy}start each node with ray start ... "
-                f"--resources='{{\"{RESOURCE}\": 1}}'")
+                f"--resources='{{\"{UNIT}\": 1}}'")
         if mine not in self.addresses:
             raise UsageError(f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(self.addresses)}: set "
                              f"VLLM_HOST_IP={self.here}, or give ray start --node-ip-address={mine}")
-
 
     def require_local(self, count: int, address: str) -> None:
         """Raise UsageError where the node with this address has no room for so many replicas of one rank each."""
@@ -88,19 +69,11 @@ class Cluster(msgspec.Struct, frozen=True):
         if node is None:
             raise UsageError(f"--data-parallel-address {address}: no node of the Ray cluster has it; there is "
                              f"{', '.join(self.addresses)}")
-        if count > (there := int(node.resources.get(self.device_key, 0))):
+        if count > (there := int(node.total.get(self.device_key, 0))):
             raise UsageError(f"--data-parallel-size-local {count}: the node {address} has {there} of "
                              f"{self.device_key!r}, one for each replica; give --data-parallel-size-local {there}"
                              if there else f"the node {address} has none of {self.device_key!r}, and the first replica "
                              "is placed there; start it with ray start ... --resources='{\"mlx\": 1}'")
-
-
-def is_loopback(address: str) -> bool:
-    """127.0.0.1 and its like. Ray gives a node its real address also where `--node-ip-address` is one of them."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def look() -> Cluster:
@@ -108,29 +81,25 @@ def look() -> Cluster:
     import ray
 
     mine = ray.get_runtime_context().get_node_id()
-    nodes = [Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes()
-             if node["Alive"]]
-    return Cluster(nodes, next(node.address for node in nodes if node.id == mine))
+    nodes = [RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], node["Resources"], {})
+             for node in ray.nodes() if node["Alive"]]
+    return Cluster(nodes, next(node.address for node in nodes if node.node_id == mine))
 
 
 def ask() -> Cluster | None:
     """The cluster that vLLM would use, asked by another process. None where vLLM's engine would start one of its own,
     with a GPU that Ray finds by itself. Raises UsageError."""
-    given = variable("RAY_ADDRESS")
-    where = f"at RAY_ADDRESS={given}" if given not in (None, "auto") else "on this machine"
+    address = variable("RAY_ADDRESS")
     try:
-        done = subprocess.run(module_command(MODULE, given or "auto"), capture_output=True, text=True, timeout=LOOK_S,
-                              env=child_environment(), check=False)
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"no Ray cluster has answered {where} within {LOOK_S:g} s; look at `ray status`") from None
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return msgspec.json.decode(line.removeprefix(MARK), type=Cluster)
-    if given is None and (sys.platform == "darwin" or visible_gpus()):
-        return None
-    said = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"])[-1]
-    other = ", or set RAY_ADDRESS" if given is None else ""
-    raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({said[:300]})")
+        listed = list_nodes(address or "auto", {}, LOOK_S)
+    except UsageError as error:
+        if address is None and (sys.platform == "darwin" or visible_gpus()):
+            return None
+        where = f"at RAY_ADDRESS={address}" if address not in (None, "auto") else "on this machine"
+        other = ", or set RAY_ADDRESS" if address is None else ""
+        raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({error.message[:300]})"
+                         ) from None
+    return Cluster([node for node in listed.nodes if not node.trouble], listed.here)
 
 
 def join(**options: Any) -> None:
@@ -146,7 +115,7 @@ def device_key() -> str:
     """The resource that stands for a device in the cluster that this process is connected to, if it is."""
     import ray
 
-    return look().device_key if ray.is_initialized() else RESOURCE
+    return look().device_key if ray.is_initialized() else UNIT
 
 
 def check_start(parallel: Any, mine: str) -> None:
@@ -175,16 +144,3 @@ def check_start(parallel: Any, mine: str) -> None:
             parallel.data_parallel_master_ip = cluster.here
         cluster.require_local(parallel.data_parallel_size_local, parallel.data_parallel_master_ip)
 
-
-def main() -> int:
-    """Look, and say it in one line."""
-    import ray
-
-    ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-    sys.stdout.write(MARK + msgspec.json.encode(look()).decode() + "\n")
-    ray.shutdown()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

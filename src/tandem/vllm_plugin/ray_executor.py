@@ -29,7 +29,7 @@ class TandemRayWorkerProc(RayWorkerProc):
     def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
         """Tell the worker its address in the cluster and how many devices, hence workers, its machine may have."""
         cluster = look()
-        node = next(node for node in cluster.nodes if node.id == ray.get_runtime_context().get_node_id())
+        node = next(node for node in cluster.nodes if node.node_id == ray.get_runtime_context().get_node_id())
         config: Any = self._init_kwargs["vllm_config"]
         config.additional_config = {**(config.additional_config or {}), "tandem_units": cluster.units(node),
                                     "tandem_address": node.address}

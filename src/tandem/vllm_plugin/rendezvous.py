@@ -8,8 +8,9 @@ vLLM's configuration.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,10 +31,20 @@ def add_keys(vllm_config: Any) -> None:
         vllm_config.additional_config = {**more, _KEYS: msgspec.structs.asdict(ClusterKeys.generate())}
 
 
+class _Store(Protocol):
+    """What is used of torch's key-value stores."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+
+
 class Rendezvous:
     """One worker's end of the store."""
 
-    def __init__(self, init_method: str, rank: int, size: int, additional_config: dict[str, Any]) -> None:
+    def __init__(self, init_method: str, rank: int, size: int, additional_config: Mapping[str, object]) -> None:
         """`init_method` is vLLM's: tcp://host:port or file://path. Rank 0 serves the store if nobody does yet."""
         from torch.distributed import FileStore, TCPStore
 
@@ -41,7 +52,7 @@ class Rendezvous:
         self.rank, self.size = rank, size
         address = urlsplit(init_method)
         if address.scheme == "file":
-            self._store: Any = FileStore(address.path, size)
+            self._store: _Store = FileStore(address.path, size)
         else:
             # Under Ray the store is up in rank 0's process already: multi_tenant joins that one.
             self._store = TCPStore(address.hostname, address.port, size, is_master=rank == 0, timeout=TIMEOUT,

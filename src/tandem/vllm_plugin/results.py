@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsLists, ModelRunnerOutput
@@ -17,17 +17,20 @@ from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import StepPlan, StepResult, accepted
 from tandem.speculation.ngram import NgramIndex
 
+if TYPE_CHECKING:
+    from tandem.runner.runner import PendingStep
+
 
 def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -> ModelRunnerOutput:
     """One entry for each scheduled request, empty where its prompt goes on. Raises RankFailure for broken logits."""
-    tokens: dict[str, list[int]] = {one: [] for one in scheduled}
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in scheduled}
     for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
         tokens[request_id].append(token)
     for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
-        given = tokens[row.request_id]
-        del given[accepted(row.tokens, given) + 1:]
-    for request_id, given in tokens.items():
-        if any(token < 0 for token in given):
+        sampled = tokens[row.request_id]
+        del sampled[accepted(row.tokens, sampled) + 1:]
+    for request_id, sampled in tokens.items():
+        if any(token < 0 for token in sampled):
             raise RankFailure(f"the model produced logits that are not finite numbers for {request_id}; check its "
                               "weights and dtype", rank=0)
     return ModelRunnerOutput(
@@ -38,27 +41,27 @@ def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -
     )
 
 
-def _logprobs(tokens: dict[str, list[int]], found: dict[str, list[TokenLogprob]]) -> LogprobsLists:
+def _logprobs(tokens: dict[str, list[int]], logprobs: dict[str, list[TokenLogprob]]) -> LogprobsLists:
     """vLLM's columns: the chosen token, then the most likely ones; a row for each token of each request.
 
     Rows of requests that did not ask are not read.
     """
-    width = 1 + max(len(one.top) for entries in found.values() for one in entries)
-    starts = list(accumulate((len(given) for given in tokens.values()), initial=0))
+    width = 1 + max(len(entry.top) for entries in logprobs.values() for entry in entries)
+    starts = list(accumulate((len(sampled) for sampled in tokens.values()), initial=0))
     ids = np.zeros((starts[-1], width), dtype=np.int32)
     values = np.full((starts[-1], width), -np.inf, dtype=np.float32)
     ranks = np.zeros(starts[-1], dtype=np.int32)
-    for start, (request_id, given) in zip(starts, tokens.items(), strict=False):
-        for row, one in enumerate(found.get(request_id, [])[:len(given)], start=start):
-            ids[row, 0], values[row, 0] = one.token, one.logprob
-            for column, (token, value) in enumerate(one.top, start=1):
+    for start, (request_id, sampled) in zip(starts, tokens.items(), strict=False):
+        for row, entry in enumerate(logprobs.get(request_id, [])[:len(sampled)], start=start):
+            ids[row, 0], values[row, 0] = entry.token, entry.logprob
+            for column, (token, value) in enumerate(entry.top, start=1):
                 ids[row, column], values[row, column] = token, value
-            ranks[row] = 1 + sum(value > one.logprob for _, value in one.top)
+            ranks[row] = 1 + sum(value > entry.logprob for _, value in entry.top)
     return LogprobsLists(ids, values, ranks, starts)
 
 
 @dataclass
-class Profile:
+class StepTimes:
     """Seconds by what they went to, over all steps with tokens."""
 
     steps: int = 0
@@ -82,13 +85,13 @@ class Profile:
 class StepUnderWay(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile,
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[PendingStep], profile: StepTimes,
                  tell: Callable[[ModelRunnerOutput], None]) -> None:
         self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
         self._tell = tell
         self._started = time.perf_counter()
 
-    def get_output(self) -> Any:
+    def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens. Raises what the step raised."""
         result = self._step.result().finish()
         done = time.perf_counter()
@@ -103,8 +106,8 @@ class StepUnderWay(AsyncModelRunnerOutput):
         return output
 
 
-class Drafter:
-    """Follows plans and what came of them."""
+class NgramDrafter:
+    """Drafts tokens from n-grams, following plans and results."""
 
     def __init__(self, *, most: int, shortest: int, longest: int) -> None:
         """`most` drafts of a sequence in a step; `shortest` and `longest` as `NgramIndex` has them."""
@@ -113,7 +116,7 @@ class Drafter:
         self._drafts: dict[str, list[int]] = {}
 
     def follow(self, plan: StepPlan) -> None:
-        """Who leaves and who joins. With penalties a token depends on all before it: none is drafted."""
+        """Follow removals and insertions. With penalties a token depends on all before it: none is drafted."""
         for request_id in plan.removes:
             self._indexes.pop(request_id, None)
         for op in plan.inserts:
@@ -122,7 +125,7 @@ class Drafter:
                 index.extend(op.tokens)
 
     def read(self, output: ModelRunnerOutput) -> None:
-        """What a step's sequences were given: draft what may follow."""
+        """Read a step's tokens and draft the next ones."""
         self._drafts = {}
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             index = self._indexes.get(request_id)

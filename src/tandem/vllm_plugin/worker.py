@@ -30,11 +30,12 @@ from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
 from tandem.vllm_plugin.options import read_options
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
-from tandem.vllm_plugin.results import Drafter, Profile, StepUnderWay
+from tandem.vllm_plugin.results import NgramDrafter, StepTimes, StepUnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
+    from tandem.runner.runner import PendingStep
     from tandem.vllm_plugin.rank import LoadedRank
 
 logger = init_logger("vllm.tandem")
@@ -78,7 +79,7 @@ class TandemWorker(WorkerBase):
         limit_threads(self._blas, threads)
         self._mlx = MlxThread()
         self._pending: SchedulerOutput | None = None
-        self._profile = Profile()
+        self._profile = StepTimes()
         layout = self._layout
         logger.info("Pipeline stage %d/%d (is_first=%s, is_last=%s)", layout.stage, layout.stages, layout.stage == 0,
                     layout.stage == layout.stages - 1)
@@ -119,7 +120,7 @@ class TandemWorker(WorkerBase):
         return self._options.memory_fraction or self.cache_config.gpu_memory_utilization
 
     def _port(self, block: int) -> int | None:
-        """Of the two blocks of ports, one for each rank, the first is for channels and the second for rings."""
+        """Return this rank's port; block 0 is for channels, block 1 for rings."""
         base = self._options.base_port
         return None if base is None else base + block * self.parallel_config.world_size + self.rank
 
@@ -130,7 +131,7 @@ class TandemWorker(WorkerBase):
         layout = self._layout
         mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
-        return written_world(ring_world([[one] for one in mine]))
+        return written_world(ring_world([[endpoint] for endpoint in mine]))
 
     def _channel(self) -> TcpChannel:
         assert self._rendezvous is not None
@@ -159,9 +160,9 @@ class TandemWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Bytes of KV that vLLM may hand out, by its own count of a token's: this worker's share of the machine, less
         its weights."""
-        given = getattr(self.cache_config, "kv_cache_memory_bytes", None)
-        if given:
-            return self._loaded.counted_room(int(given))
+        chosen = getattr(self.cache_config, "kv_cache_memory_bytes", None)
+        if chosen:
+            return self._loaded.counted_room(int(chosen))
         share = self._loaded.memory_bytes * self._fraction() / self._here
         stage = self._loaded.stage
         fixed = stage.nbytes + self.scheduler_config.max_num_seqs * stage.cache_bytes.state
@@ -175,11 +176,11 @@ class TandemWorker(WorkerBase):
                                 chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
                                 prefix_extra=self._loaded.snapshot_positions, drafts=bool(self._drafts))
         speculation = self.vllm_config.speculative_config
-        self._drafter = Drafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
+        self._drafter = NgramDrafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
                                 longest=speculation.prompt_lookup_max) if speculation else None
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Nothing is compiled."""
+        """Do nothing: no kernel is compiled."""
         return CompilationTimes(0.0, 0.0)
 
     # --- steps ---
@@ -209,7 +210,7 @@ class TandemWorker(WorkerBase):
             self._drafter.read(output)
 
     def _start(self, output: SchedulerOutput,
-               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[Any] | None]:
+               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[PendingStep] | None]:
         started = time.perf_counter()
         plan = self._adapter.plan(output)
         self._profile.adapter += time.perf_counter() - started
@@ -221,11 +222,11 @@ class TandemWorker(WorkerBase):
         step.add_done_callback(self._watch)
         return plan, step
 
-    def _watch(self, step: Future[Any]) -> None:
-        """Of a rank whose output it does not read vLLM only logs errors, and the others would wait for ever."""
+    def _watch(self, step: Future[PendingStep]) -> None:
+        """End the process after an error on a rank whose output vLLM does not read: vLLM would only log it."""
         error = step.exception()
         if error is not None and not self._layout.samples:
-            logger.error("rank %d cannot go on; it ends, and vLLM with it", self.rank, exc_info=error)
+            logger.error("Rank %d failed: ending it, and vLLM with it", self.rank, exc_info=error)
             os._exit(1)
 
     def _masks(self, grammar: GrammarOutput | None, output: SchedulerOutput) -> dict[str, npt.NDArray[np.bool_]]:
@@ -237,7 +238,7 @@ class TandemWorker(WorkerBase):
         if bits.shape[1] < width:
             bits = np.pad(bits, [(0, 0), (0, width - bits.shape[1])])
         ids, drafts = grammar.structured_output_request_ids, output.scheduled_spec_decode_tokens
-        ends = np.cumsum([1 + len(drafts.get(one, ())) for one in ids])
+        ends = np.cumsum([1 + len(drafts.get(request_id, ())) for request_id in ids])
         return dict(zip(ids, np.split(bits.astype(np.bool_), ends[:-1]), strict=True))
 
     # --- the rest of what vLLM calls ---
@@ -254,7 +255,7 @@ class TandemWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What may follow the tokens of the last step."""
+        """Return drafts that may follow the tokens of the last step."""
         return None if self._drafter is None else self._drafter.take()
 
     def synchronize_device(self) -> None:

@@ -194,7 +194,7 @@ def test_tokens_are_counted_as_the_engine_gets_them(family, engine):
 
 
 def test_kept_prefixes_are_counted_apart(server, engine, monkeypatch):
-    monkeypatch.setattr("tandem.server.generation.generate.Generation.usage", lambda self: {
+    monkeypatch.setattr("tandem.server.generation.Generation.usage", lambda self: {
         "prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}})
     for message in (ask(server), streamed(server)[0]):
         assert message.usage.input_tokens == 2

@@ -8,9 +8,8 @@ import pytest
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
-from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.text.fast import longest_token
-from tandem.text.token_bytes import scheme_of
+from tandem.server.chats.prompt import check_bytes, encode_fitting
+from tandem.text.fast import longest_token, scheme_of
 from tandem.text.tokenizer import load_tokenizer
 
 

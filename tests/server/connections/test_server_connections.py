@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tandem.server.connections import acceptor, connection
-from tandem.server.connections.acceptor import Acceptor, group_of, most_connections
+from tandem.server.connections.acceptor import Acceptor, most_connections
+from tandem.server.quotas import group_of
 
 PATIENCE_S = 120.0
 

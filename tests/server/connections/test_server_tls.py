@@ -17,7 +17,7 @@ from tandem.server.connections.tls import Certificate
 
 
 def make_certificate(folder, name, *, password=None):
-    """A self-signed certificate for localhost, as docs/security.md makes one: paths of certificate and key."""
+    """A self-signed certificate for localhost, as docs/operate.md makes one: paths of certificate and key."""
     require("openssl")
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     secret = ["-pass", f"pass:{password}", "-aes256"] if password else []

@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
+from doubles import Answers
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.client import EngineClient
-from tandem.server.engines.flight import Subscription
 
 
 def request(name, **params):
@@ -28,21 +28,21 @@ async def connected(engine, wait=True):
 
 
 async def sent(client, *names):
-    """A subscription to what the engine answers."""
-    subscription = Subscription(names, client.abort)
+    """What the engine answers to these requests."""
+    answers = Answers()
     for name in names:
-        if not client.send(request(name), subscription):
+        if not client.send(request(name), answers):
             raise UnavailableError("nobody is there")
-    return subscription
+    return answers
 
 
 async def tokens_of(client, name):
-    subscription, tokens = await sent(client, name), []
+    answers, tokens = await sent(client, name), []
     while True:
-        for output in await subscription.get():
+        for output in await answers.get():
             tokens += output.tokens
             if output.finish_reason is not None:
-                client.forget(name)
+                assert not client._sinks
                 return tokens
 
 
@@ -57,13 +57,13 @@ def test_submit_status_and_metrics(engine):
     assert engine.aborted == set()
 
 
-def test_closing_a_subscription_aborts(engine, wait_until):
+def test_a_request_that_is_aborted_is_stopped_there(engine, wait_until):
     async def run():
         engine.delay = 0.01
         async with connected(engine) as client:
-            subscription = await sent(client, "a")
-            await subscription.get()
-            subscription.close()
+            answers = await sent(client, "a")
+            await answers.get()
+            client.abort("a")
 
     asyncio.run(run())
     wait_until(lambda: engine.aborted == {"a"} and engine.detached == 1)
@@ -83,10 +83,10 @@ def test_refusal(engine):
 def test_outputs_that_arrive_together_are_taken_together(engine):
     async def run():
         async with connected(engine) as client:
-            subscription = await sent(client, "a", "b")
-            while sum(one.finish_reason is not None for one in subscription._items) < 2:  # the last of both is here
+            answers = await sent(client, "a", "b")
+            while sum(one.finish_reason is not None for one in answers.outputs) < 2:  # the last of both is here
                 await asyncio.sleep(0.01)
-            outputs = await subscription.get()
+            outputs = await answers.get()
             assert len(outputs) == 2 * (len(engine.reply) + 1)
 
     asyncio.run(run())

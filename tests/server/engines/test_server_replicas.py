@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from doubles import Answers
 from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.supervisor import ReplicaInfo
-from tandem.router.router import Router
 from tandem.server.engines import replicas as replicas_module
-from tandem.server.engines.member import Member
-from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.client import Member
+from tandem.server.engines.replicas import Replicas, merged_metrics, merged_status
+from tandem.server.engines.router import Router
 
 
 @pytest.fixture
@@ -37,8 +37,9 @@ def engines(engine, model_dir):
 
 
 @contextlib.asynccontextmanager
-async def connected(engines):
-    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05)
+async def connected(engines, patience_s=0.0):
+    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05,
+                        patience_s=patience_s)
     await replicas.start()
     try:
         await until(lambda: all(one.state != "unreachable" for one in replicas.replicas()))
@@ -59,15 +60,16 @@ def request(name, **params):
 
 async def outputs_of(replicas, request):
     """Its outputs; leaving the loop early aborts it."""
-    subscription = replicas.requests.open([request])
+    answers = Answers()
+    replicas.requests.open([request], answers)
     try:
         while True:
-            for output in await subscription.get():
+            for output in await answers.get():
                 yield output
                 if output.finish_reason is not None:
                     return
     finally:
-        subscription.close()
+        replicas.requests.abort(request.request_id)
 
 
 def slow(engines, delay=5.0):
@@ -196,10 +198,7 @@ async def test_a_silent_engine_is_lost_too(engines):
 @in_loop
 async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
     [home] = engines[:1]
-    replicas = Replicas(Router(), {0: home.endpoint}, heartbeat_s=0.05, patience_s=10)
-    await replicas.start()
-    try:
-        await until(lambda: replicas.alive)
+    async with connected([home], patience_s=10) as replicas:
         slow([home])
         task = asyncio.create_task(answers_of(replicas, "a"))
         await until(lambda: where([home], "a") and replicas.requests._flights["a"].produced)
@@ -207,7 +206,7 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         slow([home], 0.02)
         await until(lambda: not replicas.alive)
         with pytest.raises(UnavailableError):
-            replicas.requests.open([request("new")])
+            replicas.requests.open([request("new")], Answers())
         await asyncio.sleep(0.5)
         home.start()
         outputs = await asyncio.wait_for(task, 240)
@@ -215,31 +214,21 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         assert again.produced
         assert again.suspicion.company == 1
         assert sum(bool(output.finish_reason) for output in outputs) == 1
-    finally:
-        await replicas.close()
 
 
 @in_loop
 async def test_it_waits_for_so_long_and_no_longer(engines):
-    replicas = Replicas(Router(), {0: engines[0].endpoint}, heartbeat_s=0.05, patience_s=0.5)
-    await replicas.start()
-    try:
-        await until(lambda: replicas.alive)
-        engines[0].hold = True
-        task = asyncio.create_task(answers_of(replicas, "a"))
-        await until(lambda: where(engines, "a"))
-        engines[0].stop()
+    async with connected(engines[:1], patience_s=0.5) as replicas:
+        task, home = await held(replicas, engines[:1])
+        engines[home].stop()
         with pytest.raises(UnavailableError):
             await asyncio.wait_for(task, 240)
         assert replicas.requests._flights == {}
-    finally:
-        await replicas.close()
 
 
 @in_loop
 async def test_what_kills_engines_is_not_tried_for_ever(engines):
-    async with connected(engines) as replicas:
-        replicas.requests._patience_s = 60.0
+    async with connected(engines, patience_s=60.0) as replicas:
         for one in engines:
             one.hold = True
         task = asyncio.create_task(answers_of(replicas, "killer"))
@@ -258,8 +247,7 @@ async def test_what_kills_engines_is_not_tried_for_ever(engines):
 
 @in_loop
 async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
-    async with connected(engines[:1]) as replicas:
-        replicas.requests._patience_s = 60.0
+    async with connected(engines[:1], patience_s=60.0) as replicas:
         [engine] = engines[:1]
         engine.hold = engine.rests = True
         task = asyncio.create_task(answers_of(replicas, "a"))
@@ -279,10 +267,8 @@ async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(eng
 @in_loop
 async def test_with_no_other_engine_a_loss_is_told(engines):
     async with connected(engines[:1]) as replicas:
-        engines[0].hold = True
-        task = asyncio.create_task(answers_of(replicas, "a"))
-        await until(lambda: engines[0].submitted)
-        engines[0].stop()
+        task, home = await held(replicas, engines[:1])
+        engines[home].stop()
         with pytest.raises(UnavailableError):
             await asyncio.wait_for(task, 240)
         with pytest.raises(UnavailableError):
@@ -323,43 +309,42 @@ async def test_what_was_accepted_waits_for_room_elsewhere(engines):
 async def test_the_rest_of_what_was_accepted_waits_for_room(engines):
     async with connected(engines[:1]) as replicas:
         engines[0].refusal = (429, "full", None, 1.0)
-        subscription = replicas.requests.open([request("rest")], accepted=True)
+        answers = Answers()
+        replicas.requests.open([request("rest")], answers, accepted=True)
         await until(lambda: len(engines[0].submitted) > 1)
-        assert subscription.error is None
+        assert answers.error is None
         engines[0].refusal = None
-        assert await asyncio.wait_for(subscription.get(), 240)
-        subscription.close()
+        assert await asyncio.wait_for(answers.get(), 240)
+        replicas.requests.abort("rest")
 
 
-def test_draining_joining_and_leaving(engines):
+@in_loop
+async def test_draining_joining_and_leaving(engines):
     def infos(*states):
         return [ReplicaInfo(i, engines[i].endpoint, state, 1, 0) for i, state in enumerate(states) if state]
 
-    async def run():
-        async with connected(engines[:2]) as replicas:
-            for one in engines:
-                one.hold = True
-            staying = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where(engines, "a"))
-            assert where(engines, "a") == [0]
-            await replicas.update(infos("draining", "running"))
-            others = [asyncio.create_task(answers_of(replicas, f"b{i}")) for i in range(3)]
-            await until(lambda: len(engines[1].submitted) == 3)
-            assert list(engines[0].submitted) == ["a"]
-            assert replicas.replicas()[0].state == "draining"
-            await replicas.update(infos("draining", "running", "running"))
-            await until(lambda: replicas.replicas()[2].state == "ready")
-            last = asyncio.create_task(answers_of(replicas, "c"))
-            await until(lambda: engines[2].submitted)
-            await replicas.update(infos(None, "running", "running"))
-            for one in engines:
-                one.hold = False
-            assert all(await asyncio.gather(staying, last, *others))
-            assert [one.replica for one in replicas.replicas()] == [1, 2]
-            await until(lambda: engines[0].detached == 1)
-            assert b'replica="0"' not in await replicas.metrics()
-
-    asyncio.run(run())
+    async with connected(engines[:2]) as replicas:
+        for one in engines:
+            one.hold = True
+        staying = asyncio.create_task(answers_of(replicas, "a"))
+        await until(lambda: where(engines, "a"))
+        assert where(engines, "a") == [0]
+        await replicas.update(infos("draining", "running"))
+        others = [asyncio.create_task(answers_of(replicas, f"b{i}")) for i in range(3)]
+        await until(lambda: len(engines[1].submitted) == 3)
+        assert list(engines[0].submitted) == ["a"]
+        assert replicas.replicas()[0].state == "draining"
+        await replicas.update(infos("draining", "running", "running"))
+        await until(lambda: replicas.replicas()[2].state == "ready")
+        last = asyncio.create_task(answers_of(replicas, "c"))
+        await until(lambda: engines[2].submitted)
+        await replicas.update(infos(None, "running", "running"))
+        for one in engines:
+            one.hold = False
+        assert all(await asyncio.gather(staying, last, *others))
+        assert [one.replica for one in replicas.replicas()] == [1, 2]
+        await until(lambda: engines[0].detached == 1)
+        assert b'replica="0"' not in await replicas.metrics()
 
 
 def draining(engines, *numbers):
@@ -463,18 +448,18 @@ async def test_what_a_replica_has_that_stays_without_its_ranks_goes_on_elsewhere
 
 
 @in_loop
-async def test_n_choices_of_one_subscription_over_a_loss(engines):
+async def test_n_choices_of_one_request_over_a_loss(engines):
     async with connected(engines[:2]) as replicas:
         names = [f"a-{i}" for i in range(4)]
-        subscription = replicas.requests.open([request(name) for name in names])
+        answers = Answers()
+        replicas.requests.open([request(name) for name in names], answers)
         await asyncio.sleep(0.1)
         engines[0].stop()
         left = set(names)
         while left:
-            for output in await asyncio.wait_for(subscription.get(), 240):
+            for output in await asyncio.wait_for(answers.get(), 240):
                 if output.finish_reason:
                     left.remove(output.request_id)
-        subscription.close()
 
 
 def test_status_is_the_sum(engines):

@@ -7,8 +7,7 @@ import pytest
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.suspicion import CLEAR
-from tandem.server.engines.dispatcher import Trials
-from tandem.server.engines.flight import Flight
+from tandem.server.engines.inflight import Flight, Trials
 
 
 class Engine:

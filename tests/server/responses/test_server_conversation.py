@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from tandem.config.settings import ModelSettings
-from tandem.server.journal.journal import Entry, Journal
 from tandem.server.responses import answering, background
+from tandem.server.store.journal import Entry, Journal
 
 PLAIN = "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
 
@@ -180,7 +180,7 @@ def test_pages_at_fault(keeps, query, param):
 def test_a_full_disk_costs_the_storing_alone(keeps):
     server = keeps()
     first = ask(server.openai(), "One?")
-    journal = server.app.state.jobs._journal
+    journal = server.app.state.jobs.journal
     pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
     journal._database.execute(f"PRAGMA max_page_count = {pages}")
     long = ask(server.openai(), "word " * 5000, first.id)

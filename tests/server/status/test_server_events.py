@@ -11,7 +11,7 @@ from tandem.protocol.events import History
 from tandem.protocol.supervisor import Done, ListReplicas, NoteEvent, ReplicaList
 from tandem.server.context import key_group
 from tandem.server.engines.supervisor import SupervisorLink
-from tandem.supervision.control import ControlServer
+from tandem.supervision.control_socket import ControlServer
 
 
 def history() -> History:

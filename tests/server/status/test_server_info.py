@@ -6,10 +6,10 @@ from starlette.testclient import TestClient
 
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.protocol.supervisor import ModelInfo, ReplicaList
-from tandem.router.router import Router
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
+from tandem.server.engines.router import Router
 from tandem.server.engines.served_model import Served
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -213,7 +213,7 @@ class Supervisor:
         self.commands, self.events = [], []
 
     async def start(self, listed, reached):
-        models = [ModelInfo(name, "unloaded", "", {}, 4096, False, None, 0) for name in ("a", "b")]
+        models = [ModelInfo(name, "unloaded", "", {}, 4096, False, None) for name in ("a", "b")]
         await listed(ReplicaList([], models))
 
     def tell(self, command):

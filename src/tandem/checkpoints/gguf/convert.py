@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tandem.checkpoints.files import Progress, counter
 from tandem.checkpoints.gguf.config import model_config
 from tandem.checkpoints.gguf.header import GGUFTensor, model_stem, parts_of, read_parts
 from tandem.checkpoints.gguf.names import PAIRS, grouped, mlx_names
@@ -34,9 +31,8 @@ from tandem.checkpoints.gguf.tensors import (
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
-from tandem.checkpoints.progress import Progress, counter
-from tandem.checkpoints.pruning import in_use_by_us, used
 from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
+from tandem.checkpoints.stored import new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 
@@ -115,7 +111,7 @@ class _Writer:
         """Type numbers of what stays packed, by module path."""
 
     def parts(self, tensor: GGUFTensor) -> Iterator[PendingTensor]:
-        """What becomes of a tensor of the file."""
+        """Tensors to write for a tensor of the file."""
         axis = max(len(tensor.shape) - 2, 0)
         names = list(mlx_names(tensor.name, self.architecture, tensor.shape[axis], self._config))
         for name, order in names:
@@ -217,34 +213,3 @@ def convert_cached(source: Path, progress: Progress | None = None) -> Path:
             convert_gguf(source, directory, progress)
     used(target)
     return target
-
-
-@contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `target` if the block succeeds, and vanishes if it fails.
-
-    When someone else has made `target` meanwhile, theirs stays. Raises `ModelError` when the disk cannot be written.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise ModelError(
-            f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE"
-        ) from error
-    using = in_use_by_us(temporary)
-    try:
-        yield temporary
-        if not (target / "config.json").is_file():
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.chmod(0o755)
-            try:
-                os.rename(temporary, target)
-            except OSError:
-                if not (target / "config.json").is_file():
-                    raise
-    except OSError as error:
-        raise ModelError(f"{target}: cannot be written: {error.strerror or error}", param="TANDEM_CACHE") from error
-    finally:
-        os.close(using)
-        shutil.rmtree(temporary, ignore_errors=True)

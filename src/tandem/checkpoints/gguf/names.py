@@ -128,8 +128,10 @@ def _order(inner: str, architecture: str, rows: int, config: dict[str, Any]) -> 
 
 
 def grouped(size: int, config: dict[str, Any]) -> np.ndarray:
-    """Where each of `size` rows or columns of values stands in a file: MLX has heads of one key one after the other,
-    and llama.cpp the first heads of all keys before the second ones."""
+    """Place in the file of each of `size` rows or columns of values.
+
+    MLX has the heads of one key one after the other, and llama.cpp the first heads of all keys before the second ones.
+    """
     keys = config["linear_num_key_heads"]
     return np.arange(size).reshape(config["linear_num_value_heads"] // keys, keys, -1).swapaxes(0, 1).ravel()
 

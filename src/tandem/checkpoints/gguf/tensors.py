@@ -33,7 +33,7 @@ class Kind:
     nbytes: int
     """Bytes of a block."""
     bits: int = 0
-    """Of a weight that stays packed; 0 for others."""
+    """Bits of a weight that stays packed; 0 for others."""
     mode: str = "affine"
 
 
@@ -54,7 +54,7 @@ def kinds() -> dict[int, Kind]:
 
 
 def kind_name(number: int) -> str:
-    """What ggml calls the type, for messages."""
+    """ggml's name of the type, for messages."""
     from gguf.constants import GGMLQuantizationType
 
     try:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from tandem.bench.client import get_json
-from tandem.cli.address import api_key, server_url
+from tandem.cli.address import find_server
 from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
+from tandem.kv.files import ABOUT, MARK
 from tandem.protocol.pieces import PIECE
-from tandem.runner.piece_files import ABOUT, MARK
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 
@@ -125,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> Any:
     given = {**query, **({"model": arguments.model} if arguments.model else {})}
     path = f"/v1/cache?{urlencode(given)}" if given else "/v1/cache"
-    return get_json(url := server_url(arguments), path, api_key(arguments, url), timeout_s=90.0, method=method)
+    return find_server(arguments).get_json(path, timeout_s=90.0, method=method)
 
 
 def _size(nbytes: float) -> str:
@@ -192,12 +191,12 @@ def _warm(arguments: argparse.Namespace) -> int:
         bodies = [text_body(text, arguments.role)]
     else:
         bodies = read_warm_file(Path(arguments.file), arguments.role)
-    kept, key = True, api_key(arguments, url := server_url(arguments))
+    kept, server = True, find_server(arguments)
     for number, body in enumerate(bodies, 1):
         which = f"{arguments.file}, prompt {number}" if len(bodies) > 1 else arguments.file
         given = {**body, **({"model": arguments.model} if arguments.model else {})}
         try:
-            answer = get_json(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given)
+            answer = server.get_json("/v1/cache/warm", timeout_s=None, method="POST", body=given)
         except UsageError as error:
             raise UsageError(f"FILE {which}: {error.message}", param="file") from error
         print(f"{which}: {answer['prompt_tokens']} tokens, {answer['seconds']:.1f} s")

@@ -10,44 +10,33 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-import zmq
 from rich.table import Table
 
 from tandem.cli.screen import screen
-from tandem.doctor.messages import Facts, GatherFacts
-from tandem.doctor.parsing import Interface, interfaces
-from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
-from tandem.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
-from tandem.errors import ConfigError, TransportError, UsageError
+from tandem.diagnostics.doctor.messages import Facts, GatherFacts
+from tandem.diagnostics.doctor.parsing import Interface, interfaces
+from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.diagnostics.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
+from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent import PORT
 from tandem.launchers.agent.discovery import Found, find
-from tandem.launchers.agent.link import PREFIX
+from tandem.launchers.agent.link import PREFIX, PairingLink
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
-from tandem.protocol.agent import (
-    PairElement,
-    PairHello,
-    PairIdentity,
-    PairProof,
-    PairRefused,
-    PairReply,
-    PairRequest,
-)
-from tandem.protocol.codec import Decoder
-from tandem.system.privacy import LOCAL_NETWORK, silent_because
+from tandem.protocol.agent import PairElement, PairHello, PairIdentity, PairProof
+from tandem.system.privacy import LOCAL_NETWORK
 
 GATHER_S = 60.0
 CONFIG_S = 300.0
 
 
 def write(arguments: argparse.Namespace) -> int:
-    """Ask the machines, and write. Raises UsageError."""
+    """Write the hosts file from the machines' facts. Raises UsageError."""
     hosts = list(arguments.hosts) or [PREFIX + name for name in Trust("head").peers()]
     if not hosts:
         raise UsageError("no hosts are named, and no agent is paired; name ssh destinations, or `tandem hosts pair` "
@@ -72,7 +61,7 @@ def write(arguments: argparse.Namespace) -> int:
 
 
 def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
-    """Facts of every host. Raises UsageError naming one that does not answer."""
+    """Gather the facts of every host. Raises UsageError naming one that does not answer."""
     def ask(name: str) -> Facts:
         link = ProbeLink(name, local_probe() if name in LOCAL_NAMES else remote_probe(name))
         try:
@@ -90,7 +79,7 @@ def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
 
 def _own(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts],
          machines: Mapping[str, list[Interface]]) -> str:
-    """Addresses that are there, or that are chosen for cables."""
+    """Write a file with the machines' addresses, and those chosen for cables."""
     cables = address_cables([parse_cable(text, hosts) for text in arguments.cable], machines)
     for name, ends in cables.items():
         print(f"# on {name}:", file=sys.stderr)
@@ -107,7 +96,7 @@ def _own(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str
 
 def _from_mlx(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts],
               machines: Mapping[str, list[Interface]]) -> str:
-    """MLX's own tool, which knows what is plugged where on Macs; with subnets that clash with nothing."""
+    """Write a file by MLX's own tool, which finds the cables of Macs, with subnets that clash with nothing."""
     if others := [name for name, one in facts.items() if one.system != "Darwin"]:
         raise UsageError(f"--over is for Macs; not one: {', '.join(others)}", param="over")
     if agents := [name for name in hosts if name.startswith(PREFIX)]:
@@ -129,28 +118,18 @@ def _from_mlx(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mappin
     return text
 
 
-ANSWER_S = 5.0
-T = TypeVar("T", bound=PairReply)
-
-
 def pair_with(address: str, port: int, code: str | None) -> str:
-    """Pair with the agent whose sessions are at `port`; its name. Raises UsageError."""
+    """Pair with the agent whose sessions are at `port`, and return its name. Raises UsageError."""
     trust = Trust("head")
-    own = trust.identity()
-    name = checked_name(socket.gethostname().split(".")[0] or "head")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.linger = 0
-        link.maxmsgsize = 64 * 1024
-        link.connect(f"tcp://{address}:{port + 1}")
-        there = f"{address}:{port + 1}"
-        hello = PairHello(name, own.public)
-        agent = _ask(link, there, hello, PairIdentity)
-        found = checked_name(agent.name)
-        head = HeadSide(code or _asked_for(found), hello, agent)
-        element = _ask(link, there, head.start(), PairElement)
-        head.check(_ask(link, there, head.confirm(element), PairProof))
-    trust.add(found, Peer(agent.public, f"{address}:{port}"))
-    return found
+    hello = PairHello(checked_name(socket.gethostname().split(".")[0] or "head"), trust.identity().public)
+    with closing(PairingLink(address, port + 1)) as link:
+        agent = link.ask(hello, PairIdentity)
+        name = checked_name(agent.name)
+        head = HeadSide(code or _asked_for(name), hello, agent)
+        element = link.ask(head.start(), PairElement)
+        head.check(link.ask(head.confirm(element), PairProof))
+    trust.add(name, Peer(agent.public, f"{address}:{port}"))
+    return name
 
 
 def _asked_for(name: str) -> str:
@@ -159,30 +138,12 @@ def _asked_for(name: str) -> str:
     return input(f"code that {name} shows: ").strip()
 
 
-def _ask(link: zmq.Socket[bytes], there: str, request: PairRequest, kind: type[T]) -> T:
-    link.send(msgspec.msgpack.encode(request))
-    if not link.poll(int(ANSWER_S * 1000)):
-        host, _, port = there.rpartition(":")
-        why = silent_because(host, int(port))
-        raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running there, "
-                         "and the port open?")
-    try:
-        reply = Decoder[PairReply](PairReply).decode(link.recv())
-    except TransportError as error:
-        raise UsageError(f"what answers at {there} is no agent of this version: {error}") from None
-    if isinstance(reply, PairRefused):
-        raise UsageError(f"not paired: {reply.reason}")
-    if not isinstance(reply, kind):
-        raise UsageError(f"what answers at {there} does not keep to the order of pairing; try again")
-    return reply
-
-
 _GIB = 2**30
 _MOST_S = 60.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run one of the actions. Raises UsageError."""
     seconds = getattr(arguments, "timeout", 1.0)
     if not 0 < seconds <= _MOST_S:
         raise ConfigError(f"--timeout {seconds:g}: must be above 0 and at most {_MOST_S:g} seconds", param="timeout")
@@ -201,10 +162,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
     _follow(agents, paired)
-    rows = [{"name": one.name, "addresses": list(one.addresses), "port": one.port, "chip": one.facts.get("chip", ""),
-             "system": one.facts.get("system", ""), "memory_bytes": _number(one.facts.get("memory", "")),
-             "links": one.facts.get("links", ""), "version": one.facts.get("version", ""),
-             "paired": _is_paired(one, paired)} for one in agents]
+    rows = [{"name": agent.name, "addresses": list(agent.addresses), "port": agent.port,
+             "chip": agent.facts.get("chip", ""), "system": agent.facts.get("system", ""),
+             "memory_bytes": _number(agent.facts.get("memory", "")), "links": agent.facts.get("links", ""),
+             "version": agent.facts.get("version", ""), "paired": _is_paired(agent, paired)} for agent in agents]
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -214,29 +175,29 @@ def _find(seconds: float, *, as_json: bool) -> int:
             print(f"if they run: {LOCAL_NETWORK}")
         return 0
     table = Table("name", "address", "chip", "memory", "system", "links", "tandem", "paired", box=None)
-    for row, one in zip(rows, agents, strict=True):
-        memory = f"{_number(one.facts.get('memory', '')) / _GIB:.0f} GiB"
-        table.add_row(one.name, ", ".join(one.addresses), str(row["chip"]), memory, str(row["system"]),
+    for row, agent in zip(rows, agents, strict=True):
+        memory = f"{_number(agent.facts.get('memory', '')) / _GIB:.0f} GiB"
+        table.add_row(agent.name, ", ".join(agent.addresses), str(row["chip"]), memory, str(row["system"]),
                       str(row["links"]), str(row["version"]), "yes" if row["paired"] else "no")
     screen(highlight=False, markup=False).print(table)
     return 0
 
 
 def _follow(agents: list[Found], paired: dict[str, Peer]) -> None:
-    """Note where paired agents are now. A wrong announcement leads to no harm: sessions go by keys."""
-    for one in agents:
-        if _is_paired(one, paired) and one.addresses:
-            address = f"{reachable(one)}:{one.port}"
-            if address != paired[one.name].address:
-                Trust("head").add(one.name, Peer(paired[one.name].public, address))
+    """Store the current addresses of paired agents. A wrong announcement does no harm: sessions go by keys."""
+    for agent in agents:
+        if _is_paired(agent, paired) and agent.addresses:
+            address = f"{reachable(agent)}:{agent.port}"
+            if address != paired[agent.name].address:
+                Trust("head").add(agent.name, Peer(paired[agent.name].public, address))
 
 
 def _number(text: str) -> int:
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 20 else 0
 
 
-def _is_paired(one: Found, paired: dict[str, Peer]) -> bool:
-    return one.name in paired and paired[one.name].public == one.facts.get("public")
+def _is_paired(agent: Found, paired: dict[str, Peer]) -> bool:
+    return agent.name in paired and paired[agent.name].public == agent.facts.get("public")
 
 
 def _pair(target: str, code: str | None, seconds: float) -> int:
@@ -247,7 +208,7 @@ def _pair(target: str, code: str | None, seconds: float) -> int:
 
 
 def _locate(target: str, seconds: float) -> tuple[str, int]:
-    """Address and session port of an agent, by its name on the network or its address. Raises UsageError."""
+    """Find address and session port of an agent, by its name on the network or its address. Raises UsageError."""
     host, colon, port = target.partition(":")
     if colon and not (port.isdecimal() and 0 < int(port) < 65535):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
@@ -255,19 +216,19 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
         return host, int(port or PORT)
     if not NAME.fullmatch(host):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
-    one = next((one for one in find(seconds) if one.name == host and one.addresses), None)
-    if one is None:
+    agent = next((agent for agent in find(seconds) if agent.name == host and agent.addresses), None)
+    if agent is None:
         raise UsageError(f"no agent {host} answered within {seconds:g} s; `tandem hosts find` lists those that do, or "
                          "name its address", param="agent")
-    return reachable(one), one.port
+    return reachable(agent), agent.port
 
 
-def reachable(one: Found) -> str:
-    """The first of an agent's addresses that takes a connection, else the first."""
-    for address in one.addresses:
+def reachable(agent: Found) -> str:
+    """Return the first of an agent's addresses that takes a connection, else the first."""
+    for address in agent.addresses:
         try:
-            with socket.create_connection((address, one.port), timeout=1.0):
+            with socket.create_connection((address, agent.port), timeout=1.0):
                 return address
         except OSError:
             continue
-    return one.addresses[0]
+    return agent.addresses[0]

@@ -1,5 +1,5 @@
-"""What `tandem hosts sync` runs on the other machine: puts the wheel that comes on standard input into the environment
-of the interpreter that runs this.
+"""Program that `tandem hosts sync` runs on the other machine: installs the wheel from standard input into the
+environment of the interpreter that runs it.
 
 It must need nothing but Python itself, of any version from 3.8: Tandem need not be there. Words: the wheel's name, the
 minor version of Python, inode and time of the head's own package (both of which tell that it is the same file), and
@@ -17,16 +17,16 @@ from importlib.util import find_spec
 
 
 def same_files(inode: str, changed: str) -> bool:
-    """This environment's Tandem is the head's own: one machine, or one disk."""
-    found = find_spec("tandem")
-    if found is None or found.origin is None:
+    """True if this environment's Tandem is the head's own: one machine, or one disk."""
+    spec = find_spec("tandem")
+    if spec is None or spec.origin is None:
         return False
-    status = os.stat(found.origin)
+    status = os.stat(spec.origin)
     return (str(status.st_ino), str(status.st_mtime_ns)) == (inode, changed)
 
 
 def install(path: str, requirements: list[str]) -> list[list[str]]:
-    """The commands that install it, with what is here: pip, else uv."""
+    """Return the commands that install it, with pip or else uv."""
     if find_spec("pip") is not None:
         pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         return [[*pip, path, *requirements], [*pip, "--force-reinstall", "--no-deps", path]]
@@ -38,7 +38,7 @@ def install(path: str, requirements: list[str]) -> list[list[str]]:
 
 
 def main(name: str, minor: str, inode: str, changed: str, *requirements: str) -> None:
-    """Receive, install, and say what is here now: one line of JSON."""
+    """Receive, install, and print what is installed now: one line of JSON."""
     wheel = sys.stdin.buffer.read()
     here = ".".join(map(str, sys.version_info[:2]))
     if here != minor:
@@ -59,9 +59,5 @@ def main(name: str, minor: str, inode: str, changed: str, *requirements: str) ->
             said = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was said"]
             sys.exit(f"{' '.join(command[:4])} ... failed: {said[-1]}")
     ask = "from importlib.metadata import version as v; print(v('mlx-tandem'), v('mlx'), v('mlx-lm'))"
-    found = subprocess.run([sys.executable, "-P", "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
-    print(json.dumps({"python": sys.executable, "same": False, "versions": found.stdout.split()}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer = subprocess.run([sys.executable, "-P", "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
+    print(json.dumps({"python": sys.executable, "same": False, "versions": answer.stdout.split()}))

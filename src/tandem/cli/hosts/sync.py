@@ -30,7 +30,7 @@ SAME = ("mlx", "mlx-lm")
 """Packages whose versions must be the head's."""
 INSTALL_S = 1800.0
 _PATHS = 'PATH="$PATH:$HOME/.local/bin:/opt/homebrew/bin:/usr/local/bin"'
-"""Where uv and Homebrew's Pythons are, which ssh's shell need not know."""
+"""PATH with uv and Homebrew's Pythons, which ssh's shell need not know."""
 ENVIRONMENT = ".local/share/tandem/env"
 """Below the home directory of a host that has no Tandem yet."""
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _sync(entry, wheel, entry.python or arguments.remote_python)
 
         with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
-            failures = [one for one in pool.map(sync, hosts.values()) if one is not None]
+            failures = [failure for failure in pool.map(sync, hosts.values()) if failure is not None]
     for failure in failures:
         fail(failure)
     if failures:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
-    """Install on one host and say so; what went wrong, if anything."""
+    """Install on one host and print the result; return what went wrong, or None."""
     if (name := agent_name(entry.ssh)) is not None:
         return (f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
                 "hostfile, or install there by hand (`make release` makes a wheel)")
@@ -77,28 +77,29 @@ def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
     if said["same"]:
         print(f"{entry.ssh}: {said['python']} has this machine's own files, nothing to do", flush=True)
         return None
-    found = " ".join(f"{package} {number}" for package, number in zip(("tandem", *SAME), said["versions"], strict=True))
-    print(f"{entry.ssh}: {found} in {said['python']}", flush=True)
+    numbers = zip(("tandem", *SAME), said["versions"], strict=True)
+    installed = " ".join(f"{package} {number}" for package, number in numbers)
+    print(f"{entry.ssh}: {installed} in {said['python']}", flush=True)
     return None
 
 
 def _words(wheel: Path) -> list[str]:
-    """What `receive` is told."""
+    """Return the arguments of `receive`."""
     ours = Path(tandem.__file__).stat()
     return [wheel.name, f"{sys.version_info.major}.{sys.version_info.minor}", str(ours.st_ino), str(ours.st_mtime_ns),
             *(f"{package}=={version(package)}" for package in SAME)]
 
 
 def remote_line(python: str | None, words: Sequence[str]) -> str:
-    """What the host's login shell is to run: `receive` by the interpreter that ranks would run with there, or by that
-    of an environment which is made for it."""
-    code = Path(receive.__file__).read_text(encoding="utf-8")
+    """Return the line for the host's login shell that runs `receive`, by the interpreter that ranks would run with, or
+    by that of an environment which is made for it."""
+    code = f"{Path(receive.__file__).read_text(encoding='utf-8')}\n\nmain(*sys.argv[1:])\n"
     end = f'exec "$py" -c {shlex.quote(code)} {shlex.join(words)}'
     if python is not None:
         return f"exec sh -c {shlex.quote(f'{_PATHS}; py={shlex.quote(python)}; {end}')}"
     minor = words[1]
     interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
-    places = " ".join(f'"$HOME/{one}"' if not one.startswith("/") else one for one in PLACES)
+    places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
     make = "; ".join([
         f'if command -v uv >/dev/null; then uv venv --quiet --python {minor} "$env"',
         f'elif command -v python{minor} >/dev/null; then python{minor} -m venv "$env"',

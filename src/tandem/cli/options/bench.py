@@ -1,13 +1,11 @@
-"""The options of `tandem bench`, `top` and `batch`, and those that name a server."""
+"""Options of `tandem bench`, `top` and `batch`."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
-from tandem.cli.arguments import Parser, add_actions, filled
-
-DEFAULT_URL = "http://127.0.0.1:8000"
+from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_server, filled
 
 
 def add_bench(parser: Parser) -> None:
@@ -19,6 +17,7 @@ def add_bench(parser: Parser) -> None:
     _add_serve(actions["serve"])
     _add_latency(actions["latency"])
     _add_comm(actions["comm"])
+    actions["comm"].set_defaults(run=Later("bench.comm:run"))
 
 
 def add_top(parser: Parser) -> None:
@@ -38,18 +37,6 @@ def add_batch(parser: Parser) -> None:
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
     parser.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server (cli/address.py)."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
-                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
-    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
-                       "machine.")
-    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
-    group.add_argument("--api-key-file", metavar="FILE",
-                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +109,14 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_comm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
+    parser.add_argument("--backend", choices=BACKENDS,
                         help="of the collectives; by default the hosts file's, else ring. jaccl needs --hostfile.")
     parser.add_argument("--ranks", "-n", type=int, metavar="N", help="processes on this machine [2]")
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: measure each two of "
                         "its hosts, in place of ranks on this machine.")
-    parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "
-                        "`tandem serve`.")
+    add_as_for_serve(parser, "remote_python")
     parser.add_argument("--fast-sync", choices=("on", "off"), default="off", help="MLX's fast fences on ranks of Macs, "
-                        "which can lock a GPU up (docs/machines.md) [off]")
+                        "which can lock a GPU up (docs/two-machines.md) [off]")
     parser.add_argument("--sizes", default="4K,64K,1M,16M", metavar="LIST", help="bytes of a message [4K,64K,1M,16M]")
     parser.add_argument("--num-iters", type=int, default=50, metavar="N", help="messages of each size [50]")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each group of ranks "

@@ -1,10 +1,10 @@
-"""The options of `tandem agent`, `hosts`, `rank`, `doctor`, `firstlight`, `parity` and `plan`."""
+"""Options of `tandem agent`, `hosts`, `rank`, `doctor`, `selftest`, `parity` and `plan`."""
 
 from __future__ import annotations
 
 import argparse
 
-from tandem.cli.arguments import Later, Parser, add_actions, add_settings, filled
+from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_settings, filled
 from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import GOALS
 
@@ -36,7 +36,7 @@ def add_hosts(parser: Parser) -> None:
     write.add_argument("file", metavar="FILE", help="the hosts file; - prints it.")
     write.add_argument("hosts", nargs="*", metavar="HOST", help="127.0.0.1, ssh destinations, or agent:NAME, in the "
                        "ranks' order; by default all agents that this machine is paired with.")
-    write.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"), help="to put into the file.")
+    write.add_argument("--backend", choices=BACKENDS, help="to put into the file.")
     write.add_argument("--cable", action="append", default=[], metavar="A:IF=B:IF", help="a cable between two "
                        "hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.")
     write.add_argument("--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out "
@@ -56,29 +56,29 @@ def add_doctor(parser: Parser) -> None:
                         "machine is looked at.")
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
                         "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.")
-    parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
+    parser.add_argument("--backend", choices=BACKENDS,
                         help="of the all_sum test; by default the hosts file's, else ring.")
-    parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "
-                        "`tandem serve`.")
+    add_as_for_serve(parser, "remote_python")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="of the HTTP server, here [8000]")
     parser.add_argument("--ports", metavar="A-B", help="ports that must be free on every machine, such as 32323-32330.")
     parser.add_argument("--full-hash", action="store_true", help="read all of every weight file instead of samples.")
     parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
+    parser.add_argument("--deep", action="store_true", help="then run `tandem selftest` with this --hostfile and "
+                        "--model.")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
     group = parser.add_argument_group("the model")
     group.add_argument("--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the "
                        "same, does it fit?")
-    group.add_argument("--weights-from", choices=("local", "head"), default="local",
-                       help="head: other machines need no copy [local]")
+    add_as_for_serve(group, "weights_from")
     group.add_argument("--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default '
                        "a stage for each machine.")
     group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
     group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
 
 
-def add_firstlight(parser: Parser) -> None:
-    """Add the options of `tandem firstlight`."""
+def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
+    """Add the options of `tandem selftest`, which writes `report` unless another file is named."""
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
                         "machines together.")
     parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
@@ -89,8 +89,8 @@ def add_firstlight(parser: Parser) -> None:
     parser.add_argument("--risky", action="store_true", help="also what may lock a GPU up until the machine is "
                         "restarted: full memory, and MLX's fast fences.")
     parser.add_argument("--fresh", action="store_true", help="begin anew, though a run was interrupted or has ended.")
-    parser.add_argument("--output", "-o", metavar="FILE", default="firstlight.md", help="the report; beside it stands "
-                        "the same as JSON [firstlight.md]")
+    parser.add_argument("--output", "-o", metavar="FILE", default=report, help="the report; beside it stands the same "
+                        f"as JSON [{report}]")
     parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")
 
 
@@ -123,8 +123,7 @@ def add_rank(rank: Parser) -> None:
                       "which it reaches the head.")
     rank.add_argument("--join-timeout", type=float, default=300.0, metavar="X",
                       help="seconds to keep trying to reach the head, at first and when it was lost [300]")
-    rank.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO",
-                      help="least severe messages to log [INFO]")
+    add_as_for_serve(rank, "log_level")
     rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -141,7 +140,7 @@ def add_plan(parser: Parser) -> None:
         metavar="BITS",
         help="how weights of such a model would be stored: native, bf16, 2bit to 8bit, mxfp4, nvfp4, mxfp8 [native].",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+    add_as_for_serve(parser, "revision")
     _add_planned_machines(parser)
     _add_wanted(parser)
     shown = parser.add_argument_group("output")
@@ -182,8 +181,7 @@ def _add_planned_machines(parser: argparse.ArgumentParser) -> None:
         help="measured speeds of hosts and links, which `tandem bench comm --write-profile` writes, in place of "
         "assumed ones; without --hosts and --hostfile its hosts are planned for.",
     )
-    group.add_argument("--fast-sync", choices=("auto", "on", "off"), default="off",
-                       help="as for `tandem serve`: the fences of Macs that share layers [off]")
+    add_as_for_serve(group, "fast_sync")
 
 
 def _add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -196,14 +194,7 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
         help="latency of one stream, throughput of all, or capacity for KV tokens; by default latency for one stream, "
         "else throughput.",
     )
-    same = "as for `tandem serve` "
-    types = ("auto", "float32", "bfloat16", "float16")
-    group.add_argument("--dtype", choices=types, default="auto", help=same + "[auto]")
-    group.add_argument("--dequantize", choices=("auto", "yes", "no"), default="auto", help=same + "[auto]")
-    group.add_argument("--kv-dtype", choices=("auto", "8bit", "4bit"), default="auto", help=same + "[auto]")
-    group.add_argument("--prefill-chunk", type=int, metavar="N", help=same)
-    group.add_argument("--memory-fraction", type=float, default=0.85, metavar="X",
-                       help="share of each machine's memory to plan with [0.85]")
+    add_as_for_serve(group, "dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction")
     group.add_argument(
         "--layout",
         action="append",

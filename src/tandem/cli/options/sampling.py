@@ -6,21 +6,20 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from tandem.cli.arguments import Parser, add_settings
-from tandem.cli.options.bench import add_server
+from tandem.cli.arguments import Parser, add_server, add_settings
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 
-DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
-"""In a terminal, where neither the options nor the model's generation_config.json say anything."""
-CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
+DEFAULTS: Mapping[str, float] = {"max_tokens": 256, "temperature": 0.7}
+"""Defaults in a terminal, where neither the options nor the model's generation_config.json set a value."""
+CHAT_DEFAULTS: Mapping[str, float] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-"""What `--help` shows; the others are in `--help-all`."""
-KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
+"""Options that `--help` shows; `--help-all` shows all."""
+KINDS: dict[object, Callable[[str], float]] = {int: int, float: float, int | None: int}
 LEFT_OUT = ("logprobs", "prompt_logprobs")
-"""A terminal shows text."""
+"""Fields without an option, as a terminal shows text alone."""
 
 
 def add_generate(parser: Parser) -> None:
@@ -37,14 +36,14 @@ def add_chat(parser: Parser) -> None:
     _add_both(parser, group, CHAT_DEFAULTS)
 
 
-def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
+def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:
     group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
     _add_sampling(parser, defaults)
     add_server(parser)
     add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
 
 
-def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
+def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
     group = parser.add_argument_group("sampling")
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
     for name, standard in _fields().items():
@@ -64,17 +63,16 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
 
 
 def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options say, by name; those that were not given are left out. Raises UsageError for a value out of its
-    range."""
-    given = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
-    for name, value in given.items():
+    """Return the sampling parameters that the options set, by name. Raises UsageError for a value out of its range."""
+    params = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
+    for name, value in params.items():
         if name in RANGES and value not in RANGES[name]:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be {RANGES[name]}", param=name)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
 
 
-def _fields() -> dict[str, Any]:
-    """Names of the fields that have an option, and what they are if nobody says anything."""
+def _fields() -> dict[str, object]:
+    """Return the fields that have an option, with their defaults."""
     plain = (*KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
     return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__

@@ -1,13 +1,11 @@
-"""The options of commands for models, for servers in the background and their replicas, for a service, for kept
-prefixes, and for shells."""
+"""Options of commands about models, background servers, replicas, services, cached prefixes and completions."""
 
 from __future__ import annotations
 
 import argparse
 from typing import get_args
 
-from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_settings
-from tandem.cli.options.bench import add_server
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
@@ -23,7 +21,7 @@ MODEL_ACTIONS = {
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
 SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
-"""Commands that are actions of `tandem model`, as Ollama's users know them."""
+"""Ollama's name of a command -> action of `tandem model`."""
 
 
 def add_model(model: Parser) -> None:
@@ -33,13 +31,13 @@ def add_model(model: Parser) -> None:
 
 
 def add_model_action(parser: Parser, name: str) -> None:
-    """Add the options of one of them."""
+    """Add the options of one action of `tandem model`."""
     if name in ("ps", "load", "unload"):
         add_server(parser)
     if name not in ("list", "ps", "prune"):
         parser.add_argument("name", metavar="MODEL")
     if name == "get":
-        parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+        add_as_for_serve(parser, "revision")
     if name == "prune":
         parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
                             help="how long nobody has needed it (default 30; 0: all).")
@@ -130,6 +128,7 @@ def add_status(status: Parser) -> None:
     status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
                         help="seconds over which tokens are counted, at least 0.6; 0 leaves them out [1]")
     status.add_argument("--json", action="store_true", help="print what is known as JSON.")
+    status.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C, on a terminal.")
     _add_name(status, "only this server.")
 
 

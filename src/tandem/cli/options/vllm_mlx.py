@@ -20,19 +20,19 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--max-kv-size": ("--kv-tokens",),
     "--disable-prefix-cache": ("--prefix-cache", "0"),
 }
-"""Flag there -> words here, which its value follows if it has one. Flags that are not in a table are the same."""
+"""Flag there -> words here, before its value if it has one. Flags in neither table are the same."""
 
 NEEDLESS = {
     "--continuous-batching": "batching is always continuous",
     "--enable-auto-tool-choice": "tools need no switch",
     "--enable-prefix-cache": "prefixes are always kept",
 }
-"""Switch there -> why there is none here."""
+"""Switch there -> reason why Tandem has none."""
 
 
 def translate(words: Sequence[str]) -> list[str]:
-    """The words of `tandem serve` for those of the launcher. What stands before and after its `--` is taken alike."""
-    found: list[str] = []
+    """Return the words of `tandem serve` for those of the launcher. Its `--` has no meaning."""
+    translated: list[str] = []
     apart = list(words)
     if "--" in apart:
         apart.remove("--")
@@ -40,20 +40,20 @@ def translate(words: Sequence[str]) -> list[str]:
         flag, equals, value = word.partition("=")
         if flag in RENAMED:
             *before, last = RENAMED[flag]
-            found += [*before, last + equals + value]
+            translated += [*before, last + equals + value]
         elif flag not in NEEDLESS:
-            found.append(word)
-    return found
+            translated.append(word)
+    return translated
 
 
 def add_launcher(parser: Parser) -> None:
-    """Add the options of `tandem serve`, which `translate` makes of the launcher's."""
+    """Add the options of `tandem serve`, to which `translate` turns the launcher's."""
     parser.translate = translate
     add_settings(parser, SERVE_SECTIONS)
 
 
 def by_hand(model: str) -> UsageError:
-    """The error for a rank that somebody starts by hand, with what to run in its place."""
+    """Return the error for a rank that is started by hand, with the commands to run instead."""
     return UsageError(
         "MLX_RANK is set, which starts a rank by hand: ranks join a head here. Run `tandem serve "
         f"{model} --launcher manual --token-file token --tensor-parallel-size N` on one machine, and `tandem rank "

@@ -1,4 +1,4 @@
-"""A conversation: what was said, the settings, and the commands that begin with a slash."""
+"""A conversation in the terminal: its messages, its settings, and the commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tandem.cli.options.sampling import KINDS, LEFT_OUT
-from tandem.cli.talk.models import Message, Model, Served
+from tandem.cli.talk.backends import Json, Model, Served
 from tandem.config.options import nearest
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -33,44 +33,44 @@ KEYS = 'Enter sends; Alt-Enter, or """ around several lines, makes a new line; C
 _ALSO = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 MOST_IMAGE = 20 * 2**20
 MOST_SAVED = 256 * 2**20
-"""Of a conversation with its pictures."""
+"""Bytes of a saved conversation with its pictures."""
 
 
 class Ended(Exception):
-    """The user has had enough."""
+    """The user ends the conversation."""
 
 
 @dataclass
 class Conversation:
-    """What a terminal knows of it."""
+    """Messages and settings of a conversation."""
 
     model: Model
     params: dict[str, Any]
-    """Sampling parameters that were asked for."""
+    """Sampling parameters that the user has set."""
     other: Callable[[str], Model]
-    """Gives the model of another name. Raises UsageError."""
+    """Returns the model of another name. Raises UsageError."""
     system: str | None = None
-    said: list[Message] = field(default_factory=list)
-    """Without the system message."""
-    images: list[dict[str, Any]] = field(default_factory=list)
-    """Parts that go with the next message."""
+    said: list[Json] = field(default_factory=list)
+    """Messages of user and assistant."""
+    images: list[Json] = field(default_factory=list)
+    """Parts of the next message."""
 
     @property
-    def messages(self) -> list[Message]:
-        """All of it, as the API takes it."""
+    def messages(self) -> list[Json]:
+        """All messages, as the API takes them."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
 
     def ask(self, text: str) -> None:
-        """Add what the user says."""
-        content: Any = [{"type": "text", "text": text}, *self.images] if self.images else text
+        """Add a message of the user."""
+        content: object = [{"type": "text", "text": text}, *self.images] if self.images else text
         self.said.append({"role": "user", "content": content})
         self.images = []
 
     def command(self, line: str) -> str:
-        """Do what a line with a slash says; what there is to say about it. Raises UsageError, and Ended."""
+        """Run a line that begins with a slash; return the text to show. Raises UsageError, and Ended."""
         name, _, rest = line.partition(" ")
         name, rest = _ALSO.get(name, name), rest.strip()
-        known = {one.split()[0]: one for one in COMMANDS}
+        known = {usage.split()[0]: usage for usage in COMMANDS}
         if name not in known:
             raise UsageError(f"there is no command {name}{nearest(name, [*known, *_ALSO])} (/help lists all)")
         if not rest and known[name].split()[-1] == "FILE":
@@ -79,7 +79,7 @@ class Conversation:
         return done
 
     def _help(self, _: str) -> str:
-        return "\n".join(f"  {one:20}{what}" for one, what in COMMANDS.items()) + f"\n{KEYS}"
+        return "\n".join(f"  {usage:20}{what}" for usage, what in COMMANDS.items()) + f"\n{KEYS}"
 
     def _exit(self, _: str) -> str:
         raise Ended
@@ -106,8 +106,8 @@ class Conversation:
     def _load(self, name: str) -> str:
         try:
             messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
-            good = all(one["role"] in ("system", "user", "assistant") and one["content"] is not None
-                       for one in messages)
+            good = all(message["role"] in ("system", "user", "assistant") and message["content"] is not None
+                       for message in messages)
         except OSError as error:
             raise UsageError(f"{name} cannot be read: {error.strerror}") from None
         except (ValueError, LookupError, TypeError):
@@ -122,7 +122,7 @@ class Conversation:
         if name:
             self.model = self.other(name)
         elif isinstance(self.model, Served):
-            return "\n".join(f"{'*' if one == self.model.name else ' '} {one}" for one in self.model.names())
+            return "\n".join(f"{'*' if name == self.model.name else ' '} {name}" for name in self.model.names())
         return f"{self.model.name} ({self.model.where})"
 
     def _set(self, text: str) -> str:

@@ -1,8 +1,8 @@
 """The agent: waits on a machine until a paired head wants a program of Tandem's run there, as sshd would with ssh.
 
-Two sockets: one for pairing, which anybody may reach and where only `pairing` happens; one for sessions, where CURVE
-lets in nobody but paired heads. A session is one program: a rank host, or the doctor's probe; nothing else can be asked
-for. It ends with the program, when the head closes it, or when nothing is heard of the head for a while.
+It has two sockets. Anybody may reach the one for pairing, where only `pairing` happens. CURVE lets paired heads alone
+into the one for sessions. A session is one program, a rank host or the doctor's probe, and nothing else can be started.
+It ends with the program, when the head closes it, or when nothing is heard of the head for a while.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import subprocess
 import time
 from collections.abc import Callable
 
-import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from tandem.borders import start_thread
 from tandem.env import child_environment
 from tandem.errors import ConfigError, TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S
@@ -26,23 +26,22 @@ from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.log import Seldom
 from tandem.processes.interpreter import module_command
 from tandem.protocol import agent
-from tandem.protocol.codec import Decoder
-from tandem.protocol.keys import HANDSHAKE_S
-from tandem.transport.guard import Guard
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import RANK_HOST
+from tandem.transport.bus import HubSocket
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
-PROGRAMS = {"rank-host": "tandem.launchers.rank_host", "probe": "tandem.doctor.probe"}
-"""What a head may have run, and the module that it is."""
+PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
+"""Programs that a head may start: name -> words after `python -m`."""
 PORT = 29640
-"""Of sessions; pairing has the next one."""
+"""Default port for sessions; pairing has the next one."""
 MOST_SESSIONS = 64
 MOST_AT_ONCE = 1000
 """Messages taken from a socket before anything else is looked at."""
-ENDING_MS, QUIET_MS = 50, 500
+ENDING_S, QUIET_S = 0.05, 0.5
 """Longest sleeps while a program ends, and else."""
-DOMAIN = "tandem-agent"
 UNPAIRED = "it is not paired with this head any more"
 END_S = 3.0
 """Seconds that a program gets to end by itself once its input is closed."""
@@ -51,79 +50,86 @@ MOST_UNREAD = 8 * 2**20
 
 
 class Session:
-    """A running program and its pipes. Nothing here waits: a program that does not read, or does not end, is no reason
-    to keep other heads waiting."""
+    """A running program, with a thread for each of its pipes. A program that does not read, or does not end, delays no
+    other head."""
 
-    def __init__(self, identity: bytes, owner: str, module: str) -> None:
-        """Start it for the head whose connection is `identity` and whose key is `owner`. Raises OSError."""
-        self.identity, self.owner = identity, owner
-        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True,
-                                         bufsize=0)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self.input, False)
+    def __init__(self, owner: str, program: str, on_output: Callable[[bytes], None]) -> None:
+        """Start `python -m program` for the head whose key is `owner`. `on_output` is called, in another thread, with
+        what it writes, and in the end with nothing. Raises OSError."""
+        self.owner = owner
+        self._process = subprocess.Popen(module_command(*program.split()), stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=child_environment(),
+                                         start_new_session=True)
+        self._on_output = on_output
+        self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._queued = self._written = 0
+        """Bytes for its input; a thread changes each."""
+        self.drained = False
+        """True when it has closed its output."""
         self.heard = time.monotonic()
-        self._unread = bytearray()
-        self._closing = False
         self.reason: str | None = None
-        """Why it is being ended; empty when it ended by itself, None while it shall run."""
+        """Why the session ends; empty when the program ended by itself, None while it runs."""
         self._deadline = 0.0
+        start_thread(self._write, name="input", on_failure=lambda _: None)
+        start_thread(self._read, name="output", on_failure=lambda _: None)
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
 
-    @property
-    def behind(self) -> bool:
-        """Something waits for the program to read it."""
-        return bool(self._unread)
+    def _write(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError), self._process.stdin as stdin:  # the program has ended, or closed its input
+            while data := self._input.get():
+                stdin.write(data)
+                stdin.flush()
+                self._written += len(data)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            while data := os.read(stdout.fileno(), CHUNK):
+                self._on_output(data)
+        self.drained = True
+        self._on_output(b"")
 
     def write(self, data: bytes) -> bool:
-        """To its standard input, as far as it reads; the rest is kept. False when too much is kept."""
-        if not self._closing:
-            self._unread += data
-        self.flush()
-        return len(self._unread) <= MOST_UNREAD
-
-    def flush(self) -> None:
-        """Write what was kept."""
-        try:
-            while self._unread:
-                del self._unread[:os.write(self.input, self._unread[:65536])]
-        except BlockingIOError:
-            return
-        except OSError:  # it has ended, or closed its input
-            self._unread.clear()
-        if self._closing and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
-    def close_input(self) -> None:
-        """When all is read."""
-        self._closing = True
-        self.flush()
+        """Queue bytes for its standard input; none close it, after those before. False when too many wait."""
+        self._queued += len(data)
+        self._input.put(data)
+        return self._queued - self._written <= MOST_UNREAD
 
     def end(self, reason: str) -> None:
-        """Close its input, at once; from now on `ended` says when it is over. The first reason counts."""
+        """Close its input; from now on `ended` tells when it is over. The first reason counts."""
         if self.reason is None:
             self.reason, self._deadline = reason, time.monotonic() + END_S
-            self._unread.clear()
-            self.close_input()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._input.get_nowait()
+            self.write(b"")
 
     def ended(self) -> int | None:
-        """Its exit code when it is over; one that has been told to end, and does not in time, is killed."""
+        """Return its exit code when it is over. Kill it when it was told to end and did not in time."""
+        if self.drained:
+            self.end("")
         code = self._process.poll()
         if code is None and self.reason is not None and time.monotonic() > self._deadline:
             self._process.kill()
-        if code is not None:
-            assert self._process.stdout is not None
-            self._process.stdout.close()
-            self._closing = True
-            self.flush()
-        return code
+        return None if self.reason is None else code
+
+
+class _SessionSocket(HubSocket[agent.SessionReply, agent.SessionRequest]):
+    """The socket at which paired heads open sessions."""
+
+    def take(self) -> tuple[bytes, str, agent.SessionRequest] | None:
+        """Next message as (connection, the head's public key, message); None when there is none. Raises TransportError
+        for bytes that are no message."""
+        try:
+            frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return None
+        return frames[0].bytes, str(frames[-1].get("User-Id")), self._decoder.decode(frames[-1].bytes)
 
 
 class Agent:
@@ -136,129 +142,91 @@ class Agent:
         self.pairing = AgentSide(name, identity.public)
         self._trust = trust
         self._sessions: dict[bytes, Session] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._trusted: tuple[set[str], tuple[int, int]] = set(), (-1, 0)
         """Keys, and as of what change; assigned at once, as two threads look."""
         self._look_at_keys()
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
-        self._commands = self._context.socket(zmq.ROUTER)
-        self._commands.curve_server = True
-        self._commands.curve_secretkey = identity.secret.encode()
-        self._commands.curve_publickey = identity.public.encode()
-        self._commands.zap_domain = DOMAIN.encode()
-        self._pairs = self._context.socket(zmq.ROUTER)
-        self._guards: list[Guard] = []
-        try:
-            self.port = self._bind(self._commands, host, port)
-            self._guards.append(Guard(self._commands, "agent's port"))
-            self.pair_port = self._bind(self._pairs, host, port + 1 if port else 0)
-            self._guards.append(Guard(self._pairs, "pairing port", keyless_s=LIFE_S))
-        except UsageError:
-            self.close()
-            raise
-        self._decode = Decoder[agent.SessionRequest](agent.SessionRequest).decode
-        self._decode_pair = Decoder[agent.PairRequest](agent.PairRequest).decode
         self._beaten = 0.0
-
-    def _bind(self, one: zmq.Socket[bytes], host: str, port: int) -> int:
-        one.linger = 500
-        one.maxmsgsize = MAX_FRAME
-        one.handshake_ivl = int(HANDSHAKE_S * 1000)
+        keys = ClusterKeys(identity.public, identity.secret, "", "")
         try:
-            one.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --port", param="port") from error
-        return int(one.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._commands = _SessionSocket(agent.SessionRequest, keys, host, port, name="agent's port",
+                                            max_frame=MAX_FRAME, linger_ms=500, admits=self.admits)
+            try:
+                self._pairs = HubSocket[agent.PairReply, agent.PairRequest](
+                    agent.PairRequest, None, host, port + 1 if port else 0, name="pairing port", max_frame=MAX_FRAME,
+                    linger_ms=500, keyless_s=LIFE_S)
+            except TransportError:
+                self._commands.close()
+                raise
+        except TransportError as error:
+            raise UsageError(f"{error.message}; choose another --port", param="port") from error
+        self.port, self.pair_port = self._commands.port, self._pairs.port
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq, in its thread, for each handshake with the peer's public key."""
-        return key.decode("ascii", errors="replace") in self._look_at_keys()
+    def admits(self, key: str) -> bool:
+        """True for the public key of a paired head; the socket's own thread asks at each handshake."""
+        return key in self._look_at_keys()
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Answer until `until` says so."""
+        """Answer until `until` returns True."""
         while not until():
-            poller = zmq.Poller()
-            for source in (self._commands, self._pairs):
-                poller.register(source, zmq.POLLIN)
-            running = [one for one in self._sessions.values() if one.reason is None]
-            outputs = {one.output: one for one in running}
-            inputs = {one.input: one for one in running if one.behind}
-            for descriptor in outputs:
-                poller.register(descriptor, zmq.POLLIN)
-            for descriptor in inputs:
-                poller.register(descriptor, zmq.POLLOUT)
-            ready = dict(poller.poll(ENDING_MS if len(running) < len(self._sessions) else QUIET_MS))
-            self._drain(self._commands, self._obey)  # all of them: what is read late was not said late
-            self._drain(self._pairs, self._pair)
-            for descriptor in ready:
-                if descriptor in outputs:
-                    self._pass_on(outputs[descriptor])
-                elif descriptor in inputs:
-                    inputs[descriptor].flush()
+            ending = any(session.reason is not None for session in self._sessions.values())
+            self._commands.wait(ENDING_S if ending else QUIET_S, self._pairs)
+            for _ in range(MOST_AT_ONCE):  # all of them: what is read late was not sent late
+                try:
+                    received = self._commands.take()
+                except TransportError as error:
+                    seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this "
+                                   "version?", error)
+                    continue
+                if received is None:
+                    break
+                self._obey(*received)
+            for _ in range(MOST_AT_ONCE):
+                try:
+                    request = self._pairs.receive()
+                except TransportError:
+                    continue  # anybody may knock
+                if request is None:
+                    break
+                self._pair(*request)
             self._watch()
 
-    def _drain(self, one: zmq.Socket[bytes], take: Callable[[list[zmq.Frame]], None]) -> None:
-        for _ in range(MOST_AT_ONCE):
-            try:
-                frames = one.recv_multipart(zmq.DONTWAIT, copy=False)
-            except zmq.Again:
-                return
-            take(frames)
-
-    def _obey(self, frames: list[zmq.Frame]) -> None:
-        identity, owner = frames[0].bytes, str(frames[-1].get("User-Id"))
-        try:
-            message = self._decode(frames[-1].bytes)
-        except TransportError as error:
-            seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this version?",
-                           error)
-            return
+    def _obey(self, identity: bytes, owner: str, message: agent.SessionRequest) -> None:
         session = self._sessions.get(identity)
         if owner not in self._trusted[0] and owner not in self._look_at_keys():  # it may be paired since a moment ago
-            self._send(identity, agent.Ended(255, UNPAIRED))
+            if session is None:  # else its end is reported
+                self._commands.post(identity, agent.Ended(255, UNPAIRED))
         elif isinstance(message, agent.OpenSession):
             self._open(identity, owner, message)
-        elif session is None:
-            self._send(identity, agent.Ended(255, "there is no such session"))
+        elif session is None or session.owner != owner:
+            self._commands.post(identity, agent.Ended(255, "there is no such session"))
         elif session.reason is None:
             session.heard = time.monotonic()
-            if isinstance(message, agent.Data):
-                if not session.write(message.data):
-                    session.end("it does not read what it is sent")
-            elif isinstance(message, agent.CloseInput):
-                session.close_input()
+            if isinstance(message, agent.Data) and not session.write(message.data):
+                session.end("it does not read what it is sent")
 
     def _open(self, identity: bytes, owner: str, message: agent.OpenSession) -> None:
-        module = PROGRAMS.get(message.program)
-        if module is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
-            self._send(identity, agent.Ended(255, f"{message.program} cannot be started here"))
-            return
-        try:
-            session = self._sessions[identity] = Session(identity, owner, module)
-        except OSError as error:
-            self._send(identity, agent.Ended(255, f"{message.program} cannot be started: {error.strerror}"))
+        program = PROGRAMS.get(message.program)
+        reason = ""
+        if program is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
+            reason = f"{message.program} cannot be started here"
+        else:
+            def pass_on(data: bytes) -> None:
+                self._commands.post(identity, agent.Data(data) if data else agent.Beat())  # either wakes this thread
+
+            try:
+                session = self._sessions[identity] = Session(owner, program, pass_on)
+            except OSError as error:
+                reason = f"{message.program} cannot be started: {error.strerror}"
+        if reason:
+            self._commands.post(identity, agent.Ended(255, reason))
             return
         log.info("a head has started a %s (process %d)", message.program, session.pid)
-        self._send(identity, agent.Beat())
+        self._commands.post(identity, agent.Beat())
 
-    def _pass_on(self, session: Session) -> None:
-        """Output of a program; its end when there is no more."""
-        if data := os.read(session.output, CHUNK):
-            self._send(session.identity, agent.Data(data))
-        else:
-            session.end("")
-
-    def _pair(self, received: list[zmq.Frame]) -> None:
-        frames = [frame.bytes for frame in received]
-        try:
-            request = self._decode_pair(frames[-1])
-        except TransportError:
-            return  # anybody may knock
+    def _pair(self, identity: bytes, request: agent.PairRequest) -> None:
         if isinstance(request, agent.PairHello) and not NAME.fullmatch(request.name):
             return
-        reply, head = self.pairing.answer(frames[0], request)
+        reply, head = self.pairing.answer(identity, request)
         if head is not None:
             try:
                 self._trust.add(head.name, Peer(head.public))
@@ -270,32 +238,31 @@ class Agent:
         if isinstance(reply, agent.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
                            reply.reason)
-        self._pairs.send_multipart([frames[0], msgspec.msgpack.encode(reply)])
+        with contextlib.suppress(TransportError):  # whoever asked has gone
+            self._pairs.send(identity, reply)
 
     def _watch(self) -> None:
-        """Beats, both ways; who is trusted; programs that have ended."""
+        """Send beats; end the sessions of silent and forgotten heads; report the programs that have ended."""
         now = time.monotonic()
         trusted = self._look_at_keys()
         beat = now - self._beaten >= BEAT_S
         self._beaten = now if beat else self._beaten
-        for session in list(self._sessions.values()):
+        for identity, session in list(self._sessions.items()):
             if session.owner not in trusted:
                 session.end(UNPAIRED)
             elif now - session.heard > SILENCE_S:
                 session.end("nothing was heard of the head")
-            if session.reason is not None:
-                self._bury(session)
-            elif beat:
-                self._send(session.identity, agent.Beat())
+            if not self._reported(identity, session) and session.reason is None and beat:
+                self._commands.post(identity, agent.Beat())
 
-    def _bury(self, session: Session) -> None:
-        """Say how a session has ended, if it has."""
+    def _reported(self, identity: bytes, session: Session) -> bool:
+        """Report how a session has ended, if it has."""
         if (code := session.ended()) is None:
-            return
-        del self._sessions[session.identity]
-        reason = session.reason or ""
-        self._send(session.identity, agent.Ended(code, reason))
-        log.info("process %d has ended with %d%s", session.pid, code, f": {reason}" if reason else "")
+            return False
+        del self._sessions[identity]
+        self._commands.post(identity, agent.Ended(code, session.reason or ""))
+        log.info("process %d has ended with %d%s", session.pid, code, f": {session.reason}" if session.reason else "")
+        return True
 
     def _look_at_keys(self) -> set[str]:
         """Whom this machine trusts now. Raises ConfigError at first."""
@@ -311,21 +278,12 @@ class Agent:
             self._trusted = keys, changed
         return keys
 
-    def _send(self, identity: bytes, message: agent.SessionReply) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the head has gone; silence ends the session
-            self._commands.send_multipart([identity, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
-
     def close(self) -> None:
         """End all sessions, and close."""
-        for session in list(self._sessions.values()):
-            session.end("the agent ends")
         while self._sessions:
-            for session in list(self._sessions.values()):
-                self._bury(session)
-            time.sleep(ENDING_MS / 1000)
-        for guard in self._guards:
-            guard.stop()
-        self._authenticator.stop()
-        for one in (self._commands, self._pairs):
-            one.close()
-        self._context.term()
+            for identity, session in list(self._sessions.items()):
+                session.end("the agent ends")
+                self._reported(identity, session)
+            self._commands.wait(ENDING_S)
+        self._commands.close()
+        self._pairs.close()

@@ -29,13 +29,13 @@ class Found:
 
 
 class Announcement:
-    """Announces an agent as long as it is open."""
+    """A context manager that announces an agent while it is open."""
 
     def __init__(self, name: str, port: int, facts: Mapping[str, str], addresses: Sequence[str]) -> None:
         """`addresses` are this machine's. Raises UsageError when the name is taken or there is no network."""
         self._info = ServiceInfo(SERVICE, f"{name}.{SERVICE}", port=port, server=f"{name}.tandem.local.",
                                  properties={key: value.encode()[:200] for key, value in facts.items()},
-                                 addresses=[socket.inet_aton(one) for one in addresses])
+                                 addresses=[socket.inet_aton(address) for address in addresses])
         self._zeroconf = _zeroconf()
         try:
             self._zeroconf.register_service(self._info)
@@ -67,7 +67,7 @@ class _Listener(ServiceListener):
 
 
 def find(seconds: float) -> list[Found]:
-    """Agents that answer within so many seconds, by name. Raises UsageError."""
+    """List the agents that answer within `seconds`, by name. Raises UsageError."""
     zeroconf, listener = _zeroconf(), _Listener()
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, listener)

@@ -1,4 +1,6 @@
-"""A session with an agent as a command, in the place of ssh: `python -m tandem.launchers.agent.link NAME PROGRAM`.
+"""The head's links to an agent: pairing, and a session as a command in the place of ssh.
+
+The command is `python -m tandem.launchers agent NAME PROGRAM`.
 
 Its standard input becomes the program's, the program's output becomes its own, and so does the exit code. 255 with a
 line that says why means that there was no session, as with ssh.
@@ -6,70 +8,107 @@ line that says why means that there was no session, as with ssh.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 import sys
 import time
+from contextlib import suppress
+from typing import TypeVar
 
-import msgspec
 import zmq
 
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
-from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
-from tandem.protocol.codec import Decoder
+from tandem.protocol.agent import (
+    Beat,
+    Data,
+    Ended,
+    OpenSession,
+    PairRefused,
+    PairReply,
+    PairRequest,
+    SessionReply,
+    SessionRequest,
+)
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import LAUNCHERS
 from tandem.system.privacy import silent_because
-from tandem.transport.security import MemberSocket
+from tandem.transport.bus import SpokeSocket
 
-MODULE = "tandem.launchers.agent.link"
 PREFIX = "agent:"
-"""Begins an `ssh` entry of a hosts file that is an agent's name."""
+"""Prefix of an `ssh` entry in a hosts file that names an agent."""
 FAILED = 255
+ANSWER_S = 5.0
+"""Seconds to wait for an agent's answer in a pairing."""
 BEAT_S, SILENCE_S = 2.0, 8.0
-"""Both ends say that they are there so often, and give the other up after so long."""
+"""Seconds between signs of life at both ends, and without one until the other end counts as lost."""
 MAX_FRAME = 1024 * 1024
 CHUNK = 64 * 1024
 
+T = TypeVar("T", bound=PairReply)
+
 
 def agent_name(ssh: str) -> str | None:
-    """The agent that an `ssh` entry names; None if it is for ssh."""
+    """Return the agent that an `ssh` entry names; None for an ssh destination."""
     return ssh.removeprefix(PREFIX) if ssh.startswith(PREFIX) else None
 
 
 def link_command(name: str, program: str) -> list[str]:
-    """The command that runs `program` on the machine of agent `name`."""
-    return module_command(MODULE, name, program)
+    """Return the command that runs `program` on the machine of agent `name`."""
+    return module_command(LAUNCHERS, "agent", name, program)
 
 
 def paired_agent(name: str) -> Peer:
-    """An agent that this user has paired with. Raises UsageError."""
+    """Return an agent that this user has paired with. Raises UsageError."""
     peer = Trust("head").peers().get(name)
     if peer is None:
         raise UsageError(f"agent {name} is not paired with this machine; `tandem hosts pair {name}`")
     return peer
 
 
-class HeadSession(MemberSocket):
+class PairingLink(SpokeSocket[PairRequest, PairReply]):
+    """The head's end of a pairing, over a socket without keys."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Connect; `ask` waits for the agent."""
+        super().__init__(PairReply, None, secrets.token_bytes(16), max_frame=CHUNK, linger_ms=0)
+        self._host, self._port = host, port
+        self._connect(f"tcp://{host}:{port}")
+
+    def ask(self, request: PairRequest, kind: type[T]) -> T:
+        """Send a request and return the agent's answer, which must be a `kind`. Raises UsageError."""
+        there = f"{self._host}:{self._port}"
+        self.send(request)
+        try:
+            reply = self.receive(ANSWER_S)
+        except TransportError as error:
+            raise UsageError(f"what answers at {there} is no agent of this version: {error}") from None
+        if reply is None:
+            why = silent_because(self._host, self._port)
+            raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running "
+                             "there, and the port open?")
+        if isinstance(reply, PairRefused):
+            raise UsageError(f"not paired: {reply.reason}")
+        if not isinstance(reply, kind):
+            raise UsageError(f"what answers at {there} does not keep to the order of pairing; try again")
+        return reply
+
+
+class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
     """The head's end of one session."""
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
-        """Nothing waits for the agent here."""
-        super().__init__(zmq.DEALER, ClusterKeys(peer.public, "", identity.public, identity.secret), MAX_FRAME,
-                         linger_ms=500)
+        """Ask for `program`; `run` waits for the agent."""
+        super().__init__(SessionReply, ClusterKeys(peer.public, "", identity.public, identity.secret),
+                         secrets.token_bytes(16), max_frame=MAX_FRAME, linger_ms=500, drops=True)
         self._address = peer.address
         self._connect(f"tcp://{peer.address}")
-        self._decode = Decoder[SessionReply](SessionReply).decode
-        self._send(OpenSession(program))
-
-    def _send(self, message: SessionRequest) -> None:
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
+        self.send(OpenSession(program))
 
     def run(self) -> tuple[int, str]:
-        """Carry standard input and output until the end. Exit code, and why if it is not the program's own."""
+        """Carry standard input and output until the end. Return the exit code, and why if it is not the program's."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(0, zmq.POLLIN)
@@ -79,7 +118,9 @@ class HeadSession(MemberSocket):
             now = time.monotonic()
             if self.socket in ready:
                 heard, ever = now, True
-                message = self._receive()
+                message = None
+                with suppress(TransportError):
+                    message = self.receive(0.0)
                 if isinstance(message, Ended):
                     return message.code, message.reason
                 if isinstance(message, Data):
@@ -87,12 +128,12 @@ class HeadSession(MemberSocket):
                     sys.stdout.buffer.flush()
             if 0 in ready:
                 data = os.read(0, CHUNK)
-                self._send(Data(data) if data else CloseInput())
+                self.send(Data(data))
                 if not data:
                     poller.unregister(0)
             if now - beaten >= BEAT_S:
                 beaten = now
-                self._send(Beat())
+                self.send(Beat())
             if now - heard > SILENCE_S:
                 if ever:
                     return FAILED, "nothing is heard of the agent any more"
@@ -101,16 +142,9 @@ class HeadSession(MemberSocket):
                 return FAILED, (f"the agent does not answer{f' ({why})' if why else ''}: is it running there, and "
                                 "still paired with this machine?")
 
-    def _receive(self) -> SessionReply | None:
-        try:
-            return self._decode(self.socket.recv())
-        except TransportError:
-            return None
 
-
-def main() -> int:
-    """Entry point."""
-    name, program = sys.argv[1:]
+def main(name: str, program: str) -> int:
+    """Run `program` on the machine of agent `name`; the program's exit code, or 255 after a line that tells why."""
     try:
         link = HeadSession(Trust("head").identity(), paired_agent(name), program)
     except UsageError as error:
@@ -126,6 +160,3 @@ def main() -> int:
         sys.stderr.write(printable(f"tandem: agent {name}: {reason}\n"))
     return code if code >= 0 else 128 - code
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Two machines that get to know each other's keys by a code of six digits that a person carries from one to the other.
+"""Pairing: two machines learn each other's keys by a code of six digits that a person carries between them.
 
 The exchange is SPAKE2 (Abdalla and Pointcheval, "Simple Password-Based Encrypted Key Exchange Protocols", CT-RSA 2005;
 RFC 9382 describes it too) as the `spake2` package has it, which magic-wormhole uses for its short codes: group Ed25519,
@@ -52,11 +52,11 @@ class HeadSide:
         self._exchange = SPAKE2_A(digits.encode(), idA=_identity(own), idB=_identity(agent))
 
     def start(self) -> PairStart:
-        """What to send first."""
+        """Return the first message of the exchange."""
         return PairStart(self._exchange.start())
 
     def confirm(self, reply: PairElement) -> PairConfirm:
-        """What to send for the agent's element. Raises UsageError."""
+        """Return the answer to the agent's element. Raises UsageError."""
         key = _finish(self._exchange, reply.element)
         if key is None:
             raise UsageError(_WRONG)
@@ -64,13 +64,13 @@ class HeadSide:
         return PairConfirm(_proof(key, b"head"))
 
     def check(self, reply: PairProof) -> None:
-        """The agent's proof. Raises UsageError when it is not one: then the agent is not to be trusted."""
+        """Check the agent's proof. Raises UsageError when it is wrong: then the agent must not be trusted."""
         if not hmac.compare_digest(reply.proof, _proof(self._key, b"agent")):
             raise UsageError(_WRONG)
 
 
 class AgentSide:
-    """The agent's end: one code, and the runs of those who try it. Pure but for the clock."""
+    """The agent's end: one code, and the runs that try it. Pure but for the clock."""
 
     def __init__(self, name: str, public: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._identity = PairIdentity(name, public)
@@ -82,7 +82,7 @@ class AgentSide:
         self._keys: dict[bytes, bytes] = {}
 
     def open(self) -> str:
-        """Draw a code, which replaces any other; to be shown to a person."""
+        """Draw a code to show to a person; it replaces any other."""
         self._code = f"{secrets.randbelow(10 ** DIGITS):0{DIGITS}d}"
         self._until, self._left = self._clock() + LIFE_S, ATTEMPTS
         self._heads.clear()
@@ -91,11 +91,11 @@ class AgentSide:
 
     @property
     def is_open(self) -> bool:
-        """There is a code that can be tried, or whose proof is awaited."""
+        """True while a code can be tried, or its proof is awaited."""
         return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
 
     def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
-        """The reply to one of the `peer`s, and the head to trust when that is the last word."""
+        """Return the reply to a `peer`, and the head to trust when the exchange is complete."""
         if not self.is_open:
             self._code = None
             return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
@@ -133,8 +133,8 @@ class AgentSide:
         return PairProof(_proof(key, b"agent")), head
 
 
-def _identity(one: PairIdentity) -> bytes:
-    return f"{one.name} {one.public}".encode()
+def _identity(side: PairIdentity) -> bytes:
+    return f"{side.name} {side.public}".encode()
 
 
 def _proof(key: bytes, role: bytes) -> bytes:
@@ -142,7 +142,7 @@ def _proof(key: bytes, role: bytes) -> bytes:
 
 
 def _finish(exchange: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
-    """The common key; None for what is no element of the other side's."""
+    """Return the common key; None when `element` is not one of the other side."""
     try:
         key: bytes = exchange.finish(element)
     except Exception:  # noqa: BLE001 - the package raises bare assertions, ValueErrors and errors of its own

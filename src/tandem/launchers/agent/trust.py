@@ -1,4 +1,4 @@
-"""Who this machine is to others, and whom it trusts: CURVE keys in files that only this user can read."""
+"""Identity and trusted peers of this machine: CURVE keys in files that only this user can read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Identity(Struct, frozen=True):
 
 
 class Peer(Struct, frozen=True):
-    """Somebody who has been paired with."""
+    """A machine that was paired with this one."""
 
     public: str
     address: str = ""
@@ -41,10 +41,10 @@ class Trust:
         self._directory = state_dir() / role
 
     def identity(self) -> Identity:
-        """This machine's own keys, drawn at the first call. Raises ConfigError."""
+        """Return this machine's own keys, and draw them at the first call. Raises ConfigError."""
         path = self._directory / "identity.json"
-        if (found := _read(path, Identity)) is not None:
-            return found
+        if (known := _read(path, Identity)) is not None:
+            return known
         public, secret = zmq.curve_keypair()
         identity = Identity(public.decode(), secret.decode())
         _write(path, identity)
@@ -55,19 +55,19 @@ class Trust:
         return _read(self._directory / "peers.json", dict[str, Peer]) or {}
 
     def changed_at(self) -> tuple[int, int]:
-        """Something that is another after each change of `peers`."""
+        """Return a value that differs after each change of `peers`."""
         try:
-            found = (self._directory / "peers.json").stat()
+            status = (self._directory / "peers.json").stat()
         except OSError:
             return 0, 0
-        return found.st_mtime_ns, found.st_ino
+        return status.st_mtime_ns, status.st_ino
 
     def add(self, name: str, peer: Peer) -> None:
-        """Trust a peer from now on; one of that name is replaced."""
+        """Add a peer, or replace the one of that name."""
         _write(self._directory / "peers.json", {**self.peers(), name: peer})
 
     def forget(self, name: str) -> None:
-        """Trust it no longer. Raises UsageError when it was not."""
+        """Remove a peer. Raises UsageError when there is none of that name."""
         peers = self.peers()
         if name not in peers:
             raise UsageError(f"{name} is not paired; there is: {', '.join(peers) or 'none'}")
@@ -75,7 +75,7 @@ class Trust:
 
 
 def checked_name(name: str) -> str:
-    """A name that can stand in files and tables. Raises ConfigError."""
+    """Return the name if it can stand in files and tables. Raises ConfigError."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a machine's name: use up to 63 letters, digits and ._-", param="name")
     return name

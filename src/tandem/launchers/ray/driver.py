@@ -1,50 +1,49 @@
-"""The Ray driver (launchers/ray/launcher.py) as its parent sees it: a child process with a link."""
+"""The Ray driver (driver_process.py), and other processes that speak to Ray, as their parent sees them."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-import os
 import queue
-import socket
+import signal
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from tandem.borders import start_thread
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.ray.nodes import RayNode
-from tandem.processes.child import ChildProcess
+from tandem.launchers.ray.nodes import NodeList, RayNode
+from tandem.launchers.ssh import HostProcess
 from tandem.processes.interpreter import module_command
 from tandem.protocol import placement
 from tandem.protocol.codec import UNREADABLE
+from tandem.protocol.payloads import LAUNCHERS
 
 T = TypeVar("T")
 OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
-MODULE = "tandem.launchers.ray.launcher"
 CONNECT_S = 30.0
-"""Seconds that the driver gets to connect. It gives up by itself sooner, unless what is there never answers."""
+"""Seconds for the driver to connect. It gives up by itself sooner, unless the other end never answers."""
 NEW_S = 120.0
-"""Seconds in which a new cluster must be up."""
+"""Seconds for a new cluster to start."""
 END_S = 5.0
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Environment of what shows the user's Ray token."""
+"""Environment of processes that show the user's Ray token."""
 LAST_WORDS = 20
-"""Lines of the driver's output that are kept for the message when it dies."""
+"""Number of lines of the driver's output that are kept for the message when it dies."""
 
 
-def ray_variables() -> dict[str, str | None]:
-    """Environment of the driver, and of a cluster that it starts; what the user has set stays."""
+def ray_variables(token: bool = False) -> dict[str, str | None]:
+    """Return the environment of the driver, and of a cluster that it starts; what the user has set stays. With `token`
+    it shows the user's Ray token."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -57,7 +56,25 @@ def ray_variables() -> dict[str, str | None]:
     }
     if sys.platform == "darwin":
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
-    return {name: variable(name) or value for name, value in wanted.items()}
+    return {**{name: variable(name) or value for name, value in wanted.items()}, **(TOKEN if token else {})}
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Keep the handler of SIGTERM during `ray.init`.
+
+    Ray puts a handler of its own in place, which ends the process with code 15, and in front of it one of absl's, whose
+    alarm aborts the process (SIGABRT) when it has not ended 3 s after the signal. Where nothing handled SIGTERM before,
+    Ray's handler stays, without the alarm.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            now = signal.getsignal(signal.SIGTERM)
+            # Also where it is the same: to set it takes absl's out of its way.
+            signal.signal(signal.SIGTERM, now if before in (signal.SIG_DFL, None) else before)
 
 
 def _check_installed() -> None:
@@ -66,55 +83,38 @@ def _check_installed() -> None:
                          "checkout", param="launcher")
 
 
-class RayDriver:
-    """Starts the driver and speaks with it."""
+class RayDriver(HostProcess):
+    """Starts the driver and speaks with it, by lines of JSON on its standard input and output."""
 
     def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
-        """`address` and `start_units` as in `DriverPayload` (None: what RAY_ADDRESS says, else auto); `on_host`
-        is called in another thread. With `token` it shows the user's Ray token.
+        """`address`: host:port of the cluster, `auto` for the one of this machine, `new` for one to be started with
+        room for `start_units` ranks; None: what RAY_ADDRESS names, else `auto`. `on_host` is called in another thread.
+        With `token` it shows the user's Ray token.
 
         Raises UsageError when Ray is not installed.
         """
         _check_installed()
-        self._address = address or variable("RAY_ADDRESS") or "auto"
-        payload = placement.DriverPayload(address=self._address, start_units=start_units,
-                                lock=str((runtime_dir() / "ray-placement.lock").absolute()))
+        self._address = cluster_address(address)
         self._on_host = on_host
         self._news: queue.Queue[placement.DriverMessage | None] = queue.Queue()
-        self._closed = False
-        self._link, far = socket.socketpair()
-        variables = ray_variables() | (TOKEN if token else {})
-        reading, writing = os.pipe()
-        with far, open(writing, "wb"):
-            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(variables),
-                                         name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
-                                         output=writing)
+        lock = str((runtime_dir() / "ray-placement.lock").absolute())
+        super().__init__(module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
+                         ray_variables(token), stderr=subprocess.PIPE)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        start_thread(lambda: self._read_words(reading), name="ray-words")
-        start_thread(self._read, name="ray-driver", on_failure=self._broken)
+        self._follow(self._process.stdout, self._take, "ray-driver", lambda: self._news.put(None))
+        self._follow(self._process.stderr, self._keep, "ray-words")
 
-    def _read_words(self, reading: int) -> None:
-        """What Ray prints: much, and of little use unless the driver dies of it."""
-        with open(reading, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                self._last_words.append(line.rstrip())
-                log.debug("ray: %s", line.rstrip())
+    def _keep(self, line: bytes) -> None:
+        """Keep what Ray prints: much, and of little use unless the driver dies of it."""
+        self._last_words.append(line.decode(errors="replace").rstrip())
+        log.debug("ray: %s", self._last_words[-1])
 
-    def _read(self) -> None:
-        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
-            for line in lines:
-                message = msgspec.json.decode(line, type=placement.DriverMessage)
-                if isinstance(message, placement.HostOutput | placement.HostEnded):
-                    self._on_host(message)
-                else:
-                    self._news.put(message)
-        self._closed = True
-        self._news.put(None)
-
-    def _broken(self, error: BaseException) -> None:
-        """Nothing of the driver is heard any more, as if it had ended."""
-        self._closed = True
-        self._news.put(None)
+    def _take(self, line: bytes) -> None:
+        message = msgspec.json.decode(line, type=placement.DriverMessage)
+        if isinstance(message, placement.HostOutput | placement.HostEnded):
+            self._on_host(message)
+        else:
+            self._news.put(message)
 
     def connect(self) -> placement.Connected:
         """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""
@@ -125,20 +125,12 @@ class RayDriver:
                              "does a firewall let Ray's ports through?")
         return message
 
-    @property
-    def ended(self) -> bool:
-        """It is no more."""
-        return self._closed or self._process.poll() is not None
-
-    def send(self, request: placement.PlaceRanks) -> None:
-        """Raises RankFailure when the driver has ended."""
-        try:
-            self._link.sendall(msgspec.json.encode(request) + b"\n")
-        except OSError as error:
-            raise RankFailure("the connection to the Ray cluster is lost") from error
+    def place(self, request: placement.PlaceRanks) -> None:
+        """Ask for places; the answer is the `next` message. A driver that has ended hears nothing."""
+        self.tell(msgspec.json.encode(request))
 
     def next(self, timeout_s: float) -> placement.DriverMessage | None:
-        """Its next message; None when `timeout_s` seconds pass.
+        """Return its next message; None when `timeout_s` seconds pass.
 
         Raises UsageError for what the user must mend, RankFailure when the driver has ended.
         """
@@ -149,54 +141,55 @@ class RayDriver:
         if isinstance(message, placement.ClusterRefused):
             raise UsageError(message.message)
         if message is None:
+            self._news.put(None)
             raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
                               details="\n".join(self._last_words))
         return message
 
     def close(self) -> None:
-        """End it; Ray then ends what it placed."""
-        with contextlib.suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)
-        if not self._process.wait(END_S):
-            self._process.kill()
-            self._process.wait(END_S)
-        self._link.close()
+        """End the driver; Ray then ends what it placed."""
+        self.end(END_S)
+
+
+def cluster_address(address: str | None) -> str:
+    """Return the address of the cluster to use: the named one, else that of RAY_ADDRESS, else `auto`."""
+    return address or variable("RAY_ADDRESS") or "auto"
 
 
 def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
-    """For the doctor: nodes of the cluster at `address` (see `RayDriver`), and whether it wants the user's token.
+    """Return the nodes of the cluster at `address` (as for `RayDriver`), and whether it wants the user's token.
 
     Raises UsageError.
     """
     _check_installed()
-    return _with_token(address, lambda token: (_ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token))
+    return _with_token(address, lambda token: (
+        list_nodes(cluster_address(address), ray_variables(token), CONNECT_S).nodes, token))
 
 
-def _ask_nodes(address: str, token: bool) -> list[RayNode]:
-    command = module_command(MODULE, "nodes", address)
+def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: float) -> NodeList:
+    """List a cluster's nodes by another process, with `variables` in its environment. Raises UsageError."""
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
-                              env=child_environment(ray_variables() | (TOKEN if token else {})))
+        done = subprocess.run(module_command(LAUNCHERS, "ray", "nodes", address), capture_output=True,
+                              stdin=subprocess.DEVNULL, timeout=timeout_s, env=child_environment(variables))
     except subprocess.TimeoutExpired:
-        raise UsageError(f"no Ray head has answered at {address} within {CONNECT_S:.0f} s") from None
+        raise UsageError(f"no Ray head has answered at {address} within {timeout_s:.0f} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
     try:
-        nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
-    except UNREADABLE as error:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=NodeList)
+    except (*UNREADABLE, IndexError) as error:
         raise UsageError(f"what the Ray cluster says of its nodes cannot be read: {error}") from None
-    return nodes
 
 
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
-    """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
+    """Return the command, in ssh's place, that runs a module on a node; it needs `ray_variables` in its environment."""
     shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
-    return [*shown, *module_command(MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module)]
+    return [*shown, *module_command(LAUNCHERS, "ray", "run", cluster_address(address), node_id, module)]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:
-    """A driver that is connected, with the user's Ray token if that is what the cluster wants.
+    """Return a connected driver, which shows the user's Ray token if the cluster wants it.
 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
     tried second. Raises UsageError and RankFailure.
@@ -213,7 +206,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
 
 
 def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
-    """Attempt it without the user's token and, where that is refused and there is one, with it."""
+    """Attempt without the user's token and, where that is refused and there is a token, with it."""
     has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
                  or (Path.home() / ".ray" / "auth_token").exists())
     try:
@@ -226,7 +219,7 @@ def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
 
 @contextmanager
 def new_cluster(units: int) -> Iterator[str]:
-    """A Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; gives its address.
+    """Run a Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; yield its address.
 
     Raises UsageError and RankFailure.
     """

@@ -1,350 +1,155 @@
-"""The Ray driver: the one process that speaks to Ray, and the only module that imports it.
-
-It is a process of its own beside the engine, since Ray ends a driver whose node is lost and takes over its signals,
-while an engine must keep its requests. It reserves a device for each rank with a placement group and keeps an actor
-on each, which starts the rank host there and watches it. When the driver ends, however it ends, Ray ends the actors,
-and with them go rank hosts and ranks.
-
-Ray pickles what its calls carry. All that Tandem puts into them and takes out of them are bytes and strings.
-"""
+"""Rank hosts on the nodes of a Ray cluster. A process of its own speaks to Ray (driver_process.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import msgspec
-import ray
-from msgspec.structs import replace
-from ray._private.state import available_resources_per_node
-from ray.util import get_node_ip_address, placement_group_table, remove_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from tandem.config.settings import Settings
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.hosts import HostsLauncher, copy_line
+from tandem.launchers.machines import ranks_of
+from tandem.launchers.ray.driver import RayDriver, connected_driver
+from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 
-from tandem.borders import own_process, start_thread
-from tandem.env import child_environment
-from tandem.errors import UsageError
-from tandem.launchers.facts import is_own
-from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
-from tandem.launchers.ray.sigterm import sigterm_kept
-from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.processes.interpreter import module_command
-from tandem.protocol.payloads import HostPayload
-from tandem.protocol.placement import (
-    ClusterRefused,
-    Connected,
-    DriverMessage,
-    DriverPayload,
-    HostEnded,
-    HostOutput,
-    Placed,
-    PlaceRanks,
-    Shortage,
-)
+log = logging.getLogger(__name__)
 
-RANK_HOST_MODULE = "tandem.launchers.rank_host"
-NEW = "new"
-POLL_S = 0.3
-"""Seconds between looks at whether there is room."""
-RESERVE_S = 5.0
-"""Seconds that Ray gets to reserve what looked free; then the nodes are chosen anew."""
-REACH_S = 2.0
-"""Seconds in which a node must accept a connection at the address that it advertises."""
-REACH_AT_ONCE = 16
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Of a cluster that Tandem starts; nothing large goes through Ray. It takes no less."""
+FIRST_PATIENCE_S = 5.0
+"""Seconds until a shortage for the first gang is reported: a cluster without room will hardly get any."""
+PATIENCE_S = 15.0
+"""Seconds until a shortage is reported after a node was lost: it may return, or another be added."""
+JOIN_S = 10.0
+"""Seconds for which a rank host tries to join."""
+START_S = 60.0
+"""Seconds from the reservation until all rank hosts have joined."""
 
 
-class Driver:
-    """Connected to a cluster; places one gang's rank hosts after the other."""
+@dataclass
+class _Placement:
+    """Rank hosts that are placed together; lists are by rank."""
 
-    def __init__(self, payload: DriverPayload, link: socket.socket) -> None:
-        """Connect. Raises UsageError."""
-        self._lock_path = payload.lock
-        self._link = link
-        self._sending = threading.Lock()
-        self._cluster = _connect(payload)
-        self._here = get_node_ip_address()
-        self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
-        self._closing = False
-        self._send(Connected(self._cluster, self._here))
+    number: int
+    tickets: list[str]
+    nodes: list[str] = field(default_factory=list)
+    """Node ids; empty until devices are reserved."""
+    places: list[str] = field(default_factory=list)
+    """Addresses and names of the nodes."""
+    deadline: float = 0.0
+    """Time of the monotonic clock by which all must have joined."""
+    served: bool = False
+    """True once all have joined: a host that is missing then was lost."""
+    ended: dict[int, str] = field(default_factory=dict)
+    words: dict[int, str] = field(default_factory=dict)
+    """The last line of each rank host."""
 
-    def serve(self) -> None:
-        """Answer the engine until it closes the link."""
-        with self._link.makefile("rb") as lines:
-            for line in lines:
-                request = msgspec.json.decode(line, type=PlaceRanks)
-                try:
-                    self._release()
-                    self._place(request)
-                except UsageError as error:
-                    self._send(ClusterRefused(error.message))
-                except ray.exceptions.RayError as error:
-                    sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
 
-    def close(self) -> None:
-        """End what was placed, and the cluster if it is this driver's own."""
-        self._closing = True
-        self._release()
-        ray.shutdown()
+class RayLauncher(HostsLauncher):
+    """Places each rank on a device of the cluster. When a rank host is lost, all are placed anew: the other places may
+    have to change, and the ranks restart in any case."""
 
-    def _send(self, message: DriverMessage) -> None:
-        with self._sending:
-            self._link.sendall(msgspec.json.encode(message) + b"\n")
+    def __init__(self, settings: Settings) -> None:
+        """Connect to the cluster (see `RayDriver`). Raises UsageError and RankFailure."""
+        parallel = settings.parallel
+        self._cluster = parallel.ray_address
+        self._ranks = ranks_of(parallel)
+        self._placements = 0
+        self._current: _Placement | None = None
+        self._driver: RayDriver | None = None
+        here = self._connect()
+        try:
+            if (wanted := parallel.head_address) not in (None, here):
+                raise UsageError(f"--head-address {wanted}: the Ray node on this machine advertises {here}, and "
+                                 "ranks go by the addresses of nodes; run `ray start` here with "
+                                 f"--node-ip-address={wanted}, or leave --head-address out", param="head_address")
+            self._here = here
+            super().__init__(parallel, bind=here, log_level=settings.process.log_level)
+        except BaseException:
+            self.release()
+            raise
 
-    # --- placement ---
+    def _connect(self) -> str:
+        """Start a driver, and return the address of this machine's node."""
+        self._driver, connected = connected_driver(self._cluster, self._ranks, self._on_host)
+        log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
+        return connected.here
 
-    def _place(self, request: PlaceRanks) -> None:
-        deadline = time.monotonic() + request.patience_s
-        while (nodes := self._reserve(len(request.payloads), request.avoid)) is None:
-            if time.monotonic() > deadline:
-                self._send(Shortage(shortage(nodes_of_cluster(), len(request.payloads), self._cluster)))
-                return
-            time.sleep(POLL_S)
-        self._send(Placed([node.node_id for node in nodes], [node.where for node in nodes]))
-        for rank, node in enumerate(nodes):
-            self._start(request, rank, node)
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Take a missing rank host for a lost one."""
+        if self._current is not None:
+            self._current.served = True
 
-    def _reserve(self, count: int, avoid: list[str]) -> list[RayNode] | None:
-        """Choose nodes and reserve a device for each rank; None when there is no room. Raises UsageError.
-
-        Under a lock, so that replicas that start together see one another's reservations.
-        """
-        with _locked(self._lock_path):
-            nodes = choose(nodes_of_cluster(), count, self._here, avoid)
-            if nodes is None:
-                return None
-            check_addresses(nodes, self._here)
-            self._group = placement_group([node.bundle for node in nodes], strategy="PACK",
-                                          bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in nodes])
-            if self._group.wait(RESERVE_S):
-                return nodes
-        self._release()
+    def present(self, count: int) -> list[int] | None:
+        """Return None: all ranks or none are placed, wherever Ray has room."""
         return None
 
-    # --- actors ---
-
-    def _start(self, request: PlaceRanks, rank: int, node: RayNode) -> None:
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        resources = {name: amount for name, amount in node.bundle.items() if name != "GPU"}
-        actor = ray.remote(Program).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
-                                            scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST_MODULE)
-        self._actors.append(actor)
-        payload = replace(msgspec.json.decode(request.payloads[rank], type=HostPayload), address=node.address)
-        actor.write.remote(msgspec.json.encode(payload) + b"\n")
-        lines = actor.read.options(num_returns="streaming").remote(node.address)
-        start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
-
-    def _watch(self, placement: int, rank: int, place: str, lines: Iterator[Any]) -> None:
-        """Pass on what a rank host writes, and how it ends."""
+    def bring(self, missing: list[int], *, first: bool) -> None:
+        """Have devices reserved and rank hosts started, and check the progress."""
+        kind = UsageError if first else RankFailure
         try:
-            for line in lines:
-                text = ray.get(line).decode(errors="replace").rstrip("\n")
-                self._send(HostOutput(placement, rank, place, text))
-            reason = "has ended"
-        except ray.exceptions.RayError as error:
-            reason = _reason(error)
-        if not self._closing:
-            self._send(HostEnded(placement, rank, reason))
+            if self._driver is None or self._driver.poll() is not None:
+                self.release()
+                self._connect()
+            if self._current is None or self._current.served:
+                self._current = self._ask(missing, first=first)
+            self._listen(self._current)
+            self._check(self._current, missing, kind)
+        except (UsageError, RankFailure) as error:
+            self._current = None
+            raise kind(error.message) from error
 
-    def _release(self) -> None:
-        """End actors and give the devices back."""
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+    def _ask(self, missing: list[int], *, first: bool) -> _Placement:
+        lost = [self._current.nodes[rank] for rank in missing] if self._current is not None else []
+        self._placements += 1
+        payloads = [self.invite(slot, self._here, join_timeout=JOIN_S) for slot in range(self._ranks)]
+        placement = _Placement(self._placements, [payload.ticket for payload in payloads])
+        assert self._driver is not None
+        self._driver.place(PlaceRanks(placement.number, payloads, lost,
+                                      FIRST_PATIENCE_S if first else PATIENCE_S))
+        return placement
 
+    def _listen(self, placement: _Placement) -> None:
+        """Take the driver's messages."""
+        assert self._driver is not None
+        while (message := self._driver.next(0.0)) is not None:
+            if isinstance(message, Placed):
+                placement.nodes, placement.places = message.nodes, message.places
+                placement.deadline = time.monotonic() + START_S
+                log.info("ranks go to Ray nodes %s", ", ".join(message.places))
 
-def nodes_of_cluster() -> list[RayNode]:
-    """The cluster's nodes. What is free is known with some delay, what is reserved at once: the lesser counts."""
-    available = available_resources_per_node()
-    reserved: dict[str, dict[str, float]] = {}
-    for group in placement_group_table().values():
-        if group["state"] == "REMOVED":
-            continue
-        for index, node_id in group["bundles_to_node_id"].items():
-            taken = reserved.setdefault(node_id, {})
-            for name, amount in group["bundles"][index].items():
-                taken[name] = taken.get(name, 0.0) + amount
-    with ThreadPoolExecutor(REACH_AT_ONCE) as pool:
-        troubles = pool.map(_trouble, listed := ray.nodes())
-    nodes = []
-    for node, trouble in zip(listed, troubles, strict=True):
-        node_id, total = node["NodeID"], node["Resources"]
-        unused, taken = available.get(node_id, {}), reserved.get(node_id, {})
-        free = {name: min(unused.get(name, 0.0), amount - taken.get(name, 0.0)) for name, amount in total.items()}
-        nodes.append(RayNode(node_id, node["NodeManagerAddress"], node["NodeManagerHostname"], total, free,
-                             trouble))
-    return nodes
+    def _check(self, placement: _Placement, missing: list[int], kind: type[UsageError | RankFailure]) -> None:
+        """Raise when a rank host has ended before it joined, or takes too long."""
+        for rank in missing:
+            if rank in placement.ended:
+                said = self.roster.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
+                raise kind(f"the rank host on Ray node {placement.places[rank]} {placement.ended[rank]}"
+                           f"{': ' if said else ''}{said}")
+        if placement.nodes and time.monotonic() > placement.deadline:
+            raise kind(self.describe_missing(missing))
 
-
-class Program:
-    """Actor on a node: keeps a Python module running there, whose input and output somebody else carries."""
-
-    def __init__(self, module: str) -> None:
-        # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
-        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=child_environment({"OMP_NUM_THREADS": None}),
-                                         start_new_session=True)
-
-    def write(self, data: bytes) -> None:
-        """To its standard input, which ends with this process, or with an empty write."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-            if not data:
-                self._process.stdin.close()
-
-    def read(self, address: str = "") -> Iterator[bytes]:
-        """Yield its output by lines, until it ends. Raises UsageError when the machine does not have the `address` that
-        its node advertises."""
-        if address and not is_own(address):
-            raise UsageError(f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
-                             "machine does not have; start Ray there with --node-ip-address=ADDRESS, one of its own")
-        assert self._process.stdout is not None
-        while line := self._process.stdout.readline():
-            yield line
-        self._process.wait()
-
-
-def _run_there(address: str, node_id: str, module: str) -> None:
-    """Run a module on a node with this process's standard input and output, as ssh would. Raises UsageError."""
-    _connect(DriverPayload(address=address, start_units=0, lock=""))
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = ray.remote(Program).options(num_cpus=0, max_concurrency=2, scheduling_strategy=strategy).remote(module)
-
-    def pass_on() -> None:
-        while data := os.read(0, 65536):
-            ray.get(actor.write.remote(data))
-        actor.write.remote(b"")
-
-    start_thread(pass_on, name="input")
-    try:
-        for line in actor.read.options(num_returns="streaming").remote():
-            sys.stdout.buffer.write(ray.get(line))
-            sys.stdout.buffer.flush()
-    except ray.exceptions.RayError as error:
-        raise UsageError(f"the Ray node cannot run it: {_reason(error)}") from None
-    finally:
-        ray.kill(actor)
-
-
-def _list(address: str) -> None:
-    """Print the nodes that are up, and those that advertise an address at which they are not reached, as JSON."""
-    _connect(DriverPayload(address=address, start_units=0, lock=""))
-    sys.stdout.buffer.write(msgspec.json.encode(nodes_of_cluster()))
-
-
-def _connect(payload: DriverPayload) -> str:
-    """Connect to the cluster, or start one, and return its address. Raises UsageError."""
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "tandem"}
-    address = payload.address
-    if address == NEW:
-        address, size = "local", {"num_cpus": payload.start_units, "resources": {UNIT: payload.start_units}}
-        quiet |= {**size, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    elif address != "auto":
-        _check_answers(address)
-    try:
-        with sigterm_kept():
-            return str(ray.init(address=address, **quiet).address_info["gcs_address"])
-    except ConnectionError as error:
-        raise UsageError(f"this machine is no node of a Ray cluster, or not of that at {address} ({_line(error)}). Run "
-                         f"`ray start --head --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'` here or, to "
-                         f"join a cluster, with --address=HEAD:6379 instead of --head; or give --ray-address {NEW}"
-                         ) from None
-    except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise UsageError(f"cannot use the Ray cluster at {address}: {_line(error)}") from None
-
-
-def _trouble(node: dict[str, Any]) -> str:
-    """Why ranks could not be placed on a node, as far as this machine can tell."""
-    if not node["Alive"]:
-        return ("is lost; if it is up, it advertises an address that the head does not reach: start Ray there with "
-                "--node-ip-address=ADDRESS, one that other machines reach")
-    address, port = node["NodeManagerAddress"], node["NodeManagerPort"]
-    try:
-        socket.create_connection((address, port), timeout=REACH_S).close()
-    except OSError as error:
-        return (f"cannot be reached from here at the address that it advertises ({error.strerror or error}); if it is "
-                "up, start Ray there with --node-ip-address=ADDRESS, one that other machines reach")
-    return ""
-
-
-def _line(error: Exception) -> str:
-    try:
-        return " ".join(str(error).split()) or type(error).__name__
-    except Exception:  # noqa: BLE001 - some of Ray's errors cannot be printed where a part of them is missing
-        return type(error).__name__
-
-
-def _reason(error: ray.exceptions.RayError) -> str:
-    """Why a rank host is no more, in one line."""
-    if isinstance(error, ray.exceptions.RayTaskError) and (cause := getattr(error, "cause", None)) is not None:
-        return _line(cause)
-    if isinstance(error, ray.exceptions.ActorUnavailableError | ray.exceptions.NodeDiedError):
-        return "was lost with its node, or with the Ray processes there"
-    return _line(error)
-
-
-def _check_answers(address: str) -> None:
-    """Raises UsageError when nothing listens at the head's `address`: Ray would try for much longer."""
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        raise UsageError(f"--ray-address {address}: must be HOST:PORT of the cluster's head, auto or new; ray:// "
-                         "addresses are not supported, since ranks must be able to connect to this machine")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
-    except OSError as error:
-        raise UsageError(f"--ray-address {address}: nothing answers there ({error.strerror or error}); is Ray "
-                         "running on the head?") from None
-
-
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def main() -> None:
-    """Entry point: settings on standard input, the link to the engine as a file descriptor in the arguments. Or, with
-    `nodes ADDRESS` or `run ADDRESS NODE MODULE`, what the doctor asks for."""
-    os.chdir("/")  # Ray has its workers import from the directory that a driver works in, before all others
-    if sys.argv[1] in ("nodes", "run"):
-        try:
-            return _list(sys.argv[2]) if sys.argv[1] == "nodes" else _run_there(*sys.argv[2:])
-        except UsageError as error:
-            sys.exit(f"tandem: {error.message}")
-    own_process()
-    payload = msgspec.json.decode(receive_payload(), type=DriverPayload)
-    watch_lifeline()
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        try:
-            driver = Driver(payload, link)
-        except UsageError as error:
-            link.sendall(msgspec.json.encode(ClusterRefused(error.message)) + b"\n")
+    def _on_host(self, news: HostOutput | HostEnded) -> None:
+        """Take a line of a rank host, or its end, in the driver's thread."""
+        placement = self._current
+        if isinstance(news, HostOutput):
+            copy_line(news.place, news.line)
+        if placement is None or news.placement != placement.number:
             return
-        driver.serve()
-        driver.close()
+        if isinstance(news, HostOutput):
+            placement.words[news.rank] = news.line
+        else:
+            placement.ended[news.rank] = news.reason
+            self.roster.leave(placement.tickets[news.rank], news.reason)
 
+    def describe_missing(self, missing: list[int]) -> str:
+        """Return a line that names the nodes whose rank hosts did not join."""
+        places = self._current.places if self._current is not None else []
+        where = ", ".join(places[rank] for rank in missing if rank < len(places))
+        return (f"the rank hosts on Ray nodes {where} did not join in time; see Ray's logs there "
+                "(session_latest/logs/worker-*.err)" if where else "Ray did not reserve devices in time")
 
-if __name__ == "__main__":
-    # Under its real name, so that Ray finds the actor's class by name on the nodes instead of carrying it there.
-    from tandem.launchers.ray import launcher
-
-    launcher.main()
+    def release(self) -> None:
+        """End the driver and what it placed."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None

@@ -1,4 +1,4 @@
-"""Which Ray nodes carry a replica's ranks. Pure: Ray itself is asked elsewhere."""
+"""The choice of Ray nodes for a replica's ranks. Pure: the cluster is asked elsewhere."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class RayNode(Struct, frozen=True):
 
     node_id: str
     address: str
-    """That it advertises; ranks elsewhere will connect to it."""
+    """Address that it advertises, to which other ranks connect."""
     host: str
     total: dict[str, float]
-    """Its resources."""
+    """All its resources."""
     free: dict[str, float]
-    """What of them nobody has taken."""
+    """Amounts of them that are not taken."""
     trouble: str = ""
-    """Why it cannot be used, whatever it has."""
+    """Why it cannot be used; empty if it can."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What a rank takes here; empty when the node cannot carry one.
+        """Resources that a rank takes here; empty when the node cannot carry one.
 
         Where both `mlx` and `GPU` stand for the same devices a rank takes one of each, so that nobody else gets the
         device under its other name.
@@ -43,7 +43,7 @@ class RayNode(Struct, frozen=True):
         return gpu if any(_APPLE_GPU.fullmatch(name) for name in self.total) else {}
 
     def units(self, amounts: dict[str, float]) -> int:
-        """Ranks that these amounts of its resources suffice for."""
+        """Return the number of ranks for which these amounts of its resources suffice."""
         return min((int(amounts.get(name, 0.0)) for name in self.bundle), default=0)
 
     @property
@@ -52,7 +52,7 @@ class RayNode(Struct, frozen=True):
         return f"{self.address} ({self.host})" if self.host not in ("", self.address) else self.address
 
     def describe(self) -> str:
-        """Address, name, and what it has for ranks."""
+        """Return its address, name and resources for ranks, as text."""
         if self.trouble:
             return f"{self.where}: {self.trouble}"
         if not self.bundle:
@@ -62,8 +62,16 @@ class RayNode(Struct, frozen=True):
         return f"{self.where}: {counts}, room for {self.units(self.free)} of {self.units(self.total)} rank(s)"
 
 
+class NodeList(Struct, frozen=True):
+    """The nodes of a cluster, as one of its machines sees them."""
+
+    nodes: list[RayNode]
+    here: str
+    """Address that the node on this machine advertises."""
+
+
 def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[str] = ()) -> list[RayNode] | None:
-    """A node for each of `count` ranks, in the order of ranks; None when there is too little room.
+    """Choose a node for each of `count` ranks, in the order of ranks; None when there is too little room.
 
     The nodes with most room are filled first: a replica stays together where nodes have several devices, and the next
     one goes to another node. Ranks are ordered by their nodes' addresses, those on the engine's own node (`here`)
@@ -77,23 +85,23 @@ def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[st
 
 
 def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
-    """Raises UsageError when ranks or the engine would be given loopback addresses of other machines."""
-    remote = [node for node in nodes if not _is_loopback(node.address)]
-    local = [node for node in nodes if _is_loopback(node.address)]
-    if local and (remote or not _is_loopback(here)):
+    """Raise UsageError when ranks or the engine would get loopback addresses of other machines."""
+    remote = [node for node in nodes if not is_loopback(node.address)]
+    local = [node for node in nodes if is_loopback(node.address)]
+    if local and (remote or not is_loopback(here)):
         raise UsageError(
             f"Ray node {local[0].where} advertises a loopback address, while "
             f"{f'node {remote[0].where}' if remote else f'the engine is at {here} and'} does not; they cannot reach "
             "one another so. Start Ray on each machine with --node-ip-address=ADDRESS, the address that the others "
             "reach it at")
-    if remote and _is_loopback(here):
+    if remote and is_loopback(here):
         raise UsageError(f"the Ray node that the engine runs on advertises the loopback address {here}, while node "
                          f"{remote[0].where} does not; start Ray here with --node-ip-address=ADDRESS, the address that "
                          "the others reach this machine at")
 
 
 def shortage(nodes: Sequence[RayNode], count: int, cluster: str) -> str:
-    """Why `count` ranks have no room, in one line: what the cluster has, and what to do."""
+    """Return a line that tells why `count` ranks have no room: the cluster's resources, and the remedy."""
     total = sum(node.units(node.total) for node in nodes if not node.trouble)
     free = sum(node.units(node.free) for node in nodes if not node.trouble)
     listed = "; ".join(node.describe() for node in nodes) or "no node"
@@ -114,7 +122,8 @@ def _order(node: RayNode, here: str) -> tuple[bool, int, int | str, str]:
         return (node.address != here, 9, node.address, node.node_id)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """True for 127.0.0.1 and its like, and for localhost."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

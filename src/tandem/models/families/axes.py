@@ -1,7 +1,7 @@
-"""What divided axes are made of, in families whose layers are not those of plain attention. From config.json, no mlx.
+"""Units of divided axes, in families whose layers are not those of plain attention. From config.json, no mlx.
 
-Each function takes a config (of the text model, with the family's defaults) and gives the family's own kinds of axes
-by the names under which `sharding.py` cuts them. Figures that a config lacks count as 0: such a model is refused.
+Each function takes a config (of the text model, with the family's defaults) and gives the family's own kinds of axes by
+the names under which `sharding.py` cuts them. Figures that a config lacks count as 0: such a model is refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 from tandem.checkpoints.config import LARGEST_NUMBER
 
 Base = Literal["heads", "queries", "states", "whole"]
-"""What is shared out among ranks: key and value heads of attention; its query heads; heads (or groups of heads, or
-channels) of a recurrent layer; or nothing, so that every rank has all of it."""
+"""Units that ranks share: key and value heads of attention; its query heads; heads (or groups of heads, or channels) of
+a recurrent layer; or nothing, so that every rank has all of it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def blocks(config: Mapping[str, Any]) -> dict[str, Axis]:
 
 
 def blocks_width(config: Mapping[str, Any]) -> int:
-    """Of Nemotron's MLPs, of which each has its own: what divides them all. They are rounded up to 256."""
+    """Width that divides all of Nemotron's MLPs, each of which has its own. They are rounded up to 256."""
     width = number(config, "hidden_size")
     return math.gcd(*(-(-int(2 * one * width / 3) // 256) * 256 for one in _blocks(config, "ffn", "ffn_mult")))
 
@@ -156,7 +156,7 @@ def kimi_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
 
 
 def ling_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
-    """As `kimi_delta`, where both have the same heads."""
+    """Axes of `kimi_delta`, where both have the same heads."""
     heads = number(config, "num_attention_heads")
     return {
         **latent(config),
@@ -204,7 +204,7 @@ def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
 
 
 def grouped_ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
-    """As `ssm`, with norms within groups, which therefore stay whole."""
+    """Axes of `ssm`, with norms within groups, which therefore stay whole."""
     found = ssm(config)
     return found if found["ssm_groups"].base == "states" else {
         name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()

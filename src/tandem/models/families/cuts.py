@@ -12,7 +12,7 @@ from tandem.models.families.axes import Axes
 
 _NUMBER = re.compile(r"\.\d+\.")
 Kind = str
-"""What a divided axis is made of: query widths (q), key or value widths (kv), fused (queries, key, value) per kv head
+"""Units of a divided axis: query widths (q), key or value widths (kv), fused (queries, key, value) per kv head
 (qkv_groups), one entry per query head or per kv head (q_heads, kv_heads), the widths of MLP, expert and shared expert
 (mlp, experts, shared), tokens of the vocabulary (vocab); or one of the family's own `axes`."""
 Width = tuple[str | int, ...] | Callable[[Mapping[str, Any]], int]
@@ -29,7 +29,7 @@ class Cut:
     first: of a stack of matrices, or the channels of a convolution; heads and last: the last axis but one, and the
     last, of what is no matrix."""
     kinds: tuple[Kind, ...]
-    """What the axis is made of, one after the other: several where projections are fused."""
+    """Kinds of units along the axis, in order: several where projections are fused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Sharding:
 
     @property
     def all_cuts(self) -> list[tuple[str, Cut]]:
-        """Those of all layers, with their paths."""
+        """Cuts of all layers, with their paths."""
         return [*self.cuts.items(), *(item for variant in self.variants.values() for item in variant.all_cuts)]
 
     @property

@@ -101,7 +101,7 @@ HUNYUAN = Sharding(
     experts=_hunyuan_experts,
     shared=_hunyuan_shared,
 )
-"""Its attention hands keys and values on to the next layer."""
+"""Hunyuan; its attention hands keys and values on to the next layer."""
 EXAONE = Sharding(
     cuts={
         **attention("attn.attention", out="out_proj"),

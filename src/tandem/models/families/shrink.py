@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from tandem.checkpoints.config import nested_text
+
 LAYERS, EXPERTS, CHOSEN, VOCABULARY = 8, 8, 2, 512
 """Most layers, experts, experts of a token and tokens of the vocabulary."""
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -33,8 +35,7 @@ def shrunk(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
+    return nested_text(config) or config
 
 
 def _cut(config: dict[str, Any], divisor: int) -> dict[str, Any]:

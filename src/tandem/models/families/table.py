@@ -34,7 +34,7 @@ class Family:
     counts: bool = False
     """Layers without positions are told them, off a cache that another stage may have: each stage counts for itself."""
     grouped_scores: bool = False
-    """Its attention multiplies by hand, with scores [rows, kv heads, queries a head, ...]: masks get an axis more."""
+    """Attention multiplies by hand, with scores [rows, kv heads, queries a head, ...]: masks get an axis more."""
     one_by_one: str = ""
     """Why sequences of a batch are computed one after the other: the module cannot do several of unequal length."""
 

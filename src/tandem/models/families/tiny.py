@@ -9,7 +9,7 @@ EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
 _BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
 _OWN_NAMES = {"n_embd", "d_model", "model_dim"}
-"""Of the width, in families that share no name with the others."""
+"""Keys of the width, in families that share no name with the others."""
 _LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
 WINDOW = 16
 """Attention window in tokens, so that short tests run beyond it."""

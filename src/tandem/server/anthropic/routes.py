@@ -10,18 +10,17 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError
+from tandem.server.acquire import acquire
 from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import NAMES, chat_request
 from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
-from tandem.server.chats.start import prepare_chat, start_chat
-from tandem.server.engines.served_model import Served
+from tandem.server.chats.plan import plan_chat, start_chat
+from tandem.server.context import new_id
 from tandem.server.failures import anthropic_envelope
-from tandem.server.generation.generate import Delta, Generation
-from tandem.server.generation.model_wait import answered_by, engage
-from tandem.server.ids import new_id
+from tandem.server.generation import Delta, Generation
 from tandem.server.openapi import documented
-from tandem.server.sse import AnswerWriter, answered, json_response, named_event
+from tandem.server.sse import AnswerWriter, json_response, named_event, streamed
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
 from tandem.server.validation import in_words
 
@@ -33,35 +32,33 @@ Json = dict[str, Any]
 async def messages(http: Request) -> Response:
     """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
     fields = await parse(http, MessagesRequest)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream,
-                             error=failed_message)
-
-
-async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
+    served = await acquire(http, fields.model, stream=fields.stream, error=failed_message)
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation, model = await start_chat(http, served, chat, new_id("msg", "_"), clip=True)
-    return await answered(generation, MessageWriter(generation, model, Reply(plan), fields.max_tokens),
-                          stream=fields.stream)
+        plan, generation = await start_chat(http, served, chat, new_id("msg", "_"), clip=True)
+    writer = MessageWriter(generation, Reply(plan), fields.max_tokens)
+    if fields.stream:
+        return await streamed(generation, writer)
+    return writer.whole((await generation.collect())[0])
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
 async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     fields = await parse(http, CountRequest)
-    served = await engage(http, fields.model)
+    served = await acquire(http, fields.model)
     with in_words(NAMES):
-        plan, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
+        plan, _ = await plan_chat(http, served, await translated(http, lambda: chat_request(fields)))
     return json_response({"input_tokens": len(plan.prompt)})
 
 
-def _message(generation: Generation, model: str) -> Json:
+def _message(generation: Generation) -> Json:
     """The outside of an answer, before there is any."""
     return {
         "id": generation.request_id,
         "type": "message",
         "role": "assistant",
-        "model": model,
+        "model": generation.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -129,19 +126,18 @@ def failed_message(error: RequestError) -> bytes:
 class MessageWriter(AnswerWriter):
     """An answer whole, or as events in Anthropic's order: the message opens, its blocks one by one, it closes."""
 
-    def __init__(self, generation: Generation, model: str, reply: Reply, max_tokens: int) -> None:
+    def __init__(self, generation: Generation, reply: Reply, max_tokens: int) -> None:
         self._generation = generation
         self._max_tokens = max_tokens
-        self._model = model
         self._reply = reply
         self._index = -1
         self._open: type[Event] | None = None
         self._ending: Json = {}
 
-    async def whole(self, answers: list[Delta]) -> Response:
-        """Return the message."""
-        body = _message(self._generation, self._model) | {"content": _whole_blocks(self._reply, answers[0].text)}
-        response = json_response(body | self._ending_of(answers[0]))
+    def whole(self, answer: Delta) -> Response:
+        """Return the message in one piece."""
+        body = _message(self._generation) | {"content": _whole_blocks(self._reply, answer.text)}
+        response = json_response(body | self._ending_of(answer))
         response.headers["request-id"] = self._generation.request_id
         return response
 
@@ -157,7 +153,7 @@ class MessageWriter(AnswerWriter):
 
     def head(self) -> bytes:
         """The message opens."""
-        start = _message(self._generation, self._model)
+        start = _message(self._generation)
         return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
 
     def delta(self, delta: Delta, extras: Json | None) -> bytes:

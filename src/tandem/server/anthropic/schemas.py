@@ -16,7 +16,7 @@ SCHEMA = {"type": "object"}
 
 
 class Marked(Strict):
-    """What may carry a mark for Anthropic's cache. Prefixes are kept here whatever is marked."""
+    """Base of objects that may be marked for Anthropic's cache. Prefixes are kept whatever is marked."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -68,7 +68,7 @@ class Block(Marked, Tagged):
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
-    """Nothing is signed here, so none is checked."""
+    """Accepted, and not checked: no signatures are made here."""
     data: str | None = None
 
     _texts = field_validator("content", mode="before")(as_blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
 from tandem.server.openai.schemas import ChatRequest
@@ -18,12 +17,12 @@ NAMES = {
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
 }
-"""What the fields of a chat request are called here."""
-Json = dict[str, Any]
+"""Names in Anthropic's API of fields of a chat request."""
+Json = dict[str, object]
 
 
 def chat_request(fields: CountRequest) -> ChatRequest:
-    """The same request in OpenAI's terms. Raises RequestError."""
+    """Translate the request into OpenAI's terms. Raises RequestError."""
     data: Json = {"model": fields.model, "messages": _conversation(fields)}
     if fields.tools:
         data["tools"] = [_tool(tool) for tool in fields.tools]

@@ -19,8 +19,8 @@ from tandem.server.cache.warming import warm
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
-from tandem.server.journal.calls import post_scope
 from tandem.server.quotas import Lease, Usage
+from tandem.server.store.calls import post_scope
 from tandem.server.validation import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ ROUTE = "/v1/cache/warm"
 
 @dataclass
 class _Progress:
-    """What one replica has of the prompts."""
+    """Prompts that one replica has."""
 
     ranks: tuple[int, ...]
     """Process ids; other processes begin with the first prompt."""
@@ -51,7 +51,7 @@ class Warmer:
             served.client.warmed = set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Warm new replicas until cancelled."""
         while self._bodies:
             for index, served in enumerate(self._api.served):
                 await self._look(index, served)
@@ -70,7 +70,7 @@ class Warmer:
         if not fresh:
             return
         try:
-            for number, body in enumerate(one for one in self._bodies if self._model(one) is served):
+            for number, body in enumerate(body for body in self._bodies if self._model(body) is served):
                 behind = [replica for replica, progress in fresh.items() if progress.prompts == number]
                 if behind:
                     await self._warm(served, body, behind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from tandem.errors import UnavailableError
 from tandem.protocol.kept import CacheReport
+from tandem.server.acquire import acquire
 from tandem.server.body import parse, require_known
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.cache.warming import warm
 from tandem.server.context import get_api
-from tandem.server.generation.model_wait import engage
 from tandem.server.openapi import documented
 from tandem.server.sse import json_response
 
@@ -29,7 +29,7 @@ async def kept(http: Request, model: Model = None) -> Response:
     require_known(http.query_params, ("model",))
     api = get_api(http)
     among = [api.find(model)] if model is not None else api.served
-    data = [{"model": served.name, "replicas": [_replica(index, one) for index, one in
+    data = [{"model": served.name, "replicas": [_replica(index, report) for index, report in
                                                 (await served.client.cache()).items()]} for served in among]
     return json_response({"object": "cache", "data": data})
 
@@ -43,11 +43,11 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
     served = api.find(model)
     served.client.check()
     reports = await served.client.cache(drop=tier)
-    for index, one in reports.items():
-        _refuse(index, one)
+    for index, report in reports.items():
+        _refuse(index, report)
     body = {"object": "cache.dropped", "model": served.name, "tier": tier, "replicas": [
-        {"replica": index, "memory_tokens": one.dropped_tokens, "disk_bytes": one.dropped_bytes}
-        for index, one in reports.items()]}
+        {"replica": index, "memory_tokens": report.dropped_tokens, "disk_bytes": report.dropped_bytes}
+        for index, report in reports.items()]}
     return json_response(body)
 
 
@@ -55,7 +55,7 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
 async def warm_route(http: Request) -> Response:
     """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
     fields = await parse(http, WarmRequest)
-    served = await engage(http, fields.model)
+    served = await acquire(http, fields.model)
     return json_response(await warm(http, served, fields))
 
 
@@ -65,7 +65,7 @@ def _refuse(index: int, report: CacheReport) -> None:
         raise UnavailableError(f"Replica {index} has not dropped its prefixes: {report.trouble}.")
 
 
-def _replica(index: int, report: CacheReport) -> dict[str, Any]:
+def _replica(index: int, report: CacheReport) -> dict[str, object]:
     disk = None if report.disk is None else msgspec.to_builtins(report.disk)
     return {
         "replica": index, "detail": report.trouble, "prefix_cache": report.serves, "kv_disk": report.kv_disk,

@@ -11,7 +11,7 @@ from tandem.errors import UsageError
 from tandem.system.files import read_text
 
 Role = Literal["system", "user", "none"]
-"""What a text is: a system message, the beginning of the first user's message, or a prompt without a template."""
+"""Role of a text: a system message, the beginning of the first user's message, or a prompt without a template."""
 Body = dict[str, Any]
 MOST = 256 << 20
 """Bytes of a file."""
@@ -38,7 +38,7 @@ def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> 
 
 
 def warm_bodies(settings: Settings) -> list[Body]:
-    """What the files of `--warm` say. Raises UsageError."""
+    """Read the files of `--warm`. Raises UsageError."""
     return [body for name in settings.server.warm
             for body in read_warm_file(Path(name).expanduser(), flag="--warm")]
 

@@ -12,12 +12,11 @@ from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
 from tandem.server.cache.schemas import WarmRequest
-from tandem.server.chats.fitting import too_long
-from tandem.server.chats.plan import callable_tools
+from tandem.server.chats.plan import callable_tools, template_variables
+from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
-from tandem.server.chats.variables import template_variables
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.lifetime import Prompts
+from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 
@@ -27,14 +26,14 @@ _GOES_ON = (" a", "\n1")
 
 async def warm(http: Request, served: Served, fields: WarmRequest,
                replicas: Iterable[int] | None = None) -> dict[str, Any]:
-    """Have the prompts in the caches of all replicas that are ready, or of these; what came of it, as the API says it.
+    """Compute the prompts at all replicas that are ready, or at these; return the answer of the API.
 
     Where replicas share a disk, the first computes, and the others read. Raises RequestError.
     """
     prompts = await _prompts(await RequestTexts.of(http, served), fields)
     started = time.monotonic()
-    ready = [one.replica for one in served.client.replicas() if one.state == "ready"]
-    ready = [one for one in ready if replicas is None or one in replicas]
+    ready = [shown.replica for shown in served.client.replicas()
+             if shown.state == "ready" and (replicas is None or shown.replica in replicas)]
     if not ready:
         served.status()
         raise UnavailableError("No replica is ready to warm a prompt; try again shortly.")
@@ -47,7 +46,7 @@ async def warm(http: Request, served: Served, fields: WarmRequest,
     for group in ([ready[:1], ready[1:]] if shared and len(ready) > 1 else [ready]):
         if shared:  # ranks look once they have written what waits, and see what others have put there
             for some in (cached, group):
-                await asyncio.gather(*(served.client.cache(replica=one) for one in some))
+                await asyncio.gather(*(served.client.cache(replica=replica) for replica in some))
         jobs = [(replica, prompt) for replica in group for prompt in prompts]
         outputs = await Prompts(http, served, "warm", [prompt for _, prompt in jobs], timeout=fields.timeout,
                                 replicas=[replica for replica, _ in jobs], warms=True,
@@ -57,30 +56,27 @@ async def warm(http: Request, served: Served, fields: WarmRequest,
     parts = [await _replica(served, replica, prompts, cached[replica]) for replica in ready]
     total = sum(map(len, prompts))
     return {"object": "cache.warmed", "model": served.name, "prompts": len(prompts), "prompt_tokens": total,
-            "computed_tokens": sum(one["computed_tokens"] for one in parts), "replicas": parts,
+            "computed_tokens": sum(part["computed_tokens"] for part in parts), "replicas": parts,
             "seconds": round(time.monotonic() - started, 3)}
 
 
-async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, Any]:
-    """What one has of the prompts now."""
+async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, int]:
+    """Return how much of the prompts a replica has now."""
     reports = [(await served.client.cache(prompt, replica=replica)).get(replica) for prompt in prompts]
-    known = [one for one in reports if one is not None]
+    known = [report for report in reports if report is not None]
     return {"replica": replica, "cached_tokens": cached, "computed_tokens": sum(map(len, prompts)) - cached,
-            "memory_tokens": sum(one.memory_has for one in known), "disk_tokens": sum(one.disk_has for one in known)}
+            "memory_tokens": sum(report.memory_has for report in known),
+            "disk_tokens": sum(report.disk_has for report in known)}
 
 
 async def _prompts(texts: RequestTexts, fields: WarmRequest) -> list[list[int]]:
-    """Token ids of each prompt. Raises RequestError."""
+    """Return the token ids of each prompt. Raises RequestError."""
     if fields.prompt is not None:
-        prompts = await encode_prompts(texts, fields.prompt, "prompt")
-    else:
-        prompts = [await _conversation(texts, fields)]
-    context = texts.status.max_context
-    if (longest := max(map(len, prompts))) > context:
-        raise too_long(context, "prompt" if fields.prompt is not None else "messages", longest)
-    if not all(prompts):
-        raise RequestError("'prompt' holds no tokens; give at least one.", param="prompt", code="invalid_value")
-    return prompts
+        return await encode_prompts(texts, fields.prompt, "prompt")
+    tokens, context = await _conversation(texts, fields), texts.status.max_context
+    if len(tokens) > context:
+        raise too_long(context, "messages", len(tokens))
+    return [tokens]
 
 
 async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
@@ -89,10 +85,10 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
     some the beginning, where the next message decides."""
     variables = template_variables(texts.http, fields, texts.tokenizer)
     tools = callable_tools(fields, fields.tool_choice or ToolChoice(mode="auto"))
-    given = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
+    shown = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
 
     async def render(messages: Sequence[Message]) -> list[int]:
-        return (await texts.render(messages, dict(variables), tools=given)).tokens
+        return (await texts.render(messages, dict(variables), tools=shown)).tokens
 
     last = fields.messages[-1]
     if fields.unfinished:

@@ -14,30 +14,29 @@ from tandem.server.tools.scan import StreamParser
 class Reply:
     """Reads the text of one choice."""
 
-    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None, *, hides_reasoning: bool = False) -> None:
+    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
         """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
-        self._hides_reasoning = hides_reasoning
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self._used: set[str] = set()
         self._plan = plan
         self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
 
     def read(self, text: str, *, last: bool) -> list[Event]:
-        """What `text` adds; with `last` also what was held back."""
+        """Return the events that `text` adds; with `last` also those held back."""
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text)
         if last:
             events = events + self._parser.finish()
-        return [event for event in events if not (self._hides_reasoning and isinstance(event, Reasoning))]
+        return [event for event in events if not (self._plan.hides_reasoning and isinstance(event, Reasoning))]
 
     @property
     def called(self) -> bool:
-        """There have been calls."""
+        """True if there have been calls."""
         return self._parser is not None and self._parser.calls > 0
 
     def finish_reason(self, reason: str) -> str:
-        """As OpenAI has it: an answer that ends with calls says so."""
+        """Return OpenAI's reason: an answer that ends with calls says so."""
         return self._plan.calls_finish if self.called and reason == "stop" else reason
 
     def delta(self, event: Event) -> dict[str, Any]:
@@ -46,26 +45,26 @@ class Reply:
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return {"reasoning_content": event.text}
-        call: dict[str, Any] = {"index": event.index}
+        call: dict[str, object] = {"index": event.index}
         if isinstance(event, CallStart):
             call |= self._call(event)
         else:
             call["function"] = {"arguments": event.text}
         return {"tool_calls": [call]}
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> dict[str, object]:
         """The whole text as a message."""
         whole = WholeMessage()
         for event in self.read(text, last=True):
             whole.add(self.delta(event))
         return whole.message()
 
-    def _call(self, call: CallStart) -> dict[str, Any]:
+    def _call(self, call: CallStart) -> dict[str, object]:
         function = {"name": call.name, "arguments": ""}
         return {"id": self.call_id("call", call), "type": "function", "function": function}
 
     def call_id(self, prefix: str, call: CallStart) -> str:
-        """The id that the model gave `call`, if it gave one and no other call has it; else a fresh one."""
+        """Return the id that the model gave `call`, if it is the only one with it; else a fresh one."""
         fresh = self._ids()
         if call.id and call.id not in self._used:
             self._used.add(call.id)
@@ -92,10 +91,10 @@ class WholeMessage:
             else:
                 self._calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
 
-    def message(self) -> dict[str, Any]:
-        """What there is so far."""
+    def message(self) -> dict[str, object]:
+        """Return the message so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else ""),
+        message: dict[str, object] = {"role": "assistant", "content": content or (None if self._calls else ""),
                                    "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning

@@ -1,8 +1,8 @@
-"""What a chat request comes to: its prompt, the form of its answer, and how to read the answer."""
+"""From a chat request to sequences under way, for every dialect: its prompt, the form of its answer, how to read it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,19 +10,30 @@ from fastapi import Request
 
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.chats.forms import accepted, asked_form, described
+from tandem.server.chats.forms import accepted, described
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.chats.variables import template_variables
+from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
+from tandem.server.generation import Generation
 from tandem.server.openai.messages import ToolChoice
+from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.tools.choose import Dialect, Writing, dialect, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
+from tandem.text.tokenizer import Tokenizer
 
-NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
+LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Efforts from the least to the most; `none` is not to think at all."""
+_USUAL = frozenset({"low", "medium", "high"})
+"""Levels of a template that does not spell out which it knows."""
+_SWITCHES = ("enable_thinking", "thinking")
+_RESERVED = frozenset(
+    {"self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "chat_template"}
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,15 @@ class ChatPlan:
     """Special tokens that belong to the text, because its reader needs them."""
     calls_finish: str
     """`finish_reason` of an answer with calls that ended by itself. OpenAI says `stop` when the call was named."""
+    hides_reasoning: bool
+    """The answer comes without what the model thinks."""
     short_ids: bool
     """Ids of calls have nine characters, as Mistral's templates demand."""
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
-    """Render the prompt and settle the rest; also with what it was rendered. Raises RequestError."""
+    """Render the prompt and settle the rest; also return with what it was rendered. Raises RequestError."""
+    check_sizes(fields, most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     tokenizer, settings = texts.tokenizer, served.settings.server
     variables = template_variables(http, fields, tokenizer)
@@ -52,7 +66,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     if tools is not None and settings.tool_parser == "none":
         message = "'tools' are not supported: the server runs with --tool-parser none."
         raise RequestError(message, param="tools", code="unsupported_parameter")
-    asked, forced = asked_form(fields), choice.mode in ("required", "named")
+    asked, hides, forced = fields.asked_form(), fields.hides_reasoning, choice.mode in ("required", "named")
     if asked is not None and forced:
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
@@ -72,9 +86,37 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
+        hides_reasoning=hides,
         short_ids=own.format == "mistral",
     )
     return plan, texts
+
+
+async def start_chat(
+    http: Request, served: Served, fields: ChatRequest, request_id: str, *, clip: bool = False
+) -> tuple[ChatPlan, Generation]:
+    """Check the request and submit it; the generation is the caller's to close.
+
+    With `clip` an output limit beyond the context is no error. Raises RequestError.
+    """
+    asked = _asked_tokens(fields)
+    plan, texts = await plan_chat(http, served, fields)
+    check_prompt_logprobs("prompt_logprobs", fields.prompt_logprobs, len(plan.prompt), 1)
+    work = sequences_of(plan.prompt, fields, served, texts.status, param="messages", asked=asked, form=plan.form,
+                        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+                        prompt_logprobs=fields.prompt_logprobs, clip=clip)
+    generation = Generation(http, served, fields, work, texts.tokenizer, request_id=request_id,
+                            prompt_tokens=len(plan.prompt), continues=plan.form is not None, shown=plan.shown)
+    return plan, generation
+
+
+def _asked_tokens(fields: ChatRequest) -> int | None:
+    """Return the output limit, which OpenAI has renamed. Raises RequestError when its two names have two values."""
+    old, new = fields.max_tokens, fields.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) contradict each other; give one of them."
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    return new if new is not None else old
 
 
 def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
@@ -102,3 +144,111 @@ async def _form(
         return await accepted(texts, param, await described(texts, param, StructuredOutputs(grammar=grammar)))
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
+
+
+# What the chat template is told beside messages and tools. Templates differ in what they read: `reasoning_effort`
+# (gpt-oss, Mistral, DeepSeek V4), a switch called `enable_thinking` (Qwen3, GLM, Gemma 4, SmolLM3) or `thinking`
+# (DeepSeek V3.1, Kimi, Granite), or several of these.
+
+
+def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return what a chat's template is told. Raises RequestError."""
+    variables = _template_kwargs(fields)
+    if vain := add_thinking(wish_of(fields), tokenizer, variables):
+        note_ignored(http, *vain)
+    return variables
+
+
+def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
+    """Variables for the chat template. Also checks that log probabilities are asked for consistently."""
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
+    variables = checked_template_kwargs(fields.chat_template_kwargs)
+    thinking = fields.enable_thinking
+    if thinking is not None and variables.setdefault("enable_thinking", thinking) != thinking:
+        message = "'enable_thinking' contradicts the one in 'chat_template_kwargs'."
+        raise RequestError(message, param="enable_thinking", code="invalid_value")
+    return variables
+
+
+def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
+    """A copy. Raises RequestError when it would replace what the server itself hands to the template."""
+    for name in given or {}:
+        if name in _RESERVED:
+            raise RequestError(f"'{name}' cannot be set in 'chat_template_kwargs'.", param="chat_template_kwargs")
+    return dict(given or {})
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Effort and thinking that a request asks for; None for what it leaves to the model."""
+
+    effort: str | None
+    effort_field: str
+    """The field that names the effort."""
+    think: bool | None
+    """The value of a switch of the request."""
+
+
+def wish_of(fields: ChatRequest) -> Wish:
+    """Read effort and thinking of a request. Raises RequestError when its fields contradict each other."""
+    reasoning = fields.reasoning
+    efforts = {"reasoning_effort": fields.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort}
+    thinking = fields.thinking and fields.thinking.type
+    switches = {
+        "enable_thinking": fields.enable_thinking,
+        "thinking.type": None if thinking in (None, "auto") else thinking != "disabled",
+        "reasoning.enabled": reasoning and reasoning.enabled,
+    }
+    effort_field, effort = _only("reasoning_effort", efforts)
+    return Wish(effort, effort_field, _only("enable_thinking", switches)[1])
+
+
+def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
+    """Return the field of `said` that has a value, and the value. Raises RequestError when two differ."""
+    fields = [(name, value) for name, value in said.items() if value is not None]
+    for name, value in fields[1:]:
+        if value != fields[0][1]:
+            raise RequestError(f"'{name}' contradicts '{fields[0][0]}'; give one of them.", param=name,
+                               code="invalid_value")
+    return fields[0] if fields else (default, None)
+
+
+def add_thinking(wish: Wish, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
+    """Add what the template reads to its `variables`; what stands there already counts more.
+
+    Returns the fields that have no effect with this template.
+    """
+    if wish.think is None and wish.effort is None:
+        return []
+    reads = tokenizer.template_reads
+    think = wish.think if wish.think is not None or wish.effort is None else wish.effort != "none"
+    switches = [name for name in _SWITCHES if name in reads]
+    if think is not None:
+        for name in switches:
+            variables.setdefault(name, think)
+    if wish.effort is None:
+        return []
+    if "reasoning_effort" in reads:
+        if level := nearest(wish.effort, tokenizer.template_words, switched=bool(switches)):
+            variables.setdefault("reasoning_effort", level)
+    elif not switches:
+        return [wish.effort_field]
+    return []
+
+
+def nearest(effort: str, words: Collection[str], *, switched: bool) -> str | None:
+    """The level closest to `effort` of those that a template spells out; of two as close the higher.
+
+    None for no thinking where a switch says so and the template has no word for it.
+    """
+    told = {level for level in LEVELS if level in words}
+    levels = told if len(told) > 1 else _USUAL
+    if effort == "none":
+        if "none" in levels:
+            return "none"
+        if switched:
+            return None
+    place = LEVELS.index(effort)
+    return min((level for level in LEVELS if level in levels - {"none"}),
+               key=lambda level: (abs(LEVELS.index(level) - place), -LEVELS.index(level)))

@@ -1,18 +1,32 @@
-"""The prompt that a conversation comes to. Pure."""
+"""The prompt that a conversation comes to; texts that cannot fit into the context are refused early. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from tandem.server.chats.fitting import encode_fitting
+from tandem.errors import RequestError
 from tandem.server.openai.messages import Message
-from tandem.server.tools.prompt import knows_tools, plain_messages
+from tandem.server.tools.choose import knows_tools
+from tandem.server.tools.json_calls import CLOSE, OPEN
 from tandem.text.tokenizer import Tokenizer
 
+CHARS_PER_TOKEN = 8
+"""Texts of more characters than this for each token of the context are tokenised piece by piece: few of them fit."""
+SLACK = 256
+"""Tokens more that the beginning of a text may have than the text, at most: its last word is cut."""
 _END = 64
 """Characters at the end of a prompt that may hold the tag which opens the reasoning."""
+
+
+INSTRUCTIONS = (
+    "You may call functions to help with the user's request. Their signatures are within <tools></tools>:\n<tools>\n{}"
+    '\n</tools>\nTo call one, answer with its name and arguments as a JSON object within tags:\n<tool_call>\n{{"name": '
+    '<name>, "arguments": <arguments>}}\n</tool_call>'
+)
+"""Told to models whose chat template does not know tools."""
 
 
 class Rendered(NamedTuple):
@@ -45,16 +59,15 @@ def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
 
 
 def template_input(message: Message) -> dict[str, Any]:
-    """As chat templates expect it, but with the arguments of calls as texts. OpenAI's `developer` is what everyone else
-    calls `system`."""
+    """Return a message for chat templates, with the arguments of calls as texts; OpenAI's `developer` is `system`."""
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-    given: dict[str, Any] = {"role": role, "content": message.content or ""}
-    given |= {name: value for name, value in extras.items() if value is not None}
+    shown: dict[str, Any] = {"role": role, "content": message.content or ""}
+    shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
-        given["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
+        shown["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
                                 "arguments": call.function.arguments}} for call in message.tool_calls]
-    return given
+    return shown
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,3 +86,61 @@ def _object(arguments: Any) -> Any:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
+
+
+def too_long(context: int, param: str, tokens: int | None, *, least: bool = False) -> RequestError:
+    """Return the error in OpenAI's words; `tokens` of the text, None when not counted, `least` for a lower bound."""
+    many = f"more than {context}" if tokens is None else f"{'at least ' if least else ''}{tokens}"
+    return RequestError(f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
+                        f"{many} tokens. Please reduce the length of the {param}.", param=param,
+                        code="context_length_exceeded")
+
+
+def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
+    """Raises RequestError for a text of more bytes than the tokens of the context can stand for."""
+    if tokenizer.longest_token is None:
+        return
+    most = context * tokenizer.longest_token
+    if 4 * len(text) > most and len(text.encode("utf-8", "replace")) > most:
+        raise too_long(context, param, None)
+
+
+def encode_fitting(tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True,
+                   closed: bool = False) -> list[int]:
+    """Token ids of a text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
+
+    There may be some more than `context`. Raises RequestError when there are many more.
+    """
+    check_bytes(tokenizer, text, context, param)
+    size = CHARS_PER_TOKEN * context
+    while len(text) > size:
+        least = len(tokenizer.encode(text[:size], special)) - SLACK
+        if least > context:
+            raise too_long(context, param, least, least=True)
+        size *= 2
+    return tokenizer.encode_closed(text) if closed else tokenizer.encode(text, special)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation in terms that any template knows: tools and calls as text, in hermes' format."""
+    plain: list[dict[str, Any]] = []
+    for results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if results:
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            plain.append({"role": "user", "content": "\n".join(texts)})
+            continue
+        for message in group:
+            text = "\n".join([*filter(None, [message["content"]]), *map(_call_text, message.get("tool_calls", ()))])
+            plain.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text})
+    if tools:
+        told = INSTRUCTIONS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0]["content"] = f"{plain[0]['content']}\n\n{told}"
+        else:
+            plain.insert(0, {"role": "system", "content": told})
+    return plain
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+    return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"

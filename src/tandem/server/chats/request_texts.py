@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic_core import to_json
 
+from tandem.guided.check import GrammarCheck
 from tandem.protocol.control import EngineStatus
-from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.server.chats.prompt import Rendered, rendered, template_input
+from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
@@ -29,11 +29,15 @@ class RequestTexts:
     def __init__(self, http: Request, served: Served, tokenizer: Tokenizer, status: EngineStatus) -> None:
         self.tokenizer = tokenizer
         self.status = status
-        self.grammars = served.texts.grammars(tokenizer)
         self.http = http
         self.body_size: int = http.scope.get("tandem.body_size", 0)
         """Bytes of the request's body: nothing in it is larger."""
-        self._model = served.texts.described(status)
+        self._loaded = served.texts
+
+    @property
+    def grammars(self) -> GrammarCheck:
+        """Tries grammars for the model."""
+        return self._loaded.grammars(self.tokenizer)
 
     @classmethod
     async def of(cls, http: Request, served: Served) -> RequestTexts:
@@ -52,8 +56,8 @@ class RequestTexts:
             check_bytes(self.tokenizer, text, context, param)
         size = sum(map(len, texts))
         if size > LARGE_BODY:
-            task = {"model": self._model, "texts": list(texts), "context": context, "param": param, "special": special,
-                    "closed": closed}
+            task = {"model": self._loaded.described(self.status), "texts": list(texts), "context": context,
+                    "param": param, "special": special, "closed": closed}
             return [_ids(packed) for packed in await self.ask("encode", task, list[bytes], prepare="load")]
 
         def encode() -> list[list[int]]:
@@ -75,15 +79,19 @@ class RequestTexts:
         Raises RequestError when there is no template, or the template rejects the conversation.
         """
         context = self.status.max_context
-        given: dict[str, Any] = {"messages": [template_input(message) for message in messages], "tools": tools,
-                                 "variables": variables, "add_generation_prompt": add_generation_prompt}
+
+        def conversation() -> dict[str, Any]:
+            return {"messages": [template_input(message) for message in messages], "tools": tools,
+                    "variables": variables, "add_generation_prompt": add_generation_prompt}
 
         if self.body_size <= LARGE_BODY:
             try:
-                return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, given, quick=True))
+                return await self._here(self.body_size,
+                                        lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # for others to wait for
-        task = {"model": self._model, "context": context, "conversation": to_json(given)}
+        task = {"model": self._loaded.described(self.status), "context": context,
+                "conversation": to_json(conversation())}
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 

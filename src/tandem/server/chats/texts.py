@@ -84,13 +84,13 @@ class Texts:
             return self._tokenizer
 
     def grammars(self, tokenizer: Tokenizer) -> GrammarCheck:
-        """What tries grammars for the model of `tokenizer`."""
+        """Return what tries grammars for the model of `tokenizer`."""
         if self._grammars is None or self._grammars[0] is not tokenizer:
             self._grammars = (tokenizer, GrammarCheck(tokenizer))
         return self._grammars[1]
 
     def described(self, status: EngineStatus) -> TextsOf:
-        """What another process needs to load the same tokenizer."""
+        """Return what another process needs to load the same tokenizer."""
         return TextsOf(status.source, status.model, self._settings.chat_template, self._settings.trust_remote_code)
 
     def _load(self, status: EngineStatus) -> Tokenizer:
@@ -107,5 +107,5 @@ _threads = ThreadPoolExecutor(THREADS, "texts")
 
 
 async def off_loop(large: bool, work: Callable[[*Given], Result], *given: *Given) -> Result:
-    """What `work` makes of what is `given`: here when it is small, in a thread when it is `large`."""
+    """Return `work` of the arguments, which runs here, or in a thread when it is `large`."""
     return await asyncio.get_running_loop().run_in_executor(_threads, work, *given) if large else work(*given)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import resource
 import socket
@@ -21,6 +20,7 @@ from tandem.log import Seldom
 from tandem.server.connections import connection
 from tandem.server.connections.connection import Connection, refusing
 from tandem.server.connections.slots import ConnectionSlot, ConnectionSlots
+from tandem.server.quotas import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +139,3 @@ def _connected(task: asyncio.Task[bool], client: socket.socket, slot: Connection
     if task.cancelled() or task.exception() is not None or not task.result():
         client.close()
         slot.leave()
-
-
-def group_of(address: str) -> str:
-    """Return the key of the client at an address, for connections, quotas and fair shares: an IPv4 address, or the /64
-    network that a client of IPv6 has for itself. A text that is no address is its own key."""
-    try:
-        known = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if isinstance(known, ipaddress.IPv4Address):
-        return address
-    return str(known.ipv4_mapped or known.packed[:8].hex())

@@ -1,4 +1,4 @@
-"""The api's end of the socket to the engine.
+"""One engine as the api has it: its end of the socket, and its state.
 
 Works when the engine comes later than the api, dies, hangs or restarts: then requests fail with `UnavailableError`
 and the next ones work as soon as the engine answers again.
@@ -9,21 +9,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tandem.borders import start_task
-from tandem.errors import TransportError
+from tandem.config.settings import Role
+from tandem.errors import RequestError, TransportError, UnavailableError
 from tandem.log import Seldom
 from tandem.protocol import control
 from tandem.protocol.codec import Decoder
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
-from tandem.server.engines.protocol import Departed, EngineLost, Sink
+from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.failures import internal_error
 from tandem.server.waiting import end_tasks
 
@@ -41,31 +43,84 @@ CACHE_S = 60.0
 """Seconds for an engine to say which prefixes it keeps: its ranks may have to look at slow disks."""
 DRAIN_BATCH = 512
 """Most messages read before other tasks get their turn."""
+NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
 
+
+class EngineLost(UnavailableError):
+    """The engine went away, or fell silent, with the request in it."""
+
+
+class Departed(EngineLost):
+    """The engine has handed the request over, which continues elsewhere."""
+
+    def __init__(self, positions: int) -> None:
+        """`positions`: tokens, from the first, whose KV it has written to disk."""
+        super().__init__("The engine has let go of the request, and no other takes it; please send it again.",
+                         code="shutting_down")
+        self.positions = positions
+
+
+class Stranded(EngineLost):
+    """The engine has been without its ranks for long; others can continue the request."""
+
+    def __init__(self) -> None:
+        super().__init__("The engine has lost its ranks, and no other takes the request; please send it again.",
+                         code="engine_unavailable")
+
+
+class Sink(Protocol):
+    """Takes the answers to one engine request."""
+
+    def push(self, output: control.Output) -> None:
+        """Take the next output."""
+
+    def fail(self, error: RequestError) -> None:
+        """End the request: no more will come."""
+
+    def tried(self, *, resting: bool) -> None:
+        """Note that a suspect runs alone now; or, `resting`, that nothing runs yet, to see whether the engine dies."""
+
+
+class ReplicaState(msgspec.Struct, frozen=True):
+    """One engine, as /health shows it."""
+
+    replica: int
+    state: str
+    """The state that the engine reports, or `unreachable`."""
+    detail: str
+    ranks: int
+    running: int
+    queued: int
+    outstanding_tokens: int
+    """Work before it as the router counts it: prompt tokens to compute and output tokens to come."""
+    kv_tokens_used: int
+    kv_tokens_total: int
+    restarts: int
+    role: Role = "both"
+    """`prefill` computes long prompts, which continue at one that does not."""
 
 class EngineClient:
     """Talks to one engine at a zmq `endpoint` (`ipc://...`). Belongs to the event loop that called `start`."""
 
-    def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S,
+                 on_change: Callable[[], None] = lambda: None) -> None:
+        """`on_change` is called after `status` or `alive` was set."""
         self.endpoint = endpoint
         self.status: control.EngineStatus | None = None
-        """The engine's last answer, kept after it has gone; see `alive`."""
+        """The engine's last answer, kept after it has gone."""
+        self.alive = False
+        """True while the engine is connected and answers."""
+        self._on_change = on_change
         self._heartbeat_s = heartbeat_s
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = Decoder[control.EngineMessage](control.EngineMessage).decode
         self._sinks: dict[str, Sink] = {}
         self._questions: dict[int, asyncio.Future[control.EngineMessage]] = {}
         self._queries = itertools.count(1)
-        self._fresh = False
         self._heard = False
         self._missed = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat: asyncio.Task[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        """True while the engine is connected and answers."""
-        return self._fresh and self._missed < MISSED_BEATS
 
     async def start(self) -> None:
         """Open the socket and begin the heartbeat. The engine need not be there."""
@@ -99,26 +154,21 @@ class EngineClient:
         self._socket.close()
         self._context.term()
         self._loop = None
-        self._fresh = False
+        self.alive = False
 
     def send(self, request: EngineRequest, sink: Sink) -> bool:
         """Start one request whose outputs go to `sink`; False when no engine is connected to take it.
 
-        The caller must `forget` or `abort` it.
+        The caller must `abort` it unless its last output has come.
         """
-        self._sinks[request.request_id] = sink
-        if self._send(control.Submit(request)):
-            return True
-        self.forget(request.request_id)
-        return False
-
-    def forget(self, request_id: str) -> None:
-        """Hand on nothing more of a request, which the engine is done with."""
-        self._sinks.pop(request_id, None)
+        sent = self._send(control.Submit(request))
+        if sent:
+            self._sinks[request.request_id] = sink
+        return sent
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
-        """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""
-        self.forget(request_id)
+        """Stop a request in the engine; its sink hears no more of it. `answered`: it had all that it wants."""
+        self._sinks.pop(request_id, None)
         self._send(control.Abort(request_id, answered))
 
     def hand_over(self) -> None:
@@ -177,34 +227,33 @@ class EngineClient:
             except zmq.Again:
                 return
             try:
-                self._hand_on(self._decode(frame))
+                message = self._decode(frame)
             except TransportError as error:
                 seldom.error("unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
                              "api and engine of one version?", error)
+                continue
+            self._heard = True
+            try:
+                if not isinstance(message, control.Output):
+                    self._handle(message)
+                elif (sink := self._sinks.get(message.request_id)) is not None:
+                    sink.push(message)
+                    if message.finish_reason is not None:
+                        self._sinks.pop(message.request_id, None)
+            except Exception as error:  # noqa: BLE001 - it ends its request, not those that come after it
+                failure = internal_error(error, "a message of the engine")
+                sink = self._sinks.pop(getattr(message, "request_id", ""), None)
+                if sink is not None:
+                    sink.fail(failure)
         self._loop.call_soon(self._drain)
 
-    def _hand_on(self, message: control.EngineMessage) -> None:
-        """A border: what a request makes of its message ends that request, not those that come after it."""
-        try:
-            self._handle(message)
-        except Exception as error:  # noqa: BLE001 - as said
-            failure = internal_error(error, "a message of the engine")
-            sink = self._sinks.pop(getattr(message, "request_id", ""), None)
-            if sink is not None:
-                sink.fail(failure)
-
-    def _handle(self, message: control.EngineMessage) -> None:
-        self._heard = True
-        if isinstance(message, control.Output):
-            sink = self._sinks.get(message.request_id)
-            if sink is not None:
-                sink.push(message)
-        elif isinstance(message, control.EngineStatus):
-            if not self._fresh:
-                logger.info("engine is there: state %s", message.state)
-            self.status = message
-            self._fresh = True
-            self._missed = 0
+    def _handle(self, message: control.Refused | control.HandedOver | control.Trial | control.EngineStatus
+                | control.MetricsText | CacheReport) -> None:
+        if isinstance(message, control.EngineStatus):
+            if not self.alive:
+                logger.info("Connected to engine (%s)", message.state)
+            self.status, self.alive, self._missed = message, True, 0
+            self._on_change()
             self._answered(message)
         elif isinstance(message, control.MetricsText | CacheReport):
             self._answered(message)
@@ -244,18 +293,19 @@ class EngineClient:
                 self._missed = 0
             else:
                 self._missed += 1
-                if self._missed == MISSED_BEATS and self._fresh:
+                if self._missed == MISSED_BEATS and self.alive:
                     logger.warning("no answer from the engine for %.1f s; it counts as gone",
                                    self._missed * self._heartbeat_s)
                     self._lost("The engine does not answer; try again shortly.")
 
     def _lost(self, message: str) -> None:
         draining = self.status is not None and self.status.state == "draining"
-        if self._fresh and self._sinks:
+        if self.alive and self._sinks:
             logger.warning("the engine is gone; its requests (%d) wait for another or end with 503", len(self._sinks))
-        elif self._fresh and not draining:
+        elif self.alive and not draining:
             logger.warning("the engine is gone; it had no requests")
-        self._fresh = False
+        self.alive = False
+        self._on_change()
         if draining:
             self._fail_all("The engine was shut down before the request was done.", code="shutting_down")
         else:
@@ -267,3 +317,65 @@ class EngineClient:
             self._send(control.Abort(request_id))  # for an engine that was only slow
         for sink in dict.fromkeys(sinks.values()):
             sink.fail(EngineLost(message, code=code))
+
+
+@dataclass
+class Member:
+    """An engine among the replicas of a model."""
+
+    client: EngineClient
+    info: ReplicaInfo | None = None
+    """The supervisor's last report of it, if there is a supervisor."""
+    leaves: bool = False
+    """True once it was asked to hand over its requests."""
+    without_ranks: float | None = None
+    """Event loop time since when its ranks have been gone."""
+
+    @property
+    def role(self) -> Role:
+        """Role of the replica: prompts, answers, or both."""
+        return "both" if self.info is None else self.info.role
+
+    @property
+    def draining(self) -> bool:
+        """True if it takes nothing more, and is to leave."""
+        return self.info is not None and self.info.state == "draining"
+
+    @property
+    def state(self) -> str:
+        """State for the router: the one that the engine reports, `draining` or `silent`."""
+        status = self.client.status
+        if status is None or not self.client.alive:
+            return "silent"
+        return "draining" if self.draining else status.state
+
+    def shown(self, replica: int, outstanding_tokens: int) -> ReplicaState:
+        """Return what /health shows of it: its last status, and what the supervisor knows beyond that."""
+        status, alive = self.client.status, self.client.alive
+        told = None if self.info is None or self.info.state == "running" else self.info.state
+        if status is None or not alive:
+            return ReplicaState(replica, told or "unreachable", self.info.detail if self.info else "",
+                                len(status.ranks) if status else 0, 0, 0, outstanding_tokens, 0, 0,
+                                status.restarts if status else 0, self.role)
+        return ReplicaState(replica, "draining" if self.draining else status.state, status.detail, len(status.ranks),
+                            status.running, status.queued, outstanding_tokens, status.kv_tokens_used,
+                            status.kv_tokens_total, status.restarts, self.role)
+
+    def trouble(self) -> UnavailableError | None:
+        """Return why it takes no requests; None when it does."""
+        status = self.client.status
+        if status is None or not self.client.alive:
+            return UnavailableError(NOBODY)
+        if status.state == "starting":
+            return UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
+        if status.state in ("failed", "draining"):
+            what = "has failed" if status.state == "failed" else "is shutting down"
+            detail = f": {status.detail}" if status.detail else ""
+            return UnavailableError(f"The engine {what}{detail}", retry_after=10.0)
+        return None
+
+
+def why_none(members: Iterable[Member]) -> UnavailableError | None:
+    """Return why none of them takes requests; None when one does."""
+    troubles = [member.trouble() for member in members if not member.draining]
+    return None if None in troubles else next(iter(troubles), UnavailableError(NOBODY))

@@ -1,31 +1,76 @@
-"""Several engines as one: which there are, and how they are."""
+"""Several engines as one: which there are, their states and their metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from prometheus_client import generate_latest
+from msgspec.structs import replace
+from prometheus_client import Gauge, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from tandem.errors import UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.kept import CacheReport
 from tandem.protocol.supervisor import ReplicaInfo
-from tandem.router.router import Router
-from tandem.server.engines.client import HEARTBEAT_S, EngineClient
-from tandem.server.engines.dispatcher import Dispatcher
-from tandem.server.engines.member import NOBODY, Member, why_none
-from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import ReplicaState
+from tandem.server.engines.client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
+from tandem.server.engines.inflight import Dispatcher
+from tandem.server.engines.router import Router
 from tandem.server.engines.supervisor import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
 STRANDED_S = 10.0
 """Seconds, beyond twice what its last start took, for which a replica's requests wait for its ranks to come back."""
+
+
+_ORDER = ("ready", "recovering", "starting", "draining", "failed")
+"""The whole is in the first of these states that an engine is in."""
+
+
+def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
+    """One status of the engines in `parts` (number and status, at least one): sums, all ranks, the tightest limits."""
+    if len(parts) == 1 and parts[0][0] == 0:
+        return parts[0][1]
+    states = [status for _, status in parts]
+    first = min(states, key=lambda status: _ORDER.index(status.state) if status.state in _ORDER else len(_ORDER))
+
+    def total(name: str) -> int:
+        return sum(getattr(status, name) for status in states)
+
+    summed = ("queued", "running", "kv_tokens_used", "kv_tokens_total", "restarts", "prefix_tokens", "prefix_queries",
+              "prefix_hits", "generated_tokens", "draft_tokens", "accepted_tokens")
+    ranks = [replace(rank, replica=index) for index, status in parts for rank in status.ranks]
+    limits = [status.max_context for status in states if status.max_context > 0]
+    waits = [status.ttft_s for status in states if status.ttft_s]
+    return replace(first, ttft_s=sum(waits) / max(len(waits), 1),
+                                   max_context=min(limits, default=0), ranks=ranks,
+                                   **{name: total(name) for name in summed})
+
+
+def merged_metrics(texts: Mapping[int, bytes] | Mapping[str, bytes], label: str = "replica") -> bytes:
+    """Join texts in Prometheus' format: each sample gets its text's name as `label`, each family is in one piece."""
+    families: dict[str, Metric] = {}
+    for name, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [sample._replace(labels={**sample.labels, label: str(name)}) for sample in family.samples]
+    return generate_latest(_Merged(list(families.values())))
+
+
+@dataclass(frozen=True)
+class _Merged(Collector):
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families
 
 
 class Replicas:
@@ -42,11 +87,15 @@ class Replicas:
         self._heartbeat_s = heartbeat_s
         self._members: dict[int, Member] = {}
         self.requests = Dispatcher(router, self._members, patience_s)
-        """Takes what they are to work on."""
         self.requests.tell = None if link is None else link.tell
         self.warmed: set[int] | None = None
         """Replicas that have the prompts of `--warm`; none else counts as reached. None without such prompts."""
-        self._merged: tuple[list[tuple[int, EngineStatus]], EngineStatus | None] = ([], None)
+        self.status: EngineStatus | None = None
+        """The engines that answer as one; the last that was known when none does; None before any has answered."""
+        self._taking = False
+        """True while an engine takes requests."""
+        self._load = Gauge("tandem_replica_outstanding_tokens", "Work before a replica as the router counts it",
+                           ["replica"], registry=self.requests.registry)
 
     async def start(self) -> None:
         """Connect, and ask the supervisor which replicas there are."""
@@ -68,29 +117,48 @@ class Replicas:
 
         `over`: why the server ends, as no engine will come any more; requests that wait for one end at once.
         """
-        named = {one.replica: one for one in replicas}
+        named = {info.replica: info for info in replicas}
         for index in [index for index in self._members if index not in named]:
             await self._leave(index)
-        for index, one in named.items():
+        for index, info in named.items():
             if index not in self._members:
-                await self._join(index, one.endpoint)
-            self._members[index].info = one
-        self.requests.refresh()
+                await self._join(index, info.endpoint)
+            self._members[index].info = info
+            self._changed(index)
         self._relieve()
         self.requests.give_up(over)
 
     async def _join(self, index: int, endpoint: str) -> None:
-        self._members[index] = Member(EngineClient(endpoint, heartbeat_s=self._heartbeat_s))
+        client = EngineClient(endpoint, heartbeat_s=self._heartbeat_s, on_change=partial(self._changed, index))
+        self._members[index] = Member(client)
         self._router.join(index)
-        self.requests.load.labels(str(index)).set(0)
-        await self._members[index].client.start()
+        await client.start()
+
+    def _changed(self, index: int) -> None:
+        """Take an engine's new status, or its loss."""
+        if index in self._members:
+            self._tell_router(index)
+        self._merge()
+
+    def _tell_router(self, index: int) -> None:
+        member = self._members[index]
+        self._router.set_state(index, member.state)
+        if (status := member.client.status) is not None:
+            self._router.set_disk(index, status.kv_store, status.disk_saves, status.kv_reach, status.lent_saves)
+            self._router.set_role(index, member.role, status.prompt_tokens_s, status.prefix_room)
+
+    def _merge(self) -> None:
+        self._taking = why_none(self._members.values()) is None
+        if parts := self.parts():
+            self.status = merged_status(parts)
 
     async def _leave(self, index: int) -> None:
         """Drop a replica; what it still had moves on."""
         member = self._members.pop(index)
         self._router.leave(index)
-        self.requests.load.remove(str(index))
-        logger.info("replica %d has left", index)
+        self._load.clear()
+        self._merge()
+        logger.info("Replica %d removed", index)
         await member.client.close()
 
     def reached(self) -> int:
@@ -99,19 +167,19 @@ class Replicas:
                    for index, member in self._members.items())
 
     def _relieve(self) -> None:
-        """Have replicas that drain let go of what they have, where others can have what they have computed."""
-        ready = [index for index, one in self._members.items() if one.state == "ready"]
+        """Have draining replicas hand over their requests where others can read what they have computed."""
+        ready = [index for index, member in self._members.items() if member.state == "ready"]
         for index, member in self._members.items():
             status = member.client.status
             if member.draining and not member.leaves and status is not None \
-                    and any(self._router.reads(one, status.kv_store) for one in ready):
-                logger.info("what replica %d works on goes on at others, who read what it has computed", index)
+                    and any(self._router.reads(other, status.kv_store) for other in ready):
+                logger.info("Replica %d draining: migrating its requests", index)
                 member.leaves = True
                 member.client.hand_over()
-            self._leave_stranded(index, member, others=[one for one in ready if one != index])
+            self._leave_stranded(index, member, others=[other for other in ready if other != index])
 
     def _leave_stranded(self, index: int, member: Member, others: Sequence[int]) -> None:
-        """Take away what a replica has whose machine does not come back, as others can go on with it."""
+        """Send a replica's requests to `others` once its machine has been gone for too long."""
         now, status = asyncio.get_running_loop().time(), member.client.status
         if member.state != "recovering" or status is None:
             member.without_ranks = None
@@ -127,36 +195,23 @@ class Replicas:
         """True while any engine is connected and answers."""
         return any(member.client.alive for member in self._members.values())
 
-    @property
-    def status(self) -> EngineStatus | None:
-        """The engines that answer as one; the last that was known when none does; None before any has answered."""
-        parts = self.parts()
-        before, merged = self._merged
-        if not parts:
-            return merged
-        if len(parts) != len(before) or any(new[0] != old[0] or new[1] is not old[1]
-                                            for new, old in zip(parts, before, strict=True)):
-            self._merged = (parts, merged_status(parts))
-        return self._merged[1]
-
     def parts(self) -> list[tuple[int, EngineStatus]]:
         """Number and status of each engine that answers."""
-        known = [(index, one.client.status, one.client.alive) for index, one in self._members.items()]
+        known = [(index, member.client.status, member.client.alive) for index, member in self._members.items()]
         return [(index, status) for index, status, alive in known if status is not None and alive]
 
     def check(self) -> EngineStatus:
-        """The status of the whole. Raises UnavailableError when no engine takes requests."""
-        why, status = why_none(self._members.values()), self.status
-        if why is not None or status is None:
-            raise why or UnavailableError(NOBODY)
-        return status
+        """Return the status of the whole. Raises UnavailableError when no engine takes requests."""
+        if self.status is None or not self._taking:
+            raise why_none(self._members.values()) or UnavailableError(NOBODY)
+        return self.status
 
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
-        return [one.shown(index, self._router.outstanding(index)) for index, one in self._members.items()]
+        return [member.shown(index, self._router.outstanding(index)) for index, member in self._members.items()]
 
     def events(self) -> list[Event]:
-        """What happened lately, as the supervisor tells it, or the engines if there is none."""
+        """Return recent events, from the supervisor, or from the engines if there is none."""
         if self._link is not None:
             return list(self._link.events)
         for index, status in self.parts():
@@ -165,8 +220,9 @@ class Replicas:
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """Metrics of all engines that answer, labelled with their numbers, and the router's."""
-        self.requests.refresh()
         indices = list(self._members)
+        for index in indices:
+            self._load.labels(str(index)).set(self._router.outstanding(index))
         texts = await asyncio.gather(*(self._members[index].client.metrics(timeout) for index in indices))
         return merged_metrics(dict(zip(indices, texts, strict=True))) + generate_latest(self.requests.registry)
 
@@ -176,8 +232,8 @@ class Replicas:
 
     async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
                     replica: int | None = None) -> dict[int, CacheReport]:
-        """What each replica that answers keeps of prefixes, or one of them."""
-        asked = {index: one.client for index, one in self._members.items()
-                 if one.client.alive and replica in (None, index)}
+        """Return which prefixes each replica that answers keeps, or only `replica`; `drop` removes them first."""
+        asked = {index: member.client for index, member in self._members.items()
+                 if member.client.alive and replica in (None, index)}
         reports = await asyncio.gather(*(client.cache(tokens, drop) for client in asked.values()))
         return dict(zip(asked, reports, strict=True))

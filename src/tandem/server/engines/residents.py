@@ -1,7 +1,7 @@
-"""Several models behind one api: requests wait until theirs is in memory, and idle ones go to make room.
+"""Several models behind one api: requests wait until their model is loaded, and idle models are unloaded for it.
 
-The supervisor starts and ends engines; which model is to be there is decided here, by `tandem.cache.residency`, since
-the api alone knows who waits for what.
+The supervisor starts and ends engines. Which model is loaded is decided here, by `tandem.cache.residency`, since the
+api alone knows which requests wait.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
-from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import ReplicaState
+from tandem.server.engines.client import ReplicaState
+from tandem.server.engines.replicas import merged_metrics, merged_status
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.failures import internal_error, refused
@@ -33,50 +33,45 @@ logger = logging.getLogger(__name__)
 
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0
 """Seconds between two looks while something changes, and while nothing does."""
-ASK_AGAIN_S = 2.0
-"""Seconds until a command is given again that shows no effect."""
 FAILED_S = 10.0
-"""Seconds for which a model that could not be loaded is not tried again."""
+"""Seconds until a model that could not be loaded is tried again."""
 LOAD_FAILED = "model_load_failed"
 """Code of the error that its requests end with."""
 
 
-@dataclass(eq=False)
-class _Place:
-    """One model, and who waits for it."""
+@dataclass(eq=False, kw_only=True)
+class _Place(Seat):
+    """One model, and the requests that wait for it."""
 
     served: Served
-    seat: Seat
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     info: ModelInfo | None = None
     closed: bool = False
-    """It has to go for another, and takes no new requests until it is back."""
-    asked_at: float = float("-inf")
-    """When a command was given,"""
-    asked_after: int = -1
-    """and how many there had been before it."""
+    """True while it is to be unloaded for another, and takes no new requests."""
+    told: bool = False
+    """True from a command to load or unload it until the supervisor has told its effect."""
     failed_at: float = float("-inf")
     reading: asyncio.Task[None] | None = None
-    """Loads its tokenizer."""
+    """Task that loads its tokenizer."""
     pressed: bool = False
-    """Somebody asked for it to be unloaded."""
+    """True once a client has asked to unload it."""
 
 
 class Residents:
-    """All models of a server; of their engines it says what `Replicas` says. Belongs to the event loop of `start`."""
+    """All models of a server, with the interface of `Replicas`. Belongs to the event loop that called `start`."""
 
     def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
                  max_loaded: int | None) -> None:
         """`models` in the order of the configuration, the default one first."""
-        self._places = {served.name: _Place(served, Seat(served.name, {})) for served in models}
+        self._places = {served.name: _Place(name=served.name, served=served) for served in models}
         self._link = link
         for served in models:
             served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
         self.budget: dict[str, int] = {}
-        """Bytes that models may take together on each machine."""
+        """Bytes that models may use together on each machine."""
         self.alive = False
-        """True once the supervisor has said which models there are."""
+        """True once the supervisor has listed the models."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
@@ -99,7 +94,7 @@ class Residents:
         await self._link.start(self._listed, self._reached)
 
     async def close(self) -> None:
-        """Leave all engines. All subscriptions, and whoever waits, fail."""
+        """Disconnect from all engines. All subscriptions, and requests that wait, fail."""
         await self._link.close()
         await end_tasks(self._task)
         for place in self._places.values():
@@ -109,7 +104,7 @@ class Residents:
             await place.served.client.close()
 
     def fail_waiting(self, error: RequestError) -> None:
-        """End whoever waits for a model."""
+        """End the requests that wait for a model."""
         for place in self._places.values():
             self._refuse(place, error)
 
@@ -119,20 +114,19 @@ class Residents:
         return sum(len(place.waiting) for place in self._places.values())
 
     async def _listed(self, latest: ReplicaList) -> None:
-        """The supervisor has said how things are."""
+        """Take the supervisor's list."""
         self.budget = latest.budget
         for info in latest.models:
             place = self._places.get(info.model)
             if place is None:
                 continue
             before = place.info
-            if info.state == "failed" and (before is None or (before.state, before.commands) != ("failed",
-                                                                                                info.commands)):
+            if info.state == "failed" and (before is None or before.state != "failed" or place.told):
                 place.failed_at = _now()
                 self._refuse(place, _failure(info))
-            place.info = info
-            place.seat.needs, place.seat.keep, place.seat.unload_after = info.needs, info.keep, info.unload_after
-            await place.served.client.update([one for one in latest.replicas if one.model == info.model])
+            place.info, place.told = info, False
+            place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
+            await place.served.client.update([replica for replica in latest.replicas if replica.model == info.model])
         self.alive = True
         self._changed.set()
 
@@ -142,7 +136,7 @@ class Residents:
     # --- requests ---
 
     async def enter(self, served: Served) -> None:
-        """Wait until the model is loaded, and count a request there; whoever has entered must `leave`.
+        """Wait until the model is loaded, and count a request there, until `leave`.
 
         Raises OverloadedError when too many wait, UnavailableError when it cannot be loaded.
         """
@@ -170,10 +164,10 @@ class Residents:
                 place.waiting.remove(future)
 
     def leave(self, served: Served) -> None:
-        """A request that had entered is over."""
-        seat = self._places[served.name].seat
-        seat.users -= 1
-        seat.idle_at = _now()
+        """Count out a request that had entered."""
+        place = self._places[served.name]
+        place.users -= 1
+        place.idle_at = _now()
         self._changed.set()
 
     def available(self, served: Served) -> bool:
@@ -182,14 +176,14 @@ class Residents:
         return self._open(place) and not place.waiting
 
     def _open(self, place: _Place) -> bool:
-        """It takes requests: its engines answer, also while they replace ranks."""
+        """True while it takes requests: its engines answer, also while they replace ranks."""
         status = place.served.client.status
-        return (place.seat.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
+        return (place.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
                 and status is not None and status.state in ("ready", "recovering") and place.served.texts.ready(status))
 
     def _begin(self, place: _Place) -> None:
-        place.seat.users += 1
-        place.seat.used_at = _now()
+        place.users += 1
+        place.used_at = _now()
 
     def _refuse(self, place: _Place, error: RequestError) -> None:
         while place.waiting:
@@ -199,10 +193,10 @@ class Residents:
     # --- commands ---
 
     def state(self, served: Served) -> tuple[str, str]:
-        """`loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of one that was loaded, the engines' own word; and
-        why."""
+        """Return the state of a model and its reason: `loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of a
+        loaded one, the engines' own word."""
         place = self._places[served.name]
-        info, state = place.info, place.seat.state
+        info, state = place.info, place.state
         if info is None:
             return "unknown", "the supervisor has not answered yet"
         if info.state == "failed":
@@ -212,17 +206,17 @@ class Residents:
         return served.state
 
     def facts(self, served: Served) -> dict[str, Any]:
-        """Bytes that a model takes on each machine, whether it stays, seconds of idleness after which it goes, and who
-        waits for it."""
+        """Return the memory that a model needs on each machine, whether it is pinned, seconds of idleness after which
+        it is unloaded, and its requests."""
         place = self._places[served.name]
         info = place.info
         return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
                 "unload_after": info.unload_after if info else None, "waiting": len(place.waiting),
-                "running": place.seat.users}
+                "running": place.users}
 
     @property
     def health(self) -> str:
-        """The state of the whole: healthy as long as a request can be answered, if need be by loading its model."""
+        """State of the whole: healthy as long as a request can be answered, if need be by loading its model."""
         if not self.alive:
             return "unreachable"
         states = {self.state(place.served)[0] for place in self._places.values()}
@@ -232,18 +226,18 @@ class Residents:
         return "failed" if states == {"failed"} else "healthy"
 
     def max_context(self, served: Served) -> int | None:
-        """Most tokens of prompt and output together, known before it is loaded."""
+        """Return the most tokens of prompt and output together, known before the model is loaded."""
         info = self._places[served.name].info
         return info.max_context if info is not None else None
 
     async def unload(self, served: Served) -> None:
-        """Have a model finish what it has, and wait until it is gone. Raises RequestError when it must stay."""
+        """Unload a model once its requests are finished, and wait for that. Raises RequestError for a pinned one."""
         place = self._places[served.name]
-        if place.seat.keep:
+        if place.keep:
             raise refused(409, f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
                           code="model_kept")
-        place.pressed = place.seat.state in ("in", "loading")
-        while place.pressed or place.seat.state == "leaving":
+        place.pressed = place.state in ("in", "loading")
+        while place.pressed or place.state == "leaving":
             self._changed.set()
             await asyncio.sleep(LOOK_S)
 
@@ -255,28 +249,28 @@ class Residents:
             for place in self._places.values():
                 self._follow(place)
             self._act()
-            busy = any(place.waiting or place.pressed or place.seat.state in ("loading", "leaving")
+            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving")
                        for place in self._places.values())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S if busy else IDLE_LOOK_S)
             await asyncio.sleep(0)
 
     def _follow(self, place: _Place) -> None:
-        """Bring the seat up to date with what supervisor and engines say; let in whoever may."""
-        seat, info = place.seat, place.info
+        """Update the state by what supervisor and engines tell; let in the requests that may enter."""
+        info = place.info
         status = place.served.client.status
         there = place.served.client.alive and status is not None and status.state == "ready"
         if status is not None and there and not place.served.texts.ready(status) and place.reading is None:
             place.reading = start_task(self._read_texts(place), name="tokenizer")
-        before = seat.state
-        if info is not None and (info.commands > place.asked_after or _now() - place.asked_at > ASK_AGAIN_S):
-            seat.state = _state(seat, info, there)
-        if seat.state == "in" and before != "in":
-            seat.idle_at = seat.used_at = _now()
-            self._loads.labels(seat.name).inc()
-        if seat.state != "in":
+        before = place.state
+        if info is not None and not place.told:
+            place.state = _state(place, info, there)
+        if place.state == "in" and before != "in":
+            place.idle_at = place.used_at = _now()
+            self._loads.labels(place.name).inc()
+        if place.state != "in":
             place.closed = False
-        if seat.state in ("out", "leaving"):
+        if place.state in ("out", "leaving"):
             place.pressed = False
         while place.waiting and self._open(place):
             future = place.waiting.popleft()
@@ -284,11 +278,11 @@ class Residents:
                 self._begin(place)
                 future.set_result(None)
         if not place.waiting:
-            seat.wanted_at = None
-        elif seat.wanted_at is None:
-            seat.wanted_at = _now()
-        self._loaded.labels(seat.name).set(self._open(place))
-        self._waits.labels(seat.name).set(len(place.waiting))
+            place.wanted_at = None
+        elif place.wanted_at is None:
+            place.wanted_at = _now()
+        self._loaded.labels(place.name).set(self._open(place))
+        self._waits.labels(place.name).set(len(place.waiting))
 
     async def _read_texts(self, place: _Place) -> None:
         try:
@@ -301,49 +295,45 @@ class Residents:
             self._changed.set()
 
     def _act(self) -> None:
-        """Load and unload as the policy has it."""
+        """Load and unload as the policy decides."""
         if not self.alive:
             return
-        decision = decide([place.seat for place in self._places.values()], self.budget, self._max_loaded, _now())
-        closing = {seat.name for seat in decision.close}
+        decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
         for place in self._places.values():
-            place.closed = place.seat.name in closing
-            free = place.seat.state == "in" and not place.seat.users
-            if place.pressed and free and place.seat not in decision.unload:
-                decision.unload.append(place.seat)
-        for seat in decision.unload:
-            self._tell(seat, UnloadModel(seat.name), "leaving")
-        for seat in decision.load:
-            self._tell(seat, LoadModel(seat.name), "loading")
+            place.closed = place in decision.close
+            if place.pressed and place.state == "in" and not place.users and place not in decision.unload:
+                decision.unload.append(place)
+        for place in decision.unload:
+            self._tell(place, UnloadModel(place.name), "leaving")
+        for place in decision.load:
+            self._tell(place, LoadModel(place.name), "loading")
 
-    def _tell(self, seat: Seat, command: LoadModel | UnloadModel, state: str) -> None:
-        logger.info("model %s: %s", seat.name, state)
-        place = self._places[seat.name]
-        place.asked_at, place.asked_after = _now(), place.info.commands if place.info is not None else 0
-        seat.state = state
+    def _tell(self, place: _Place, command: LoadModel | UnloadModel, state: str) -> None:
+        logger.info("Model %s: %s", place.name, state)
+        place.state, place.told = state, True
         self._link.tell(command)
 
     # --- all engines together ---
 
     @property
     def status(self) -> EngineStatus | None:
-        """The engines of all loaded models as one; None while none is loaded."""
+        """Status of the engines of all loaded models as one; None while none is loaded."""
         parts = [part for place in self._places.values() for part in place.served.client.parts()]
         return merged_status(parts) if parts else None
 
     def check(self) -> EngineStatus:
-        """The status of the whole. Raises UnavailableError when no model is loaded."""
+        """Return the status of the whole. Raises UnavailableError when no model is loaded."""
         status = self.status
         if status is None:
             raise UnavailableError("No model is loaded just now; a request for one loads it.", code="model_loading")
         return status
 
     def replicas(self) -> list[ReplicaState]:
-        """Each engine of each loaded model."""
-        return [one for place in self._places.values() for one in place.served.client.replicas()]
+        """Return each engine of each loaded model."""
+        return [replica for place in self._places.values() for replica in place.served.client.replicas()]
 
     def events(self) -> list[Event]:
-        """What happened lately, as the supervisor tells it."""
+        """Return the latest events, as the supervisor tells them."""
         return list(self._link.events)
 
     async def refresh(self) -> None:
@@ -351,13 +341,13 @@ class Residents:
         await asyncio.gather(*(place.served.client.refresh() for place in self._places.values()))
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
-        """Metrics of all models, labelled with their names."""
+        """Return the metrics of all models, labelled with their names."""
         texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))
         return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self._registry)
 
 
 def _state(seat: Seat, info: ModelInfo, there: bool) -> str:
-    """The seat's state as supervisor and engines have it; what was `in` stays so while its engines recover."""
+    """Return the seat's state as supervisor and engines have it; `in` stays so while its engines recover."""
     if info.state == "running":
         return "in" if there or seat.state == "in" else "loading"
     return "leaving" if info.state == "unloading" else "out"

@@ -21,7 +21,7 @@ class Served:
 
     @property
     def name(self) -> str:
-        """What the model is called in answers."""
+        """Name of the model in answers."""
         return next(self.names(), "default")
 
     def names(self) -> Iterator[str]:

@@ -41,8 +41,10 @@ class SupervisorLink:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
+        self._number = self._fresh_from = 0
+        """Number of the last question, and of the first one after the last command: earlier answers are outdated."""
         self.events: deque[Event] = deque(maxlen=KEPT)
-        """What the supervisor has told of its history."""
+        """Latest events of the supervisor."""
 
     async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
         """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
@@ -67,20 +69,24 @@ class SupervisorLink:
         self._task = None
 
     def tell(self, request: supervisor.LoadModel | supervisor.UnloadModel | supervisor.NoteEvent) -> None:
-        """Send a command; the next list shows what came of it."""
+        """Send a command. The next list that is handed on shows its effect."""
         self._send(request)
+        if not isinstance(request, supervisor.NoteEvent):
+            self._fresh_from = self._number + 1
         self._awake.set()
 
     async def _run(self, on_replicas: OnReplicas, reached: Reached) -> None:
         known: int | None = None
         while True:
             self._awake.clear()
-            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0))
+            self._number += 1
+            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0,
+                                               self._number))
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
                 # One that drains is never reached, and others wait for its room; a failed one stays for long.
-                known = sum(one.state != "failed" for one in latest.replicas)
+                known = sum(replica.state != "failed" for replica in latest.replicas)
                 await on_replicas(latest)
             if known is not None:
                 with contextlib.suppress(TimeoutError):
@@ -108,8 +114,8 @@ class SupervisorLink:
                 seldom.error("unreadable message from the supervisor: %s; it is asked again", error)
                 continue
             if isinstance(message, supervisor.ReplicaList):
-                latest = message
+                latest = message if message.number >= self._fresh_from else latest
                 known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
-                self.events.extend(one for one in message.events if one.number > known)
+                self.events.extend(event for event in message.events if event.number > known)
             elif isinstance(message, supervisor.ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,21 +11,18 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.server.body import read_body, understood
+from tandem.server.acquire import acquire
+from tandem.server.body import parse, read_body, understood
 from tandem.server.chats.answer_message import Reply, WholeMessage
 from tandem.server.chats.conversations import Conversations
-from tandem.server.chats.plan import ChatPlan
-from tandem.server.chats.start import start_chat
+from tandem.server.chats.plan import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group
-from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import Delta, Generation
-from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import head, new_id
+from tandem.server.context import get_api, get_group, head, new_id
+from tandem.server.generation import Delta, Generation
 from tandem.server.openai.logprobs import chat_logprobs, prompt_places
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import AnswerWriter, Envelope, answered, encode_json
+from tandem.server.sse import ChunkWriter, encode_json, streamed
 
 router = APIRouter()
 _INSTRUCTIONS = ("system", "developer")
@@ -37,62 +33,52 @@ Json = dict[str, Any]
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     fields, turn = await parse_turn(http)
-    return await answered_by(http, fields.model, partial(_answer, http, fields, turn), stream=fields.stream)
+    served = await acquire(http, fields.model, stream=fields.stream)
+    plan, generation = await start_chat(http, served, fields, new_id("chatcmpl"))
+    replies = [Reply(plan) for _ in range(generation.choices)]
+    if fields.stream:
+        return await streamed(generation, ChatWriter(generation, replies, turn, fields),
+                              include_usage=fields.include_usage)
+    answers = await generation.collect()
+    messages = [(reply.message(answer.text), reply.finish_reason(answer.finish_reason or "stop"))
+                for reply, answer in zip(replies, answers, strict=True)]
+    if fields.max_tokens != 0:
+        turn.answered(messages[0][0])  # the conversation goes on with the first choice
+
+    def body() -> bytes:
+        answer = {
+            **head("chat.completion", generation.request_id, generation.model),
+            "choices": [{
+                "index": answer.index,
+                "message": message,
+                "logprobs": chat_logprobs(generation.tokenizer, answer.logprobs) if fields.logprobs else None,
+                "finish_reason": finish_reason,
+            } for answer, (message, finish_reason) in zip(answers, messages, strict=True)],
+            **turn.shown,
+            "usage": generation.usage(),
+            "performance": generation.performance(),
+        }
+        if fields.prompt_logprobs is not None and answers[0].prompt is not None:
+            answer["prompt_logprobs"] = prompt_places(generation.tokenizer, plan.prompt, answers[0].prompt,
+                                                      fields.prompt_logprobs)
+        return encode_json(answer)
+
+    size = len(plan.prompt) * (fields.prompt_logprobs + 1) if fields.prompt_logprobs is not None else 0
+    return Response(await off_loop(size > LARGE, body), media_type="application/json")
 
 
-async def _answer(http: Request, fields: ChatRequest, turn: Turn, served: Served) -> Response:
-    """Answer by a model that is there. Raises RequestError."""
-    plan, generation, model = await start_chat(http, served, fields, new_id("chatcmpl"))
-    writer = ChatWriter(plan, generation, model, turn, fields)
-    return await answered(generation, writer, stream=fields.stream, include_usage=fields.include_usage)
+class ChatWriter(ChunkWriter):
+    """A chat in chunks in OpenAI's order: role, text and calls, finish, usage."""
 
-
-class ChatWriter(AnswerWriter):
-    """A chat's answer, whole, or in chunks in OpenAI's order: role, text and calls, finish, usage."""
-
-    def __init__(self, plan: ChatPlan, generation: Generation, model: str, turn: Turn, fields: ChatRequest) -> None:
-        self._plan, self._generation, self._model, self._fields = plan, generation, model, fields
-        self._tokenizer = generation.tokenizer
-        self._replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in range(generation.choices)]
-        self._entries: list[list[TokenLogprob]] = [[] for _ in self._replies]
-        self._turn = turn
+    def __init__(self, generation: Generation, replies: list[Reply], turn: Turn, fields: ChatRequest) -> None:
+        """`replies` read the choices."""
+        super().__init__("chat.completion.chunk", generation, fields)
+        self._replies, self._turn, self._fields = replies, turn, fields
+        self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._said = WholeMessage() if turn.kept else None
-        self._envelope = Envelope(head("chat.completion.chunk", generation.request_id, model),
-                                  include_usage=fields.include_usage,
-                                  running=generation.usage if fields.continuous_usage else None)
-
-    async def whole(self, answers: list[Delta]) -> Response:
-        """Return all choices; the conversation goes on with the first."""
-        messages = [reply.message(answer.text) for reply, answer in zip(self._replies, answers, strict=True)]
-        if self._fields.max_tokens != 0:
-            self._turn.answered(messages[0])
-        asked = self._fields.prompt_logprobs
-        size = len(self._plan.prompt) * (asked + 1) if asked is not None else 0
-        return Response(await off_loop(size > LARGE, self._body, answers, messages), media_type="application/json")
-
-    def _body(self, answers: list[Delta], messages: list[Json]) -> bytes:
-        asked, of_prompt = self._fields.prompt_logprobs, answers[0].prompt
-        places = {} if asked is None or of_prompt is None else {
-            "prompt_logprobs": prompt_places(self._tokenizer, self._plan.prompt, of_prompt, asked)}
-        return encode_json({
-            **head("chat.completion", self._generation.request_id, self._model),
-            "choices": [
-                {
-                    "index": answer.index,
-                    "message": message,
-                    "logprobs": self._logprobs(answer.logprobs),
-                    "finish_reason": reply.finish_reason(answer.finish_reason or "stop"),
-                }
-                for reply, answer, message in zip(self._replies, answers, messages, strict=True)
-            ],
-            **places,
-            **self._turn.shown,
-            "usage": self._generation.usage(),
-            "performance": self._generation.performance(),
-        })
 
     def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
-        return chat_logprobs(self._tokenizer, entries) if self._fields.logprobs else None
+        return chat_logprobs(self._generation.tokenizer, entries) if self._fields.logprobs else None
 
     def head(self) -> bytes:
         """The role of each choice."""
@@ -101,7 +87,7 @@ class ChatWriter(AnswerWriter):
             for index in range(len(self._replies))
         )
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """Chunks with what the text adds, if anything, and one for the end."""
         reply, ended = self._replies[delta.index], delta.finish_reason is not None
         entries = self._entries[delta.index]
@@ -123,19 +109,19 @@ class ChatWriter(AnswerWriter):
             chunks += self._envelope.chunk(end, {**self._turn.shown, **(extras or {})})
         return chunks
 
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+    def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """The last chunk, without choices."""
-        return self._envelope.without_choice({"usage": usage, **self._turn.shown, **extras})
+        return super().usage(usage, {**self._turn.shown, **extras})
 
 
 def _choice(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
+    index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None, finish_reason: str | None = None
+) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class Turn:
-    """One request's part in its conversation."""
+    """The part of one request in its conversation."""
 
     def __init__(self, given: str | None, store: Conversations | None = None, owner: str = "", asked: bytes = b"",
                  past: int = 0) -> None:
@@ -150,23 +136,25 @@ class Turn:
 
     @property
     def kept(self) -> bool:
-        """Conversations are kept."""
+        """True if conversations are kept."""
         return self._store is not None
 
     def answered(self, message: Json) -> None:
-        """The conversation goes on with `message`, if it is kept."""
+        """Add `message` to the conversation, if that is kept."""
         if self._store is not None:
             self._store.put(self._name, self._asked[:-1] + b"," + encode_json(message) + b"]", carried=self._carried)
 
 
 async def parse_turn(http: Request) -> tuple[ChatRequest, Turn]:
-    """The request's body, behind what is kept of its conversation. Raises RequestError."""
+    """Read the request's body, after the messages that are kept of its conversation. Raises RequestError."""
     api = get_api(http)
+    store = api.conversations
+    if store is None or "tandem.seed" in http.scope:  # from the journal, which outlives what is kept here
+        fields = await parse(http, ChatRequest)
+        return fields, Turn(fields.conversation_id)
     raw = await read_body(http, api.max_body)
     fields = await understood(http, raw, ChatRequest)
-    given, store, owner = fields.conversation_id, api.conversations, get_group(http)
-    if store is None or "tandem.seed" in http.scope:  # from the journal, which outlives what is kept here
-        return fields, Turn(given)
+    given, owner = fields.conversation_id, get_group(http)
     past = store.get((owner, given)) if given is not None else None
     if past is None or any(message.role == "assistant" for message in fields.messages):
         asked = await off_loop(len(raw) > LARGE, lambda: encode_json(from_json(raw)["messages"]))
@@ -181,14 +169,16 @@ async def parse_turn(http: Request) -> tuple[ChatRequest, Turn]:
 
 
 def _joined(past: bytes, raw: bytes) -> tuple[bytes, bytes, int]:
-    """The body with the messages of `past` first, these messages, and how many are of `past`. Instructions that the
-    request has take the place of those before."""
+    """Return the body with the messages of `past` first, these messages, and how many are of `past`.
+
+    Instructions in the request replace those before.
+    """
     body: Json = from_json(raw)
     before: list[Json] = from_json(past)
     asked: list[Json] = body["messages"]
-    instructions = [one for one in asked if one["role"] in _INSTRUCTIONS]
+    instructions = [message for message in asked if message["role"] in _INSTRUCTIONS]
     if instructions:
-        asked = [one for one in asked if one["role"] not in _INSTRUCTIONS]
-        before = [one for one in before if one["role"] not in _INSTRUCTIONS]
+        asked = [message for message in asked if message["role"] not in _INSTRUCTIONS]
+        before = [message for message in before if message["role"] not in _INSTRUCTIONS]
     body["messages"] = [*instructions, *before, *asked]
     return encode_json(body), encode_json(body["messages"]), len(before)

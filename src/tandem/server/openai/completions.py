@@ -8,29 +8,26 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.protocol.control import EngineStatus
+from tandem.errors import RequestError
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.request import SamplingParams, StructuredOutputs
+from tandem.server.acquire import acquire
 from tandem.server.body import parse
-from tandem.server.chats.fitting import too_long
 from tandem.server.chats.forms import form_of
+from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import Delta, Generation
-from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import head, new_id
+from tandem.server.context import head, new_id
+from tandem.server.generation import Delta, Generation
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import (
     check_prompt_logprobs,
     check_sizes,
     check_token_ids,
-    room,
-    sampling_params,
+    sequences_of,
 )
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import AnswerWriter, Envelope, answered, encode_json
+from tandem.server.sse import ChunkWriter, encode_json, streamed
 from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -40,27 +37,39 @@ router = APIRouter()
 async def completions(http: Request) -> Response:
     """Continue prompts, in one piece or as a stream. Choices are numbered prompt by prompt."""
     fields = await parse(http, CompletionRequest)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
-
-
-async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
+    served = await acquire(http, fields.model, stream=fields.stream)
     n = fields.n or 1
     check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt),
                 echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
-    tokenizer, status = texts.tokenizer, texts.status
     prompts = await encode_prompts(texts, fields.prompt, "prompt")
+    tokens = sum(map(len, prompts))
     for param, count in (("prompt_logprobs", fields.prompt_logprobs), ("logprobs", fields.logprobs)):
         if param != "logprobs" or fields.echo:
-            check_prompt_logprobs(param, count, sum(map(len, prompts)), n)
-    form = await form_of(texts, fields)
-    work = _work(fields, prompts, served, status, n, form)
+            check_prompt_logprobs(param, count, tokens, n)
+    form, asked = await form_of(texts, fields), _asked_of_prompt(fields)
+    work = [sequence for prompt in prompts for sequence in sequences_of(
+        prompt, fields, served, texts.status, param="prompt", asked=fields.max_tokens, logprobs=fields.logprobs,
+        form=form, prompt_logprobs=asked)]
     echoes = await _echoes(texts, fields, n)
-    generation = Generation(http, served, fields, work, tokenizer, request_id=new_id("cmpl"),
-                            prompt_tokens=sum(map(len, prompts)), continues=True, logs_end=_echoes_logprobs(fields))
-    choices = [_Writing(fields, echo, prompt, tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
-    writer = CompletionWriter(fields, generation, status.model, choices)
-    return await answered(generation, writer, stream=fields.stream, include_usage=fields.include_usage)
+    generation = Generation(http, served, fields, work, texts.tokenizer, request_id=new_id("cmpl"),
+                            prompt_tokens=tokens, continues=True, logs_end=_echoes_logprobs(fields))
+    choices = [_Writing(fields, echo, prompt, texts.tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
+    if fields.stream:
+        return await streamed(generation, CompletionWriter(fields, generation, choices),
+                              include_usage=fields.include_usage)
+    answers = await generation.collect()
+    for index, answer in enumerate(answers):
+        answer.prompt = answers[index - index % n].prompt  # the first choice has it for all of its prompt
+
+    def body() -> bytes:
+        whole = [{"index": answer.index, **choice.whole(answer)}
+                 for choice, answer in zip(choices, answers, strict=True)]
+        return encode_json({**head("text_completion", generation.request_id, generation.model), "choices": whole,
+                            "usage": generation.usage(), "performance": generation.performance()})
+
+    size = tokens * n * (asked + 1) if asked else 0
+    return Response(await off_loop(size > LARGE, body), media_type="application/json")
 
 
 def _echoes_logprobs(fields: CompletionRequest) -> bool:
@@ -82,21 +91,22 @@ class _Writing:
         self._fields, self._prompt, self._tokenizer = fields, prompt, tokenizer
         self._logprobs = CompletionLogprobs(tokenizer) if fields.logprobs is not None else None
 
-    def of_prompt(self, found: PromptLogprobs) -> dict[str, Any] | None:
+    def of_prompt(self, places: PromptLogprobs) -> dict[str, list[Any]] | None:
         """`logprobs` of the prompt that is echoed."""
         assert self._logprobs is not None
-        return self._logprobs.echoed(self.echo, self._prompt, found, self._fields.logprobs or 0)
+        return self._logprobs.echoed(self.echo, self._prompt, places, self._fields.logprobs or 0)
 
-    def of_output(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+    def of_output(self, entries: list[TokenLogprob]) -> dict[str, list[Any]] | None:
         """`logprobs` of what comes after it."""
         return self._logprobs.format(entries) if self._logprobs is not None else None
 
-    def whole(self, answer: Delta) -> dict[str, Any]:
+    def whole(self, answer: Delta) -> dict[str, object]:
         """All of the choice, but its index."""
         parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
         parts.append(self.of_output(answer.logprobs))
-        logprobs = {name: [one for part in parts if part is not None for one in part[name]] for name in parts[0] or ()}
-        choice: dict[str, Any] = {
+        logprobs = {name: [value for part in parts if part is not None for value in part[name]]
+                    for name in parts[0] or ()}
+        choice: dict[str, object] = {
             "text": self.echo + answer.text,
             "logprobs": logprobs or None,
             "finish_reason": answer.finish_reason,
@@ -110,36 +120,17 @@ class _Writing:
 async def encode_prompts(
     texts: RequestTexts, prompts: Sequence[str | list[int]], param: str, *, closed: bool = False
 ) -> list[list[int]]:
-    """Token ids of every prompt; ids that the client gave are checked. Raises RequestError naming `param`."""
-    status = texts.status
-    encoded = iter(await texts.encode([one for one in prompts if isinstance(one, str)], param, closed=closed))
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            if len(prompt) > status.max_context:
-                raise too_long(status.max_context, param, len(prompt))
-            check_token_ids(prompt, status.vocab_size, param)
-    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def _work(
-    fields: CompletionRequest,
-    prompts: list[list[int]],
-    served: Served,
-    status: EngineStatus,
-    n: int,
-    form: StructuredOutputs | None,
-) -> list[tuple[list[int], SamplingParams]]:
-    work = []
-    for prompt in prompts:
-        max_tokens = room(prompt, fields.max_tokens, served, status, param="prompt")
-        for choice in range(n):
-            alone = choice and max_tokens and not fields.stream  # the first choice says it for all of its prompt
-            params = sampling_params(
-                fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice, form=form,
-                prompt_logprobs=None if alone else _asked_of_prompt(fields),
-            )
-            work.append((prompt, params))
-    return work
+    """Return the token ids of every prompt, which fit into the context. Raises RequestError naming `param`."""
+    context = texts.status.max_context
+    encoded = iter(await texts.encode([prompt for prompt in prompts if isinstance(prompt, str)], param, closed=closed))
+    tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for prompt in tokens:
+        if not prompt:
+            raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
+        if len(prompt) > context:
+            raise too_long(context, param, len(prompt))
+        check_token_ids(prompt, texts.status.vocab_size, param)
+    return tokens
 
 
 async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> list[str]:
@@ -153,40 +144,22 @@ async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> lis
     return echoes
 
 
-class CompletionWriter(AnswerWriter):
-    """A completion, whole or in chunks."""
+class CompletionWriter(ChunkWriter):
+    """A completion in chunks."""
 
-    def __init__(self, fields: CompletionRequest, generation: Generation, model: str,
-                 choices: list[_Writing]) -> None:
-        self._fields, self._generation, self._choices = fields, generation, choices
-        self._head = head("text_completion", generation.request_id, model)
-        self._envelope = Envelope(self._head, include_usage=fields.include_usage,
-                                  running=generation.usage if fields.continuous_usage else None)
-
-    async def whole(self, answers: list[Delta]) -> Response:
-        """Return all choices."""
-        n, asked = self._fields.n or 1, _asked_of_prompt(self._fields)
-        for index, answer in enumerate(answers):
-            answer.prompt = answers[index - index % n].prompt  # the first says it for all of its prompt
-
-        def body() -> bytes:
-            whole = [{"index": answer.index, **choice.whole(answer)}
-                     for choice, answer in zip(self._choices, answers, strict=True)]
-            return encode_json({**self._head, "choices": whole, "usage": self._generation.usage(),
-                                "performance": self._generation.performance()})
-
-        size = self._generation.prompt_tokens * n * (asked + 1) if asked else 0
-        return Response(await off_loop(size > LARGE, body), media_type="application/json")
+    def __init__(self, fields: CompletionRequest, generation: Generation, choices: list[_Writing]) -> None:
+        super().__init__("text_completion", generation, fields)
+        self._choices = choices
 
     def head(self) -> bytes:
         """The prompts, when they are to be echoed; with log probabilities each waits for those."""
         return b"".join(
-            self._envelope.chunk({"text": one.echo, "index": index, "logprobs": None, "finish_reason": None})
-            for index, one in enumerate(self._choices)
-            if one.echo and not one.echoes_logprobs
+            self._envelope.chunk({"text": choice.echo, "index": index, "logprobs": None, "finish_reason": None})
+            for index, choice in enumerate(self._choices)
+            if choice.echo and not choice.echoes_logprobs
         )
 
-    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+    def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
         """One chunk; the last one of a choice carries its finish_reason."""
         mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:
@@ -200,7 +173,3 @@ class CompletionWriter(AnswerWriter):
             "finish_reason": delta.finish_reason,
         }
         return echo + self._envelope.chunk(choice, extras)
-
-    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
-        """The last chunk, without choices."""
-        return self._envelope.without_choice({"usage": usage, **extras})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,15 +10,13 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import EngineStatus
+from tandem.server.acquire import acquire
 from tandem.server.body import parse
-from tandem.server.chats.fitting import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api
-from tandem.server.generation.lifetime import Prompts
-from tandem.server.generation.model_wait import engage
+from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
-from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import MAX_INPUTS, EmbeddingRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json
@@ -31,10 +28,10 @@ router = APIRouter()
 async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
     fields = await parse(http, EmbeddingRequest)
-    served = await engage(http, fields.model)
+    served = await acquire(http, fields.model)
     status = served.status()
     _check(fields, status)
-    inputs = await _encode_all(await RequestTexts.of(http, served), fields.input)
+    inputs = await encode_prompts(await RequestTexts.of(http, served), fields.input, "input", closed=True)
     outputs = await Prompts(http, served, "embd", inputs, timeout=fields.timeout, pooling=status.pooling,
                             window=get_api(http).settings.server.max_choices).outputs()
     vectors = [output.vector for output in outputs]
@@ -43,7 +40,7 @@ async def embeddings(http: Request) -> Response:
 
 
 def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
-    """What needs the model but no tokenizer. Raises RequestError."""
+    """Check what needs the model but no tokenizer. Raises RequestError."""
     if status.pooling is None:
         raise RequestError("This model's files ask for a way of pooling that is not supported; start the server with "
                            "--pooling last or --pooling mean.", param="model", code="embeddings_unsupported")
@@ -55,18 +52,6 @@ def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
                            code="invalid_value")
     if "" in fields.input:
         raise RequestError("'input' cannot be an empty string.", param="input", code="invalid_value")
-
-
-async def _encode_all(texts: RequestTexts, inputs: list[Any]) -> list[list[int]]:
-    """Token ids of every input; those that the client gave are checked. Raises RequestError."""
-    encoded = await encode_prompts(texts, inputs, "input", closed=True)
-    for tokens in encoded:
-        if len(tokens) > texts.status.max_context:
-            raise too_long(texts.status.max_context, "input", len(tokens))
-        if not tokens:
-            raise RequestError("'input' holds no tokens; give at least one.", param="input", code="invalid_value")
-        check_token_ids(tokens, texts.status.vocab_size, "input")
-    return encoded
 
 
 def _body(fields: EmbeddingRequest, vectors: list[bytes], inputs: list[list[int]], model: str) -> bytes:

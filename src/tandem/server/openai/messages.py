@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 
 NAMED_FORM = {"type": "function", "function": {"name": "..."}}
 TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
-"""What `tool_choice` looks like in a request."""
+"""JSON schema of `tool_choice`."""
 
 
 MAX_FIELDS = 64
-"""Of one object. Each unknown one would be an error of its own."""
+"""Most fields of one object: each unknown one would be an error of its own."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
 """Pieces of one message."""
@@ -48,9 +48,9 @@ class Tagged(Strict):
     """An object whose `type` says which of its fields it needs, and which others it may have."""
 
     noun: ClassVar[str]
-    """Its name in errors."""
+    """Name of the object in errors."""
     needs: ClassVar[Mapping[str, set[str]]]
-    """By type."""
+    """Fields that must be there, by type."""
     takes: ClassVar[Mapping[str, set[str]]]
     """Further fields, by type."""
     always: ClassVar[set[str]]
@@ -68,12 +68,12 @@ class Tagged(Strict):
     @model_validator(mode="after")
     def _fits_type(self) -> Self:
         kind: str = getattr(self, "type")  # noqa: B009 - a field of each subclass
-        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        present = {name for name in self.model_fields_set if getattr(self, name) is not None}
         context = {"noun": self.noun, "type": kind}
-        if missing := self.needs[kind] - given:
+        if missing := self.needs[kind] - present:
             context["field"] = min(missing)
             raise PydanticCustomError("missing_field", "a {type} {noun} needs '{field}'", context)
-        if extra := given - self.needs[kind] - self.takes.get(kind, set()) - self.always:
+        if extra := present - self.needs[kind] - self.takes.get(kind, set()) - self.always:
             context["field"] = min(extra)
             raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} {noun}", context)
         return self

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.server.acquire import acquire
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
-from tandem.server.generation.model_wait import engage
 from tandem.server.sse import json_response
 
 router = APIRouter()
 
 
-def model_object(api: Api, served: Served) -> dict[str, Any]:
+def model_object(api: Api, served: Served) -> dict[str, object]:
     """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
     state, detail = served.state if api.residents is None else api.residents.state(served)
     return {
@@ -32,14 +31,14 @@ def model_object(api: Api, served: Served) -> dict[str, Any]:
     }
 
 
-def model_info(api: Api, served: Served) -> dict[str, Any]:
+def model_info(api: Api, served: Served) -> dict[str, object]:
     """A model in Anthropic's shape."""
     known = model_object(api, served)
     return {
         "type": "model",
         "id": known["id"],
         "display_name": known["id"],
-        "created_at": datetime.fromtimestamp(known["created"], UTC).isoformat(),
+        "created_at": datetime.fromtimestamp(int(api.started), UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": known["max_model_len"],
         "max_tokens": known["max_model_len"],
@@ -59,10 +58,10 @@ async def models(http: Request) -> Response:
     """All models, the default one first; in Anthropic's shape where the header `anthropic-version` asks for it."""
     api = get_api(http)
     if _for_anthropic(http):
-        page = [model_info(api, one) for one in api.served]
+        page = [model_info(api, served) for served in api.served]
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
-        body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
+        body = {"object": "list", "data": [model_object(api, served) for served in api.served]}
     return json_response(body)
 
 
@@ -81,7 +80,7 @@ async def load(http: Request, model_id: str) -> Response:
     """Load a model, and answer when that is done. Others may go for it, as for a request."""
     api = get_api(http)
     api.check()
-    return _answer(api, await engage(http, model_id))
+    return _answer(api, await acquire(http, model_id))
 
 
 @router.post("/v1/models/{model_id:path}/unload")

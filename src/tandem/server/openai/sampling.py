@@ -8,7 +8,7 @@ from typing import TypeVar
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
-from tandem.server.chats.fitting import too_long
+from tandem.server.chats.prompt import too_long
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.schemas import SamplingFields
 
@@ -126,6 +126,33 @@ def sampling_params(
         structured_outputs=form,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def sequences_of(
+    prompt: list[int],
+    fields: SamplingFields,
+    served: Served,
+    status: EngineStatus,
+    *,
+    param: str,
+    asked: int | None,
+    logprobs: int | None,
+    form: StructuredOutputs | None,
+    prompt_logprobs: int | None,
+    clip: bool = False,
+) -> list[tuple[list[int], SamplingParams]]:
+    """Return one prompt's sequences, a pair of prompt and parameters for each choice. Raises RequestError.
+
+    `asked`: the output limit of the request; with `clip` it may be beyond the context. In an answer in one piece the
+    first choice has the prompt's log probabilities for all.
+    """
+    max_tokens = room(prompt, asked, served, status, param=param, clip=clip)
+    return [
+        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=form,
+                                 prompt_logprobs=None if choice and max_tokens and not fields.stream
+                                 else prompt_logprobs))
+        for choice in range(fields.n or 1)
+    ]
 
 
 def _first(asked: Number | None, own: Number | None, default: Number) -> Number:

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.errors import RequestError
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
+from tandem.protocol.request import StructuredOutputs
 from tandem.server.openai.messages import (
     NAMED_FORM,
     TOOL_CHOICE,
@@ -28,7 +30,7 @@ SEED_LIMIT = 2**63
 
 
 class StreamOptions(Strict):
-    """What a stream carries beside text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -70,7 +72,7 @@ class ThinkingSwitch(Strict):
 
 
 class JsonSchema(Strict):
-    """What OpenAI's `json_schema` format carries."""
+    """Schema of OpenAI's format `json_schema`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -90,6 +92,17 @@ class ResponseFormat(Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise PydanticCustomError("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
         return self
+
+    @property
+    def form(self) -> tuple[str, StructuredOutputs]:
+        """The field that holds the form, and the form. Not for the type `text`."""
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            return "response_format", StructuredOutputs(json_object=True)
+        return "response_format.json_schema.schema", StructuredOutputs(json=self.json_schema.schema_)
+
+
+def _form(name: str, value: object) -> StructuredOutputs:
+    return StructuredOutputs(**{name: tuple(value) if isinstance(value, list) else value})  # type: ignore[arg-type]
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -168,9 +181,29 @@ class SamplingFields(Strict):
             raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
         return None if value == -1 else value
 
+    def asked_form(self) -> tuple[str, StructuredOutputs] | None:
+        """Return the field that asks for structured output, and its form; None when none does.
+
+        Raises RequestError when several fields ask.
+        """
+        forms = {f"guided_{name}": _form(name, value) for name, value in (
+            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar)) if value is not None}
+        if self.response_format is not None and self.response_format.type != "text":
+            forms.update([self.response_format.form])
+        if self.structured_outputs is not None:
+            for name, value in self.structured_outputs.model_dump(by_alias=True, exclude_none=True).items():
+                if value is not False:
+                    forms[f"structured_outputs.{name}"] = _form(name, value)
+        if len(forms) > 1:
+            first, second, *_ = forms
+            raise RequestError(f"'{first}' and '{second}' both ask for a form; give one of them.", param=second,
+                               code="invalid_value")
+        return next(iter(forms.items()), None)
+
     @property
     def caching(self) -> dict[str, Any]:
-        """What an engine request says of the prefix cache."""
+        """Fields of an engine request about the prefix cache."""
         return {"cache_key": self.prompt_cache_key or "",
                 "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory")}
 
@@ -235,8 +268,8 @@ class ChatRequest(SamplingFields):
         )
 
 
-def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
-    """OpenAI's four forms of a prompt as a list of prompts."""
+def normalise_prompt(value: object) -> list[Any]:
+    """Return OpenAI's four forms of a prompt as a list of prompts."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -265,11 +298,11 @@ class CompletionRequest(SamplingFields):
 
 
 MAX_INPUTS = 2048
-"""As OpenAI has it."""
+"""Most inputs of one request, as at OpenAI."""
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string", "minLength": 1}
-_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": one}
-                                      for one in (_TEXT, _TOKENS))]}
+_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
+                                      for item in (_TEXT, _TOKENS))]}
 
 
 class EmbeddingRequest(Strict):

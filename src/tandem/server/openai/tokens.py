@@ -6,12 +6,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import NotFoundError, UnavailableError
+from tandem.server.acquire import acquire, find_model
 from tandem.server.body import parse
+from tandem.server.chats.plan import checked_template_kwargs
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.chats.variables import checked_template_kwargs
 from tandem.server.context import get_api
-from tandem.server.generation.model_wait import engage, find_model
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.openapi import documented
@@ -24,7 +24,7 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of a conversation in the chat template."""
     fields = await parse(http, TokenizeRequest)
-    texts = await RequestTexts.of(http, await engage(http, fields.model))
+    texts = await RequestTexts.of(http, await acquire(http, fields.model))
     if fields.messages is not None:
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
         tokens, _ = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
@@ -44,14 +44,14 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """Text of token ids, special tokens included."""
     fields = await parse(http, DetokenizeRequest)
-    texts = await RequestTexts.of(http, await engage(http, fields.model))
+    texts = await RequestTexts.of(http, await acquire(http, fields.model))
     check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")
     return json_response({"prompt": await texts.decode(fields.tokens)})
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(http: Request, model: str | None = None) -> Response:
-    """What the model's tokenizer_config.json says, and its chat template."""
+    """Return the model's tokenizer_config.json and its chat template."""
     api = get_api(http)
     if not api.settings.server.enable_tokenizer_info_endpoint:
         message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import envelope
-from tandem.server.generation.generate import Delta, Generation
+from tandem.server.generation import Delta, Generation
 from tandem.server.responses.schemas import Function, ResponsesRequest, qualified
 from tandem.server.sse import AnswerWriter, json_response, named_event
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
@@ -69,17 +69,17 @@ class Answering(AnswerWriter):
         self.generation = generation
         self.created = created
         self.keep: Callable[[], Awaitable[None]] | None = None
-        """What writes the response down when it is over, for those that are to be stored."""
+        """Stores the response when it is over, for a response with `store`."""
         self._output = output
         self._status = "in_progress"
         self._completed_at: int | None = None
         self._sent = 0
         self.stored = False
-        """It is written down, or about to be."""
+        """True when the response is stored, or about to be."""
 
-    async def whole(self, answers: list[Delta]) -> Response:
+    async def whole(self, answer: Delta) -> Response:
         """Return the response object."""
-        self.take(answers[0])
+        self.take(answer)
         await self.end()
         return json_response(self.response())
 
@@ -118,7 +118,7 @@ class Answering(AnswerWriter):
         return named_event(event)
 
     def done(self) -> bytes:
-        """Nothing: the last event said it."""
+        """Return nothing: the last event says that the stream is over."""
         return b""
 
     def error(self, error: RequestError) -> bytes:
@@ -201,7 +201,7 @@ class OutputItems:
 
     @property
     def _part(self) -> Json:
-        """What holds the text that grows."""
+        """The part of an item that holds the text that grows."""
         item: Json = self.items[-1]
         return item["content"][0] if "content" in item else item
 

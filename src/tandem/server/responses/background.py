@@ -19,12 +19,13 @@ from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
 from tandem.server.failures import CANCELLED
-from tandem.server.journal.jobs import Job, Jobs, StoredReply, get_jobs
-from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering, Json, empty_response
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
+from tandem.server.store.calls import StoredReply
+from tandem.server.store.jobs import Job, Jobs, get_jobs
+from tandem.server.store.journal import Entry
 
 ROUTE = "/v1/responses"
 _PREFIX, _JOB_PREFIX = "resp_", "req-"
@@ -57,7 +58,8 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
     api, jobs = get_api(http), get_jobs(http)
     if jobs is None:
-        raise RequestError("'background' needs a journal: start the server with --journal DIR (docs/journal.md), or "
+        raise RequestError("'background' needs a journal: start the server with --journal DIR "
+                           "(docs/background-work.md), or "
                            "leave it out and wait for the answer or stream it.", param="background",
                            code="unsupported_parameter")
     await translated(http, lambda: chat_request(fields))
@@ -100,7 +102,7 @@ def wanted_events(http: Request) -> int | None:
 
 
 async def kept(http: Request, name: str) -> Stored | None:
-    """A response of this client that is kept, None if there is none with this id."""
+    """Return a response of this client that is kept, or None."""
     jobs = get_jobs(http)
     if jobs is None or not name.startswith(_PREFIX):
         return None
@@ -109,7 +111,7 @@ async def kept(http: Request, name: str) -> Stored | None:
 
 
 async def find(http: Request, name: str) -> Stored:
-    """As `kept`. Raises NotFoundError."""
+    """Return a response of this client that is kept. Raises NotFoundError."""
     if (stored := await kept(http, name)) is not None:
         return stored
     raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'store' or 'background' true "
@@ -124,6 +126,10 @@ class Stored:
     entry: Entry
     job: Job | None
     """None when it was over before."""
+
+    async def request(self) -> bytes:
+        """Body of the request. Raises JournalError, and ServerError when it is damaged."""
+        return await self.jobs.write(self.jobs.journal.request, self.entry)
 
     async def response(self, http: Request) -> Json:
         """The response object as it is now. Raises RequestError when the server ends."""

@@ -15,23 +15,22 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError, UnavailableError
+from tandem.server.acquire import acquire
 from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
-from tandem.server.chats.start import start_chat
+from tandem.server.chats.plan import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group, note_ignored
+from tandem.server.context import get_api, get_group, new_id, note_ignored
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import new_id
-from tandem.server.journal.jobs import Job, get_jobs, request_digest
-from tandem.server.journal.journal import Entry
 from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, Json, OutputItems, error_event
 from tandem.server.responses.schemas import ResponsesRequest, as_parts
 from tandem.server.responses.translate import NAMES, chat_request
-from tandem.server.sse import answered, encode_json, json_response, named_event
+from tandem.server.sse import encode_json, json_response, named_event, streamed
+from tandem.server.store.jobs import Job, get_jobs, request_digest
+from tandem.server.store.journal import Entry
 from tandem.server.validation import in_words
 
 logger = logging.getLogger(__name__)
@@ -53,20 +52,16 @@ async def responses(http: Request) -> Response:
         kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job, kept),
-                             stream=fields.stream and job is None,
-                             error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
-
-
-async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: Job | None,
-                  kept: bytes | None) -> Response:
-    """`kept`: the body that is to be stored with the response."""
+    served = await acquire(http, fields.model, stream=fields.stream and job is None,
+                           error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
     answer = await _start(http, served, fields, job)
     if kept is not None:
         answer.keep = lambda: _keep(http, kept, answer)
     if job is not None:
         return await background.work(job, answer)
-    return await answered(answer.generation, answer, stream=fields.stream)
+    if fields.stream:
+        return await streamed(answer.generation, answer)
+    return await answer.whole((await answer.generation.collect())[0])
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
@@ -76,9 +71,9 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     created = time.time() if job is None else job.entry.created
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation, model = await start_chat(http, served, chat, response_id)
+        plan, generation = await start_chat(http, served, chat, response_id)
     output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
-    return Answering(fields, generation, model, output, int(created))
+    return Answering(fields, generation, generation.model, output, int(created))
 
 
 @router.get("/v1/responses/{response_id}", openapi_extra=_STREAMS)
@@ -108,7 +103,7 @@ async def delete(http: Request, response_id: str) -> Response:
 async def input_items(http: Request, response_id: str) -> Response:
     """The items that a kept response was made from, those of the responses before it among them, in pages."""
     stored = await background.find(http, response_id)
-    body = await stored.jobs.request(stored.entry)
+    body = await stored.request()
     items = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
     return json_response(page(items, http, newest_first=True))
 
@@ -130,7 +125,7 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
         raise RequestError(f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
                            "that is completed or incomplete can be continued.", param="previous_response_id",
                            code="invalid_value")
-    past = await stored.jobs.request(stored.entry)
+    past = await stored.request()
     large = len(past) + len(raw) > LARGE
     whole = await off_loop(large, _joined, past, response["output"], raw)
     limit = get_api(http).max_body
@@ -147,8 +142,8 @@ def _joined(past: bytes, output: list[Json], raw: bytes) -> bytes:
     return encode_json(body)
 
 
-def _items(given: str | list[Json]) -> list[Json]:
-    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+def _items(content: str | list[Json]) -> list[Json]:
+    return [{"type": "message", "role": "user", "content": content}] if isinstance(content, str) else content
 
 
 def _keeps(http: Request, fields: ResponsesRequest) -> bool:
@@ -164,7 +159,7 @@ def _keeps(http: Request, fields: ResponsesRequest) -> bool:
 
 
 def _needs_journal(param: str, other: str) -> RequestError:
-    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/journal.md), or {other}."
+    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
@@ -175,7 +170,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     try:
         entry = Entry(0, background.job_id(answer.generation.request_id), get_group(http), "",
                       request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
-        await jobs.keep(entry, raw, answer.last_event())
+        await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
     except UnavailableError as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
         answer.stored = False

@@ -17,12 +17,12 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""What the fields of a chat request are called here."""
+"""Names of fields of a chat request in this API."""
 Json = dict[str, Any]
 
 
 def chat_request(fields: ResponsesRequest) -> ChatRequest:
-    """The same request in the words of chat completions. Raises RequestError."""
+    """Return a request as one of chat completions. Raises RequestError."""
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key",
             "prompt_cache_retention")
     data: Json = {name: getattr(fields, name) for name in same}
@@ -75,7 +75,7 @@ class _Message:
             self.texts.setdefault(name, []).append(text)
 
     def whole(self) -> Json:
-        """As a chat request has it."""
+        """Return the message of a chat request."""
         between = "\n\n" if self.role == "system" else "\n"
         return {"role": self.role, **{name: between.join(texts) for name, texts in self.texts.items()}, **self.others}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -15,7 +15,7 @@ from tandem.server.body import require_known
 from tandem.server.context import Api, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import cancelled
-from tandem.server.generation.lifetime import Running
+from tandem.server.generation import Running
 from tandem.server.openai.models import model_object
 from tandem.server.sse import json_response
 from tandem.server.status.page import prefers_page
@@ -60,17 +60,18 @@ def _health(api: Api) -> str:
 
 
 def _detail(api: Api) -> str:
-    """What the engine is about, or why there is none."""
+    """Return what the engine does, or why there is none."""
     status = api.client.status
     if status is not None and api.client.alive:
         return status.detail
-    return next((one.detail for one in api.client.replicas() if one.detail), status.detail if status else "")
+    details = [replica.detail for replica in api.client.replicas() if replica.detail]
+    return details[0] if details else status.detail if status else ""
 
 
 @router.head("/", include_in_schema=False)  # agents look so whether anybody is there
 @router.get("/")
 async def service(http: Request) -> Response:
-    """What this is and where to go; a browser goes to the page."""
+    """Name the service and its endpoints; a browser is sent to the page."""
     if prefers_page(http.headers.get("accept", "")):
         return RedirectResponse("/ui", 307)
     return json_response({"name": "Tandem", "version": __version__, "model": _model_name(get_api(http)),
@@ -83,7 +84,7 @@ async def live() -> Response:
     return json_response({"status": "alive"})
 
 
-_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while no request can be answered."}}
+_DOWN: dict[int | str, dict[str, object]] = {503: {"description": "The same, while no request can be answered."}}
 
 
 @router.get("/health/ready", responses=_DOWN)
@@ -109,8 +110,8 @@ async def health(http: Request) -> Response:
         "detail": _detail(api),
         "model_loaded": bool(reachable and status and status.state in ("ready", "draining")),
         "model_name": _model_name(api),
-        "available_models": [one.name for one in api.served],
-        "models": [model_object(api, one) for one in api.served],
+        "available_models": [served.name for served in api.served],
+        "models": [model_object(api, served) for served in api.served],
         "model_type": "llm",
         "engine_type": "batched",
         "mcp": None,
@@ -138,7 +139,7 @@ async def model_info(http: Request) -> Response:
     api = get_api(http)
     served = api.served[0]
     status, limit = served.client.check(), served.settings.server.default_max_tokens
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "id": status.model,
         "model": served.settings.model.model or status.model,
         "max_context_length": status.max_context,
@@ -146,7 +147,7 @@ async def model_info(http: Request) -> Response:
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
-    more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
     more |= {"kv_dtype": status.kv_dtype, "kv_bytes_per_token": status.kv_bytes_per_token,
              "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
@@ -174,7 +175,7 @@ async def status_route(http: Request) -> Response:
         "uptime_seconds": round(time.time() - api.started, 1),
         "num_running": status.running if engine and status else 0,
         "num_waiting": (status.queued if engine and status else 0) + (api.residents.waiting if api.residents else 0),
-        "models": [_model(api, one) for one in api.served],
+        "models": [_model(api, served) for served in api.served],
         "budget": api.residents.budget if api.residents is not None else {},
         "engine": engine,
         "replicas": msgspec.to_builtins(api.client.replicas()),
@@ -183,15 +184,15 @@ async def status_route(http: Request) -> Response:
     return json_response(body)
 
 
-def _model(api: Api, served: Served) -> dict[str, Any]:
-    """What /v1/models says of a model, and of its memory and loading."""
+def _model(api: Api, served: Served) -> dict[str, object]:
+    """Return a model as in /v1/models, with its memory and loading."""
     status = served.client.status
     loading = status.loading if status is not None and status.state == "starting" else []
     facts = api.residents.facts(served) if api.residents is not None else {}
     return {**model_object(api, served), **facts, "loading": msgspec.to_builtins(loading)}
 
 
-def _live(request: Running) -> dict[str, Any]:
+def _live(request: Running) -> dict[str, object]:
     return {
         "request_id": request.request_id,
         "model": request.model,
@@ -238,15 +239,15 @@ async def events_route(
     """Ranks and replicas lost and replaced, models loaded and unloaded, and so on, the oldest first."""
     require_known(http.query_params, ("after", "limit"))
     api, group = get_api(http), get_group(http)
-    found = api.client.events()
-    newer = [one for one in found if one.number > after][-limit:]
-    data = [_shown(one, mine=not api.keys or one.group == group) for one in newer]
-    last = found[-1].number if found else 0
+    events = api.client.events()
+    newer = [event for event in events if event.number > after][-limit:]
+    data = [_shown(event, mine=not api.keys or event.group == group) for event in newer]
+    last = events[-1].number if events else 0
     return json_response({"object": "list", "data": data, "last": last})
 
 
-def _shown(event: Event, *, mine: bool) -> dict[str, Any]:
-    """For a client; the id of a request is for its own."""
+def _shown(event: Event, *, mine: bool) -> dict[str, object]:
+    """Return an event for a client; the id of a request is for its own client alone."""
     return {
         "object": "event",
         "number": event.number,

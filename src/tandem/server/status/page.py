@@ -14,9 +14,9 @@ router = APIRouter(include_in_schema=False)
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {file.name: file for file in (Path(__file__).parents[1] / "ui").rglob("*") if file.suffix in _TYPES}
-"""Those of the page; ui/vendored/VENDORED.md says which of them are others'."""
+"""Files of the page, by name; ui/vendored/VENDORED.md lists those of others."""
 PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
-"""What is served here. Needs no key: the page asks for it, and all that it shows comes from the API."""
+"""Paths of the page. They need no key: the page asks for it, and all that it shows comes from the API."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",

@@ -12,9 +12,9 @@ from tandem.errors import RequestError, UnavailableError
 from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.hosts import host_specs
 from tandem.planner.types import Goal
+from tandem.server.acquire import find_model
 from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
-from tandem.server.generation.model_wait import find_model
 from tandem.server.sse import json_response
 
 router = APIRouter()

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 
 from tandem.server.tools import harmony, json_calls, pythonic, tagged
 from tandem.server.tools.gemma import TAGS, gemma
-from tandem.server.tools.prompt import knows_tools
 from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, thinking, without
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
 
@@ -26,7 +25,7 @@ class Format:
     others: tuple[str, ...] = ()
     """Other texts that may be special tokens and yet must be seen."""
     signs: tuple[tuple[str, ...], ...] = ()
-    """What a template of the family contains: all of one of these, or one of `starts` if there are none."""
+    """Signs of the family in a template: all of one of these, or one of `starts` if there are none."""
 
 
 def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> Format:
@@ -82,7 +81,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "cohere": ("<|START_RESPONSE|>", "<|START_TEXT|>", "<|END_RESPONSE|>", "<|END_TEXT|>"),
     "kimi-k3": ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 }
-"""What families put around answers, first what begins one."""
+"""Marks of families around answers; the first begins one."""
 
 
 @lru_cache(maxsize=64)
@@ -95,8 +94,14 @@ def _shown(template: str) -> tuple[str | None, str]:
 
 def _first(seen: Callable[[str], bool]) -> str | None:
     """The first format whose signs are seen."""
-    signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs or zip(one.starts, strict=True))
+    signs = ((name, wanted) for name, known in FORMATS.items()
+             for wanted in known.signs or zip(known.starts, strict=True))
     return next((name for name, wanted in signs if all(map(seen, wanted))), None)
+
+
+def knows_tools(template: str) -> bool:
+    """True if the chat template puts tools into the prompt."""
+    return "tools" in template
 
 
 def tool_format(choice: str, template: str, special: Special | None = None) -> str:
@@ -114,7 +119,7 @@ def tool_format(choice: str, template: str, special: Special | None = None) -> s
 
 @dataclass(frozen=True)
 class Writing:
-    """What one answer may hold, and how."""
+    """Content of one answer, and the formats it is written in."""
 
     format: str
     """How calls are written."""
@@ -125,7 +130,7 @@ class Writing:
     begun: bool
     """The prompt holds the opening tag of the reasoning already."""
     several: bool = True
-    """There may be more than one call."""
+    """True if more than one call is allowed."""
 
 
 def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None,

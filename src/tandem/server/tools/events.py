@@ -1,4 +1,4 @@
-"""What a reader finds in a model's text."""
+"""Events that readers yield from a model's text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CallStart:
     """Counts the calls of one answer from 0."""
     name: str
     id: str = ""
-    """What the model itself calls it, if it does; its template wants to see the same again."""
+    """The id that the model gave, if any; its template wants to see the same again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of one kind joined, and empty pieces left out."""
+    """Join neighbouring pieces of one kind, and leave out empty ones."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -26,7 +26,7 @@ class Frame:
     """How a format writes calls, as pieces of a grammar."""
 
     call: Callable[[str, Literal], tuple[str, str]]
-    """What stands before and after the arguments of a tool."""
+    """Returns the text before and after the arguments of a tool."""
     before: tuple[str, ...] = ()
     between: tuple[str, ...] | None = ("\n",)
     """None: there is one call alone."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tandem.server.tools.events import Content
-from tandem.server.tools.json_text import Calls, called, dumped, loads
-from tandem.server.tools.scan import Feed, Steps, held, passed_on
+from tandem.server.tools.json_text import Calls, complete_calls, dumped, loads
+from tandem.server.tools.scan import Feed, Steps
 
 TAGS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 """Opening and closing token of Gemma 4, and of FunctionGemma."""
@@ -18,14 +17,8 @@ _PART = re.compile(r"""(?s)<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|("(?:[^"\\]
 
 
 def gemma(feed: Feed) -> Steps[None]:
-    """Content, and calls, each read when it is complete."""
-    index = 0
-    while opening := (yield from passed_on(feed, tuple(TAGS))):
-        body, closing = yield from held(feed, (TAGS[opening],))
-        if calls := _calls(body):
-            index = yield from called(calls, index)
-        else:
-            yield Content(opening + body + closing)
+    """Content, and calls."""
+    yield from complete_calls(feed, TAGS, _calls)
 
 
 def _calls(body: str) -> Calls:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.scan import SPACE, Feed, Steps, followed, next_visible, space
+from tandem.server.tools.scan import SPACE, Feed, Steps, followed, held, next_visible, passed_on, space
 
 Calls = list[tuple[str, str]]
 """Names and arguments."""
@@ -146,6 +147,18 @@ def called(calls: Calls, index: int) -> Steps[int]:
         yield CallArguments(index, arguments)
         index += 1
     return index
+
+
+def complete_calls(feed: Feed, tags: Mapping[str, str], read: Callable[[str], Calls]) -> Steps[None]:
+    """Content, and calls between opening and closing `tags`, each read when it is complete; `read` finds calls."""
+    index = 0
+    while opening := (yield from passed_on(feed, tuple(tags))):
+        body, closing = yield from held(feed, (tags[opening],))
+        if calls := read(body):
+            index = yield from called(calls, index)
+            yield from next_visible(feed)
+        else:
+            yield Content(opening + body + closing)
 
 
 def _members(feed: Feed) -> Steps[None]:

@@ -6,10 +6,9 @@ import ast
 import re
 import warnings
 
-from tandem.server.tools.events import Content
 from tandem.server.tools.json_calls import llama3
-from tandem.server.tools.json_text import Calls, called, dumped, whole_calls
-from tandem.server.tools.scan import Feed, Steps, everything, held, next_visible, passed_on
+from tandem.server.tools.json_text import Calls, called, complete_calls, dumped, whole_calls
+from tandem.server.tools.scan import Feed, Steps, everything, next_visible
 
 TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 """Opening and closing token of LFM2, and of Llama 4."""
@@ -29,15 +28,7 @@ def pythonic(feed: Feed) -> Steps[None]:
         yield from llama3(feed)
     elif first == "[":
         yield from _bare(feed)
-    index = 0
-    while opening := (yield from passed_on(feed, tuple(TAGS))):
-        body, closing = yield from held(feed, (TAGS[opening],))
-        calls = _python_calls(body) or whole_calls(body)
-        if not calls:
-            yield Content(opening + body + closing)
-            continue
-        index = yield from called(calls, index)
-        yield from next_visible(feed)
+    yield from complete_calls(feed, TAGS, lambda body: _python_calls(body) or whole_calls(body))
 
 
 def _bare(feed: Feed) -> Steps[None]:

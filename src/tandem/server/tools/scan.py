@@ -46,12 +46,12 @@ class StreamParser:
         """Calls that have begun."""
 
     def push(self, text: str) -> list[Event]:
-        """What can be said now that `text` has come."""
+        """Return the events that are certain now that `text` has come."""
         self._feed.text += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """What is left, now that no more text comes."""
+        """Return the remaining events: no more text comes."""
         self._feed.ended = True
         events = self._run()
         if self._space and not self.calls:
@@ -84,8 +84,8 @@ class StreamParser:
 
 def first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
     """Place of the marker that comes first, and the marker; the text's length and "" if there is none."""
-    found = [(place, marker) for marker in markers if (place := text.find(marker, start)) >= 0]
-    return min(found, default=(len(text), ""))
+    places = [(place, marker) for marker in markers if (place := text.find(marker, start)) >= 0]
+    return min(places, default=(len(text), ""))
 
 
 def begun(text: str, markers: Sequence[str]) -> int:
@@ -140,7 +140,7 @@ def everything(feed: Feed) -> Steps[None]:
 
 
 def without(dropped: tuple[str, ...], reader: Reader) -> Reader:
-    """As `reader`, and `dropped` are no content wherever they stand."""
+    """Return a reader that drops the texts in `dropped` wherever they stand, and reads as `reader`."""
 
     def read(feed: Feed) -> Steps[None]:
         feed.dropped = dropped

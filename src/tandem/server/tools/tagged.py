@@ -30,7 +30,7 @@ class TypedCall:
 
     @property
     def empty(self) -> bool:
-        """There are no arguments yet."""
+        """True while there are no arguments."""
         return self._text == "{"
 
     def argument(self, key: str, value: str) -> CallArguments:
@@ -94,8 +94,8 @@ def _json(element: _Element, schema: Any, root: Any) -> str:
 
 
 def part_of(schema: Any, root: Any, *path: str) -> Any:
-    """What stands at `path` in a schema, or in one of those that it is put together from; None if nothing does."""
-    return next((part for one in _alternatives(schema, root) if (part := _at(one, path)) is not None), None)
+    """Return the value at `path` in a schema, or in one that it is put together from; None if there is none."""
+    return next((part for choice in _alternatives(schema, root) if (part := _at(choice, path)) is not None), None)
 
 
 def allowed_types(schema: Any, root: Any) -> tuple[set[str], list[Any]]:
@@ -151,7 +151,7 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True)
 class Tags:
-    """What a format puts around calls and arguments. A tag that ends with a space goes on with attributes."""
+    """Tags of a format around calls and arguments. One that ends with a space goes on with attributes."""
 
     call: str
     call_end: str

@@ -13,19 +13,15 @@ from pydantic_core import from_json
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import RequestError, UsageError
 from tandem.guided.grammar import grammar_of
-from tandem.models.description import describe
-from tandem.planner.as_json import plan_json
-from tandem.planner.commands import Plainly, caveats, commands, serve_flags
-from tandem.planner.experts import read_experts
-from tandem.planner.hardware import with_fences
-from tandem.planner.hosts import read_hosts, read_links
+from tandem.planner.explain import Named, caveats, commands, plan_json, serve_flags
+from tandem.planner.hosts import cluster_of, read_hosts
 from tandem.planner.plan import plan
+from tandem.planner.presets import planned_files
 from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.cache.schemas import WarmRequest
-from tandem.server.chats.fitting import encode_fitting
-from tandem.server.chats.prompt import rendered
+from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
 from tandem.server.openai import schemas as openai
@@ -86,24 +82,22 @@ def _packed(tokens: Sequence[int]) -> bytes:
 def compare(model: str, revision: str | None, hosts: list[str], link: list[str], context: int, streams: int,
             goal: Goal | None) -> bytes:
     """Return the planner's layouts of a model over machines as a JSON object. Raises UsageError."""
-    files = resolve(model, revision=revision, weights=False)
+    planned = planned_files(resolve(model, revision=revision, weights=False))
     wanted = Request(context=context, streams=streams, goal=goal)
-    cluster = read_hosts(hosts, None)
-    links, notes = read_links(link, cluster)
-    description = describe(files)
-    machines, counted = with_fences(cluster.machines, fast=False)  # as `tandem plan` does
+    cluster = cluster_of(read_hosts(hosts, None), link, description=planned.description, request=wanted,
+                         fast=False)  # as `tandem plan` does
+    machines, notes = cluster.machines, cluster.notes
     try:
-        comparison = plan(description, machines, links, wanted, experts=read_experts(files, description))
+        comparison = plan(planned.description, machines, cluster.links, wanted, experts=planned.experts)
     except NothingFits as refusal:
         comparison = refusal.plan
-    remarks = [*cluster.notes, *notes, *([counted] if counted else [])]
-    wished = Plainly(model, revision, hosts)
+    named = Named(model=model, revision=revision, hosts=hosts)
     layout = None if comparison.chosen is None else comparison.chosen.layout
-    flags = [] if layout is None else serve_flags(comparison, wished)
+    flags = [] if layout is None else serve_flags(comparison, wanted, named)
     return msgspec.json.encode({
         **plan_json(comparison, machines),
-        "notes": remarks if layout is None else [*remarks, *caveats(layout, machines)],
-        "layers": description.num_layers,
+        "notes": notes if layout is None else [*notes, *caveats(layout, machines)],
+        "layers": planned.description.num_layers,
         "serve": None if layout is None else flags,
-        "commands": [] if layout is None else commands(layout, flags, machines, wished),
+        "commands": [] if layout is None else commands(layout, flags, machines, named),
     })

@@ -1,0 +1,201 @@
+"""Models on this machine's disk: whole ones, and what is kept of others for the next start.
+
+Whole models are Tandem's own directories and the hub's cache. Kept are slices from other machines, headers, and
+converted GGUF files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.env import cache_dir, variable
+from tandem.errors import ModelError, ModelNotFound, UsageError
+
+KINDS = {"slices": "*", "headers": "*/*", "gguf": "*"}
+"""Directory in the cache of each kind that is kept -> pattern of its entries."""
+DEMO = "SmolLM2-135M-Instruct"
+"""Name of the demo model, and of its directory."""
+_open: dict[Path, int] = {}
+"""Entries that this process uses, each locked until it ends."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model, or a part of one, on the disk."""
+
+    name: str
+    """Name that `tandem serve` takes; of a part its path."""
+    kind: str
+    """`demo`, `hub`, or the directory of the cache that holds it."""
+    path: Path
+    """Directory with its config.json; for hub models that of the newest snapshot."""
+    root: Path
+    """Directory that is removed with it."""
+    nbytes: int
+    """Bytes on the disk."""
+    modified: float
+    """When it came, or was last needed, in seconds since 1970."""
+
+    @property
+    def unused_s(self) -> float:
+        """Seconds since a start has needed it."""
+        return time.time() - self.modified
+
+
+def demo_path() -> Path:
+    """Directory of the demo model, whether it is there or not."""
+    return cache_dir() / "demo" / DEMO
+
+
+# ---- use
+
+
+def used(path: Path) -> None:
+    """Mark the entry as used by this process: now, and until it ends."""
+    with suppress(OSError):
+        if path not in _open:
+            _open[path] = in_use_by_us(path)
+        os.utime(path)  # last: it fails where somebody else owns the entry
+
+
+def in_use_by_us(path: Path) -> int:
+    """A descriptor; until it is closed the entry is not pruned. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
+
+
+def in_use(path: Path) -> bool:
+    """Whether a running process uses the entry."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+@contextmanager
+def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
+    """A temporary directory that becomes `target` if the block succeeds, and vanishes if it fails.
+
+    When another process has made `target` meanwhile, which then has something at the path `proof`, that stays. Raises
+    `ModelError` when the disk cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ModelError(
+            f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE"
+        ) from error
+    using = in_use_by_us(temporary)
+    try:
+        yield temporary
+        if not (target / proof).exists():
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.chmod(0o755)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                if not (target / proof).exists():
+                    raise
+    except OSError as error:
+        raise ModelError(f"{target}: cannot be written: {error.strerror or error}", param="TANDEM_CACHE") from error
+    finally:
+        os.close(using)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- what is kept
+
+
+def kept() -> Iterator[Stored]:
+    """All entries, also what interrupted starts have left."""
+    for kind, pattern in KINDS.items():
+        for path in sorted((cache_dir() / kind).glob(pattern)):
+            with suppress(OSError):
+                yield Stored(str(path), kind, path, path, _bytes(path), path.stat().st_mtime)
+
+
+def unused(unused_s: float) -> Iterator[Stored]:
+    """Entries that no start has needed for so long, and that no process uses."""
+    return (entry for entry in kept() if entry.unused_s >= unused_s and not in_use(entry.path))
+
+
+def prune(unused_s: float) -> Iterator[Stored]:
+    """Remove those of `unused`; yields each when it is gone.
+
+    Whoever needs one again fetches or converts it again. Raises OSError.
+    """
+    for entry in unused(unused_s):
+        shutil.rmtree(entry.path) if entry.path.is_dir() else entry.path.unlink()
+        yield entry
+
+
+# ---- whole models
+
+
+def stored() -> Iterator[Stored]:
+    """All models, by name."""
+    found = []
+    for config in cache_dir().glob("*/*/config.json"):
+        path = config.parent
+        if path.parent.name in ("slices", "headers"):
+            continue
+        demo = path == demo_path()
+        name, kind = ("demo", "demo") if demo else (str(path), path.parent.name)
+        found.append(Stored(name, kind, path, path, _bytes(path), config.stat().st_mtime))
+    for root in hub_dir().glob("models--*"):
+        snapshots = sorted((one for one in root.glob("snapshots/*/config.json")), key=lambda one: one.lstat().st_mtime)
+        if snapshots:
+            name = root.name.removeprefix("models--").replace("--", "/")
+            found.append(Stored(name, "hub", snapshots[-1].parent, root, _bytes(root), snapshots[-1].lstat().st_mtime))
+    yield from sorted(found, key=lambda one: one.name)
+
+
+def hub_dir() -> Path:
+    """The hub's own cache directory."""
+    if (own := variable("HF_HUB_CACHE")) is not None:
+        return Path(own).expanduser()
+    home = variable("HF_HOME")
+    return (Path(home).expanduser() if home is not None else Path.home() / ".cache" / "huggingface") / "hub"
+
+
+def find_stored(name: str) -> Stored:
+    """The model of that name, or in that directory. Raises ModelNotFound for one that is not in a cache."""
+    path = os.path.abspath(os.path.expanduser(name))
+    models = list(stored())
+    for one in models:
+        if name in (one.name, one.path.name) or path in (str(one.path), str(one.root)):
+            return one
+    there = f"; there is: {', '.join(one.name for one in models)}" if models else ""
+    raise ModelNotFound(f"{name}: is in no cache of models{there}", param="model")
+
+
+def remove(model: Stored) -> None:
+    """Remove it from the disk. Raises UsageError while a process of Tandem uses it, and OSError."""
+    if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # of the hub's any revision may be served
+        raise UsageError(f"{model.name} is in use; end what serves it first", param="model")
+    shutil.rmtree(model.root)
+
+
+def _bytes(path: Path) -> int:
+    """Bytes on the disk of a file, or of a directory and all in it."""
+    total = 0
+    for entry in (path, *path.rglob("*")):
+        with suppress(OSError):
+            total += entry.lstat().st_blocks * 512
+    return total

@@ -1,0 +1,197 @@
+"""`tandem plan`: which machines would hold which part of a model, and how fast; nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tandem.checkpoints.resolve import resolve
+from tandem.cli.screen import screen
+from tandem.errors import ConfigError
+from tandem.models.description import ModelDescription
+from tandem.models.kv_types import require_quantizable
+from tandem.planner.explain import Named, caveats, commands, plan_json, rate, serve_flags
+from tandem.planner.hardware import GIB, Machine
+from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine
+from tandem.planner.layouts import parse_layout
+from tandem.planner.plan import plan
+from tandem.planner.presets import Planned, find, planned, planned_files, presets
+from tandem.planner.profile import Cluster, Profile, measured_machine, read_profile
+from tandem.planner.types import Candidate, LayoutPlan, NothingFits, Prediction, Request, Stage
+
+_SHOWN = 10
+"""Rows of the table without --all; a few of them are layouts that do not fit."""
+_SHOWN_UNFIT = 3
+_DISCLAIMER = (
+    "Estimates from {figures} figures (docs/planning.md): good for comparing layouts, not a promise. Memory is in GiB, "
+    "needed/allowed."
+)
+
+
+def print_plan(
+    console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool
+) -> None:
+    """The layouts compared, the one chosen and why, and how to serve with it."""
+    streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
+    machines = cluster.machines
+    title = f"{named.model}: {streams} of {plan.context:,} tokens, for {plan.goal}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("Layout", overflow="fold", ratio=3)
+    table.add_column("Layers", overflow="fold", ratio=1)
+    table.add_column("Memory", overflow="fold", ratio=3)
+    table.add_column("ms/token\n1 stream", justify="right")
+    table.add_column("tokens/s\n1 stream", justify="right")
+    if plan.streams > 1:
+        table.add_column(f"tokens/s\n{plan.streams} streams", justify="right")
+    table.add_column("prompt\ntokens/s", justify="right")
+    table.add_column("Why", overflow="fold", ratio=4)
+    rows = plan.candidates if all_rows else _best(plan)
+    for candidate in rows:
+        table.add_row(*_row(candidate, plan, machines), style=None if candidate.fits else "dim")
+    console.print(table)
+    if left := len(plan.candidates) - len(rows):
+        console.print(f"{left} more layouts were compared (--all shows them).", markup=False)
+    for line in (*plan.reasons, *cluster.notes, _DISCLAIMER.format(figures=_figures(machines))):
+        console.print(line, markup=False)
+    if plan.chosen is not None and plan.chosen.layout is not None:
+        flags = serve_flags(plan, request, named)
+        for line in commands(plan.chosen.layout, flags, machines, named):
+            console.print(line, markup=False, style="bold", soft_wrap=True)
+        for line in caveats(plan.chosen.layout, machines):
+            console.print(line, markup=False)
+    elif plan.remedies:
+        console.print("Would fit:", markup=False)
+        for line in plan.remedies:
+            console.print(f"- {line}", markup=False)
+
+
+def _figures(machines: Sequence[Machine]) -> str:
+    measured = [machine.measured for machine in machines]
+    return "measured" if all(measured) else "measured and nominal" if any(measured) else "nominal"
+
+
+def _best(plan: LayoutPlan) -> list[Candidate]:
+    """The best rows that fit, and the closest of those that do not."""
+    fitting = [c for c in plan.candidates if c.fits]
+    others = [c for c in plan.candidates if not c.fits]
+    unfit = others[: max(_SHOWN_UNFIT, _SHOWN - len(fitting))]
+    return fitting[: _SHOWN - min(_SHOWN_UNFIT, len(unfit))] + unfit
+
+
+def _row(candidate: Candidate, plan: LayoutPlan, machines: Sequence[Machine]) -> list[str]:
+    mark = "*" if candidate is plan.chosen else ""
+    prediction, layout = candidate.prediction, candidate.layout
+    if prediction is None or layout is None:
+        cells = ["", "", "", ""] + ([""] if plan.streams > 1 else []) + [""]
+        return [mark, escape(candidate.label), *cells, escape(candidate.reason)]
+    layers = " + ".join(_held(s) for s in layout.replicas[0])
+    cells = [layers, escape(_memory(prediction, machines)), f"{prediction.step_single * 1e3:.1f}"]
+    cells.append(rate(prediction.tokens_single))
+    cells += [rate(prediction.tokens)] if plan.streams > 1 else []
+    cells.append(f"{prediction.prefill:,.0f}")
+    return [mark, escape(candidate.label), *cells, escape(candidate.reason)]
+
+
+def _memory(prediction: Prediction, machines: Sequence[Machine]) -> str:
+    return ", ".join(f"{machines[m.machine].name} {m.needed / GIB:.1f}/{m.budget / GIB:.1f}" for m in prediction.memory)
+
+
+def _held(stage: Stage) -> str:
+    """Layers of a stage, with the kv heads of its machines where they differ."""
+    heads = "+".join(map(str, stage.kv_heads))
+    return f"{stage.layers} (kv {heads})" if len(set(stage.kv_heads)) > 1 else str(stage.layers)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
+    profile = read_profile(arguments.profile) if arguments.profile else None
+    model = _model(arguments)
+    request = _request(arguments, model.description)
+    cluster = cluster_of(_hosts(arguments, profile), arguments.link or [], description=model.description,
+                         request=request, fast=arguments.fast_sync != "off", profile=profile,
+                         source=str(arguments.profile))
+    if model.note:
+        cluster.notes.insert(0, model.note)
+    try:
+        answer = plan(model.description, cluster.machines, cluster.links, request, experts=model.experts)
+    except NothingFits as refusal:
+        _show(arguments, refusal.plan, cluster, request)
+        raise
+    _show(arguments, answer, cluster, request)
+    return 0
+
+
+def _model(arguments: argparse.Namespace) -> Planned:
+    """The model of a preset, or of files. Raises ConfigError for --quant with files: they are as they are."""
+    preset = find(arguments.model)
+    if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
+        found = planned(*preset, arguments.quant or "native")
+        arguments.model = found.copy or preset[0]  # the hub id, which `tandem serve` takes
+        return found
+    if arguments.quant is not None:
+        raise ConfigError(
+            f"--quant {arguments.quant}: {arguments.model} is planned for as its files are; leave --quant out, or name "
+            f"one of the models of docs/planning.md{_meant(arguments.model)}",
+            param="quant",
+        )
+    return planned_files(resolve(arguments.model, revision=arguments.revision, weights=False))
+
+
+def _meant(model: str) -> str:
+    """The preset that a name may mean."""
+    names = {name.rpartition("/")[2].lower(): name for name in presets()}
+    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), list(names), 1)
+    return f" (did you mean {names[near[0]]}?)" if near else ""
+
+
+def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
+    if arguments.hosts or arguments.hostfile:
+        return read_hosts(arguments.hosts or [], arguments.hostfile, profile)
+    if profile is None or not profile.hosts:
+        return this_machine()
+    if len(profile.hosts) > 1:
+        arguments.hosts = [host.name for host in profile.hosts]  # the command that is printed names them
+    return Hosts(machines=[measured_machine(host) for host in profile.hosts])
+
+
+def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
+    if arguments.context is not None and arguments.context > description.max_context:
+        raise ConfigError(
+            f"--context {arguments.context}: the model was made for {description.max_context}; choose at most that",
+            param="context",
+        )
+    if arguments.kv_dtype != "auto":
+        require_quantizable(description, arguments.kv_dtype)
+    return Request(
+        context=arguments.context,
+        streams=arguments.streams,
+        goal=arguments.goal,
+        dtype=arguments.dtype,
+        dequantize=arguments.dequantize,
+        kv_dtype=arguments.kv_dtype,
+        prefill_chunk=arguments.prefill_chunk,
+        memory_fraction=arguments.memory_fraction,
+        layouts=tuple(parse_layout(text) for text in arguments.layout or ()),
+    )
+
+
+def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, request: Request) -> None:
+    machines = cluster.machines
+    named = Named(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Named)})
+    if arguments.json:
+        serve = None if answer.chosen is None else serve_flags(answer, request, named)
+        print(json.dumps({"model": named.model, "machines": [dataclasses.asdict(m) for m in machines],
+                          "links": [dataclasses.asdict(link) for link in cluster.links],
+                          **plan_json(answer, machines), "serve": serve, "notes": cluster.notes}, indent=2))
+        return
+    console = screen(highlight=False)
+    print_plan(console, answer, cluster, request, named, all_rows=arguments.all)

@@ -1,0 +1,203 @@
+"""`tandem selftest`: every check in a process of its own, and a report of one page."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fcntl
+import getpass
+import hashlib
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from tandem.checkpoints.resolve import resolve
+from tandem.descriptors import raise_limit
+from tandem.diagnostics.selftest.check import CHECKS, Check, Outcome, chosen
+from tandem.diagnostics.selftest.report import Report, facts, make_report, page
+from tandem.diagnostics.selftest.run import Journal, run_checks
+from tandem.diagnostics.tasks import Task
+from tandem.env import state_dir
+from tandem.errors import ConfigError, ModelNotFound
+from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.system.awake import keep_awake
+from tandem.system.identity import boot_id
+from tandem.version import __version__
+
+TINY = "tiny"
+"""Directory of the random model, within that of the run."""
+MODEL = "model"
+"""The check that makes it."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check and report; 0 if nothing is wrong, 1 if something is, 3 if checks are left. Raises UsageError."""
+    if arguments.list:
+        for check in CHECKS:
+            extra = " (needs --hostfile)" if check.hosts else " (needs --risky)" if check.risky else ""
+            print(f"{check.name:14} {check.title}{extra}\n{'':14} proves: {check.proves}")
+        return 0
+    only = _only(arguments)
+    output = _output(arguments.output)
+    raise_limit()
+    file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
+    directory = state_dir() / "firstlight"
+    task, name = _task(arguments, directory)
+    for path in (task.directory, task.model, task.hostfile):
+        if not path.isprintable():  # bytes that are no UTF-8 are none
+            raise ConfigError(f"{path!r}: no path that checks can be told; move it, or name another directory "
+                              "(TANDEM_STATE_DIR for that of the runs)")
+    try:
+        with _alone(directory):
+            keep_awake()  # nobody may touch the machine for all these minutes
+            return _run(arguments, only, output, file, task, name)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
+                          "directory with TANDEM_STATE_DIR") from None
+
+
+def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task,
+         name: str) -> int:
+    if only is not None and task.random:
+        only.append(MODEL)  # nothing else makes it
+    checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
+    here = facts()
+    question: dict[str, object] = {"tandem": __version__, "model": task.model, "facts": here,
+                "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else ""}
+    journal = Journal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
+    journal.reopen([check.name for check in checks])
+    _note(_beginning(journal, checks, name))
+    try:
+        run_checks(checks, journal, task, seconds=60 * arguments.minutes, listener=_tell)
+    except KeyboardInterrupt:
+        _note("interrupted: the same command goes on")
+        raise
+    # The journal has those of earlier runs too, and may have some of checks that are no more.
+    outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
+    wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
+    report = make_report(outcomes, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
+                         hosts=len(file.hosts) if file else 0, names=_names(file))
+    return _write(report, output)
+
+
+def _output(name: str) -> Path:
+    """Return the file for the page. Raises ConfigError for one that cannot be written, before minutes are spent."""
+    output = Path(name).expanduser()
+    other = output.with_suffix(".json") if output.name else output
+    why = ("is a directory" if output.is_dir() else
+           f"there is no directory {output.parent}; make it" if not output.parent.is_dir() else
+           "is the place of the JSON that stands beside the page" if other == output else
+           f"{other} is a directory" if other.is_dir() else _unwritable(output) or _unwritable(other))
+    if why:
+        raise ConfigError(f"--output {output}: {why}; name another file, such as selftest.md", param="output")
+    return output
+
+
+def _unwritable(path: Path) -> str:
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        return f"cannot be written: {error.strerror or error}"
+    return ""
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Exclude other runs in this directory, which would share the journal. Raises ConfigError, OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `tandem selftest` runs in {directory}; wait for it, or name another "
+                              "directory with TANDEM_STATE_DIR") from None
+        yield
+
+
+def _only(arguments: argparse.Namespace) -> list[str] | None:
+    """Return the names that --only has; None without it. Raises ConfigError."""
+    if not 0 < arguments.minutes < math.inf:
+        raise ConfigError(f"--minutes {arguments.minutes}: must be above 0", param="minutes")
+    only = [check.strip() for check in arguments.only.split(",")] if arguments.only is not None else None
+    known = {check.name: check for check in CHECKS}
+    for name in only or ():
+        if name not in known:
+            raise ConfigError(f"--only {name}: is no check; `tandem selftest --list` names them", param="only")
+        if known[name].hosts and not arguments.hostfile:
+            raise ConfigError(f"--only {name}: needs several machines; give --hostfile", param="only")
+        if known[name].risky and not arguments.risky:
+            raise ConfigError(f"--only {name}: may lock the GPU up; give --risky if that is wanted", param="only")
+    return only
+
+
+def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
+    """Return the task that all checks get, and the name of the model."""
+    hostfile = str(Path(arguments.hostfile).expanduser().resolve()) if arguments.hostfile else ""
+    try:
+        files = resolve(arguments.model)
+    except ModelNotFound:
+        if arguments.model != "demo":
+            raise
+        _note("the demo model is not on this machine (`tandem model get demo`): a tiny one with random weights is made")
+        return Task(entry="", result="", directory=str(directory), model=str(directory / TINY), hostfile=hostfile,
+                    random=True), "tiny, with random weights"
+    return Task(entry="", result="", directory=str(directory), model=str(files.path), hostfile=hostfile), files.name
+
+
+def _beginning(journal: Journal, checks: list[Check], model: str) -> str:
+    done = sum(check.name in journal.outcomes for check in checks)
+    if done:
+        return f"{done} of {len(checks)} checks were made before; going on behind them (--fresh begins anew)"
+    return f"{len(checks)} checks, model {model}; if this is interrupted, the same command goes on"
+
+
+def _tell(check: Check, outcome: Outcome | None) -> None:
+    if outcome is None:
+        _note(f"... {check.title}")
+    else:
+        why = f": {outcome.detail}" if outcome.detail else ""
+        _note(f"{outcome.verdict}: {check.name}, {outcome.seconds:g} s{why}")
+
+
+def _names(file: Hostfile | None) -> list[str]:
+    """Return the names of people, machines and folders that reports must not have."""
+    own = socket.gethostname()
+    hosts = [part for host in (file.hosts if file else ()) for part in host.ssh.split("@")]
+    return [own, own.partition(".")[0], *_user(), *hosts, os.path.expanduser("~"), str(state_dir())]
+
+
+def _user() -> list[str]:
+    try:
+        return [getpass.getuser()]
+    except (KeyError, OSError):  # a container's user may have no name
+        return []
+
+
+def _write(report: Report, output: Path) -> int:
+    text = page(report)
+    other = output.with_suffix(".json")
+    print(text, flush=True)
+    try:
+        output.write_text(text)
+        other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}; give the command again "
+                          "with --minutes 0.001 and another file: what was found is kept", param="output") from None
+    _note(f"written to {output} and {other}")
+    if report.code == 3:
+        _note(f"{report.wanted - len(report.checks)} checks are left: give the same command again")
+    return report.code
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""The models that a terminal talks to: one that is loaded in this process, or one of a running server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from tandem.errors import UsageError
+from tandem.protocol.request import SamplingDefaults, SamplingParams
+from tandem.system.http_client import ServerClient
+
+if TYPE_CHECKING:
+    from tandem.llm import LLM
+
+Json = dict[str, Any]
+Prompt = str | list[Json]
+"""A text to complete, or the messages of a conversation."""
+CONNECT_S = 20.0
+"""Seconds in which a server must tell about its model."""
+
+
+@dataclass
+class Piece:
+    """Some text of an answer."""
+
+    text: str
+    reasoning: bool = False
+
+
+Pieces = Generator[Piece, None, None]
+"""An answer as it comes; closing it cancels the request."""
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds of an answer, filled in while it comes."""
+
+    tokens: int = 0
+    began: float = 0.0
+    ended: float = 0.0
+    finish: str = ""
+    """Finish reason, as the API has it."""
+
+    def __str__(self) -> str:
+        seconds = self.ended - self.began
+        rate = f", {(self.tokens - 1) / seconds:.1f} tokens/s" if self.tokens > 1 and seconds > 0 else ""
+        return f"{self.tokens} tokens{rate}{', cut at the limit' if self.finish == 'length' else ''}"
+
+
+class Loaded:
+    """A model in this process and its ranks."""
+
+    where, can_see = "loaded here", False
+    """Place in a few words; and whether messages may hold images, as far as is known beforehand."""
+
+    def __init__(self, llm: LLM, name: str, defaults: Mapping[str, float]) -> None:
+        """Use `defaults` for what neither the model nor the user sets."""
+        self.llm, self.name = llm, name
+        self._defaults = {**defaults, **llm.default_sampling.given()}
+        self.can_chat = llm.tokenizer.has_chat_template
+
+    def answer(self, prompt: Prompt, params: Mapping[str, Any], speed: Speed) -> Pieces:
+        """Yield the answer. Raises UsageError and RequestError."""
+        sampling = {**self._defaults, **params}
+        text = ""
+        try:
+            for piece in self.llm.stream(prompt, SamplingParams(**sampling)):
+                speed.began, speed.ended = speed.began or time.perf_counter(), time.perf_counter()
+                text += piece
+                yield Piece(piece)
+        finally:
+            speed.tokens = len(self.llm.tokenizer.encode(text, False))
+            speed.finish = "length" if speed.tokens >= sampling["max_tokens"] else "stop"
+
+
+class Served:
+    """A model of a running server."""
+
+    can_chat = True
+
+    def __init__(self, server: ServerClient, name: str | None, defaults: Mapping[str, float]) -> None:
+        """Take the model `name`, by default the server's first. Raises UsageError."""
+        self._server = server
+        self.where = server.url
+        names = self.names()
+        if name and name not in ("default", *names) and not self._info(f"/v1/models/{quote(name)}"):
+            raise UsageError(f"{server.url} has no model {name!r}; there is: {', '.join(names)}", param="model")
+        self.name = name or names[0]
+        info = self._info("/model/info")
+        self.can_see = not info  # Tandem's own servers, which have this path, read text alone; others may see
+        own = info.get("default_sampling_params", {})
+        known = SamplingDefaults.__struct_fields__
+        self._defaults = {key: value for key, value in defaults.items() if key in known and key not in own}
+
+    def names(self) -> list[str]:
+        """Return the names of the server's models. Raises UsageError."""
+        return self._server.models() or ["default"]
+
+    def _info(self, path: str) -> Json:
+        """Return what the server tells there; empty where it has no such path."""
+        try:
+            info = self._server.get_json(path, timeout_s=CONNECT_S)
+        except (UsageError, ValueError):
+            return {}
+        return info if isinstance(info, dict) else {}
+
+    def answer(self, prompt: Prompt, params: Mapping[str, object], speed: Speed) -> Pieces:
+        """Yield the answer. Raises UsageError."""
+        chat = not isinstance(prompt, str)
+        path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
+        body = {**self._defaults, **params, name: prompt, "model": self.name, "stream": True,
+                "stream_options": {"include_usage": True}}
+        for event in self._server.events(path, body):
+            speed.tokens = (event.get("usage") or {}).get("completion_tokens", speed.tokens)
+            for choice in event.get("choices", ()):
+                speed.began, speed.ended = speed.began or time.perf_counter(), time.perf_counter()
+                speed.finish = choice.get("finish_reason") or speed.finish
+                delta = (choice.get("delta") or {}) if chat else {"content": choice.get("text")}
+                if thought := delta.get("reasoning_content"):
+                    yield Piece(thought, reasoning=True)
+                if text := delta.get("content"):
+                    yield Piece(text)
+
+
+Model = Loaded | Served

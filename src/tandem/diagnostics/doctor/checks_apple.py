@@ -1,0 +1,176 @@
+"""Checks that matter on Macs: RDMA over Thunderbolt, the cable itself, power, and MLX's variables. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tandem.diagnostics.doctor.evidence import Evidence, Findings, Host
+from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.parsing import interfaces, rdma_devices, rdma_enabled, rdma_port_states
+from tandem.system.metal import FAST_FENCE
+
+RDMA_MACOS, SMOOTH_MACOS = (26, 2), (26, 3)
+ENABLE = "shut down, hold the power button, Options > Utilities > Terminal: rdma_ctl enable"
+UPDATE = "softwareupdate --install --all --restart"
+
+
+def no_rdma(evidence: Evidence) -> str:
+    """Excuse the check of RDMA with another backend."""
+    return "" if evidence.backend.startswith("jaccl") else f"the backend is {evidence.backend}; jaccl would need it"
+
+
+def rdma(evidence: Evidence, findings: Findings) -> str:
+    """RDMA is on, and each machine has the devices that the hosts file names for its peers."""
+    for index, host in enumerate(evidence.carriers):
+        if (facts := evidence.facts.get(host.name)) is not None and _has_rdma(evidence, host.name, facts, findings):
+            _devices(evidence, index, facts, findings)
+    return "enabled, and every peer's device is active"
+
+
+def _has_rdma(evidence: Evidence, name: str, facts: Facts, findings: Findings) -> bool:
+    version = _macos(facts)
+    enabled = rdma_enabled(facts.outputs.get("rdma_ctl"))
+    if version is not None and version < RDMA_MACOS:
+        findings.fail(name, f"macOS is {version[0]}.{version[1]}, RDMA needs 26.2", evidence.on(name, UPDATE))
+    elif enabled is not True:
+        state = "is disabled" if enabled is False else "is not there: `rdma_ctl status` does not say that it is enabled"
+        findings.fail(name, f"RDMA {state}", ENABLE)
+    elif not rdma_devices(facts.outputs.get("ibv_devices")):
+        findings.fail(name, "ibv_devices lists no device",
+                      "plug in the Thunderbolt 5 cable (on a Mac Studio not beside the Ethernet port)")
+    else:
+        return True
+    return False
+
+
+def _devices(evidence: Evidence, index: int, facts: Facts, findings: Findings) -> None:
+    host, count = evidence.carriers[index], len(evidence.carriers)
+    setup = "mlx.distributed_config --over thunderbolt --backend jaccl --auto-setup --hosts " + ",".join(
+        carrier.name for carrier in evidence.carriers)
+    for number, (peer, named) in enumerate(zip(evidence.carriers, host.rdma, strict=False), 1):
+        for device in [named] if isinstance(named, str) else named or []:
+            _device(evidence, host, peer, facts, findings, device=device, setup=setup, address=f"{index + 1}.{number}")
+        if not named and peer is not host and evidence.backend == "jaccl":
+            findings.fail(host.name, f"the hosts file names no device for {peer.name}", setup)
+    if len(host.rdma) != count:
+        findings.fail(host.name, f"`rdma` has {len(host.rdma)} entries for {count} hosts", setup)
+
+
+def _device(evidence: Evidence, host: Host, peer: Host, facts: Facts, findings: Findings, *, device: str, setup: str,
+            address: str) -> None:
+    devices = rdma_devices(facts.outputs.get("ibv_devices"))
+    state = rdma_port_states(facts.outputs.get("ibv_devinfo")).get(device, "PORT_ACTIVE")
+    name = device.removeprefix("rdma_")
+    there = interfaces(facts)
+    bridge = next((interface.name for interface in there if name in interface.members), None)
+    if device not in devices:
+        findings.fail(host.name, f"has no device {device} (for {peer.name}), only {', '.join(devices)}", setup)
+    elif state != "PORT_ACTIVE":
+        findings.fail(host.name, f"{device} (for {peer.name}) is {state}",
+                      f"check the cable between {host.name} and {peer.name}")
+    elif bridge:
+        findings.fail(host.name, f"the interface of {device} is part of {bridge}",
+                      evidence.on(host.name, f"sudo ifconfig {bridge} down"))
+    elif there and not any(interface.networks for interface in there if interface.name == name):
+        # Without one jaccl finds no way to use the device.
+        findings.fail(host.name, f"{name}, the interface of {device} (for {peer.name}), has no IPv4 address; a restart "
+                      "of the Mac takes it away",
+                      evidence.on(host.name, f"sudo ifconfig {name} inet 169.254.{address} netmask 255.255.0.0 alias"))
+
+
+def _macos(facts: Facts) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", facts.outputs.get("os_version", ""))
+    return (int(match[1]), int(match[2])) if match and facts.system == "Darwin" else None
+
+
+def no_rdma_macs(evidence: Evidence) -> str:
+    """Excuse the check of macOS's version."""
+    return "" if evidence.macs and evidence.backend.startswith("jaccl") else "matters for RDMA between Macs only"
+
+
+def macos(evidence: Evidence, findings: Findings) -> str:
+    """Macs that share RDMA run the same build of macOS, 26.3 or later."""
+    builds = {name: facts.outputs.get("os_build", "").strip() for name, facts in evidence.macs.items()}
+    wanted = builds.get(evidence.here) or max(builds.values())
+    for name, build in builds.items():
+        if build != wanted:
+            findings.fail(name, f"build {build}, on {evidence.here} {wanted}", evidence.on(name, UPDATE))
+    for name, facts in evidence.macs.items():
+        if (version := _macos(facts)) is not None and version < SMOOTH_MACOS:
+            findings.warn(name, "before 26.3 RDMA sends 4 KB at a time and runs out of memory under load",
+                          evidence.on(name, UPDATE))
+    return f"build {wanted} on all Macs"
+
+
+def single_mac(evidence: Evidence) -> str:
+    """Excuse the check of cables between Macs."""
+    macs = sum(host.name in evidence.macs for host in evidence.carriers)
+    return "" if macs > 1 else "matters between Macs only"
+
+
+def thunderbolt(evidence: Evidence, findings: Findings) -> str:
+    """The addresses in use lie on a Thunderbolt cable, not on Wi-Fi."""
+    kinds = set()
+    for host in evidence.carriers:
+        if (facts := evidence.macs.get(host.name)) is None:
+            continue
+        kind, address = _kind_of(facts, host.address), host.address or "its address"
+        kinds.add(kind)
+        if kind == "wifi":
+            findings.fail(host.name, f"{host.address} is on Wi-Fi",
+                          "tandem hosts write --over thunderbolt, with a cable between the Macs")
+        elif kind != "thunderbolt" and evidence.backend.startswith("jaccl"):
+            if cable := _on_cable(facts):
+                findings.warn(host.name, f"pipeline stages and weights would go over {address} ({kind}), not over the "
+                              f"cable, where it has {cable}",
+                              f"put the addresses of the cables into `ips`, {cable} for {host.name}; stages of one "
+                              "rank group alone do not need it")
+        elif kind != "thunderbolt":
+            findings.warn(host.name, f"{address} is not on a Thunderbolt interface",
+                          'networksetup -setmanual "Thunderbolt Bridge" 10.254.0.1 255.255.255.252   (and 10.254.0.2 '
+                          "on the other)")
+    return f"addresses are on: {', '.join(sorted(kinds))}"
+
+
+def _on_cable(facts: Facts) -> str:
+    """Return an address that the machine has on a Thunderbolt cable; empty if there is none."""
+    return next((str(network.ip) for interface in interfaces(facts) for network in interface.networks
+                 if interface.kind == "thunderbolt" and not network.ip.is_link_local), "")
+
+
+def _kind_of(facts: Facts, address: str) -> str:
+    for interface in interfaces(facts):
+        if any(str(network.ip) == address for network in interface.networks):
+            bridged = interface.name.startswith("bridge") and interface.members
+            return interface.kind or ("thunderbolt" if bridged else "unknown")
+    return "unknown"
+
+
+def fences(evidence: Evidence, findings: Findings) -> str:
+    """MLX's fast fences are off: they have locked GPUs up until the Mac was restarted."""
+    if _is_on(evidence.variables):
+        findings.warn("", f"`envs` of the hosts file sets {FAST_FENCE}, which has locked GPUs up until the Mac was "
+                      "restarted; ranks go by --fast-sync and not by it", f"take {FAST_FENCE} out of `envs`")
+    for name, facts in evidence.macs.items():
+        if _is_on(facts.variables):
+            look = evidence.on(name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
+            findings.warn(name, f"{FAST_FENCE} is set there, which has locked GPUs up until the Mac was restarted; "
+                          "ranks go by --fast-sync, other programs by it",
+                          f"{look}   (take it out, and `unset` it here)")
+    return "MLX's own, on all Macs"
+
+
+def _is_on(variables: Mapping[str, str]) -> bool:
+    return variables.get(FAST_FENCE, "0") not in ("", "0")
+
+
+def power(evidence: Evidence, findings: Findings) -> str:
+    """Macs have mains and their full power. Idle sleep is held off while ranks run."""
+    for name, facts in evidence.macs.items():
+        if "'Battery Power'" in facts.outputs.get("battery", ""):
+            findings.warn(name, "it runs on its battery: it slows down, and sleeps when that is low", f"plug {name} in")
+        if re.search(r"^\s*lowpowermode\s+1", facts.outputs.get("power", ""), re.MULTILINE):
+            findings.warn(name, "low power mode is on: everything takes longer",
+                          evidence.on(name, "sudo pmset -a lowpowermode 0"))
+    return "on mains, at full power; while ranks run they do not sleep unless a lid is closed"

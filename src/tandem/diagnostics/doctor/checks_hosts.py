@@ -1,0 +1,141 @@
+"""Checks of single machines: Ray's nodes, ssh, name, clock, ports, firewall. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from tandem.diagnostics.doctor.evidence import Evidence, Findings
+from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.parsing import FirewallState, firewalls, interfaces, port_owner
+from tandem.errors import UsageError
+from tandem.launchers.ray.nodes import UNIT, check_addresses
+
+CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 5.0
+RESTART = "ray stop -f, then ray start ... --node-ip-address=ADDRESS"
+
+
+def no_ray(evidence: Evidence) -> str:
+    """Excuse the check of Ray's nodes."""
+    return "--ray looks at a Ray cluster" if evidence.ray is None else ""
+
+
+def ray(evidence: Evidence, findings: Findings) -> str:
+    """Every node is there at the address that it advertises, and some carry ranks."""
+    nodes = evidence.ray or []
+    for node in nodes:
+        if node.trouble:
+            findings.fail(node.address, node.trouble, RESTART)
+    there = [node for node in nodes if not node.trouble]
+    try:
+        check_addresses(there, there[0].address if there else "")
+    except UsageError as error:
+        findings.fail("", error.message, RESTART)
+    units = sum(node.units(node.total) for node in there)
+    start = f"ray stop -f, then ray start ... --resources='{{\"{UNIT}\": 1}}'"
+    for node in there:
+        if not node.bundle:
+            findings.add("warn" if units else "fail", node.address, f"no `{UNIT}` resource, so no rank",
+                         f"on {node.address}: {start}")
+    free = sum(node.units(node.free) for node in there)
+    return f"{len(nodes)} node(s), {units} device(s) for ranks, {free} of them free"
+
+
+def no_ssh(evidence: Evidence) -> str:
+    """Excuse the check of ssh."""
+    if evidence.ray is not None and not evidence.unreachable:
+        return "Ray's nodes are reached through Ray"
+    return "" if evidence.several else "only this machine is looked at; --hostfile names others"
+
+
+def ssh(evidence: Evidence, findings: Findings) -> str:
+    """A probe runs on every machine, without a password."""
+    for name, (why, remedy) in evidence.unreachable.items():
+        findings.fail(name, why, remedy)
+    return f"{len(evidence.facts)} machines answer without a password"
+
+
+def hostname(evidence: Evidence, findings: Findings) -> str:
+    """No machine's own name means loopback: Ray and gloo tell others that address. Tandem itself does not look."""
+    for name, facts in evidence.facts.items():
+        addresses = [ipaddress.ip_address(address.split("%")[0]) for address in facts.hostname_addresses]
+        line = f"{evidence.host(name).address or _own_address(facts)} {facts.hostname}"
+        if not addresses:
+            findings.warn(name, f"its name {facts.hostname} resolves to nothing",
+                          evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts"))
+        elif addresses[0].is_loopback:
+            findings.add("warn" if evidence.ray is None else "fail", name,
+                         f"its name {facts.hostname} resolves to {addresses[0]}",
+                         evidence.on(name, _fix_name(facts, line)))
+    return "each machine's name resolves to an address that others can use"
+
+
+def _own_address(facts: Facts) -> str:
+    return next((str(network.ip) for interface in interfaces(facts) if interface.kind != "loopback"
+                 for network in interface.networks), "ADDRESS")
+
+
+def _fix_name(facts: Facts, line: str) -> str:
+    if facts.system == "Darwin":
+        return (f"sudo scutil --set HostName {facts.hostname.split('.')[0]} && "
+                f"echo '{line}' | sudo tee -a /etc/hosts")
+    name = facts.hostname.replace(".", r"\.")
+    return f"sudo sed -i -E '/^127\\..*\\b{name}\\b/d' /etc/hosts && echo '{line}' | sudo tee -a /etc/hosts"
+
+
+def single_clock(evidence: Evidence) -> str:
+    """Excuse the check of clocks."""
+    return "" if evidence.several else "there is no other clock to compare with"
+
+
+def clock(evidence: Evidence, findings: Findings) -> str:
+    """Clocks agree, so that logs of several machines can be read together."""
+    for name, reading in evidence.clocks.items():
+        off = abs(reading.ahead) - reading.within
+        if off > CLOCK_WARN_S:
+            remedy = "sudo sntp -sS time.apple.com" if name in evidence.macs else "sudo timedatectl set-ntp true"
+            findings.add("fail" if off > CLOCK_FAIL_S else "warn", name, f"{abs(reading.ahead):.1f} s "
+                         f"{'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}", evidence.on(name, remedy))
+    return f"within {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
+
+
+def ports(evidence: Evidence, findings: Findings) -> str:
+    """The ports that were asked for are free."""
+    for name, facts in evidence.facts.items():
+        for port in facts.busy_ports:
+            owner = port_owner(facts, port)
+            look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
+            findings.fail(name, f"port {port} is taken{f' by {owner}' if owner else ''}",
+                          evidence.on(name, look) + "   (end that, or choose another --port)")
+    return "those asked for are free"
+
+
+def firewall(evidence: Evidence, findings: Findings) -> str:
+    """No firewall drops what machines send one another."""
+    for name, facts in evidence.facts.items():
+        for state in firewalls(facts):
+            if state.blocks:
+                _blocking(evidence, name, facts, state, findings)
+            elif state.blocks is None:
+                findings.add("skip", name, f"{state.kind}: {state.detail}",
+                             evidence.on(name, "sudo nft list ruleset"))
+    return "none drops what comes in"
+
+
+def _blocking(evidence: Evidence, name: str, facts: Facts, state: FirewallState, findings: Findings) -> None:
+    detail = f"{state.kind}: {state.detail}"
+    if not evidence.several:
+        findings.warn(name, detail, "let the cluster's machines in")
+        return
+    peers = [host.address for host in evidence.hosts if host.name != name and host.address]
+    note = ""
+    if facts.system == "Darwin":
+        note = "   (again after each upgrade of that Python; over ssh macOS asks nobody)"
+        tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+        remedy = f"sudo {tool} --add {facts.executable} --unblockapp {facts.executable}"
+    elif state.kind == "nftables":
+        remedy = f"sudo nft insert rule {state.chain} ip saddr {{ {', '.join(peers)} }} accept"
+    else:
+        remedy = "; ".join(f"sudo iptables -I INPUT -s {peer} -j ACCEPT" for peer in peers)
+    blocked = sorted(source for (source, target), link in evidence.links.items() if target == name and link.error)
+    effect = f"nothing arrives from {', '.join(blocked)}" if blocked else "the test's ports got through"
+    findings.add("fail" if blocked else "warn", name, f"{detail}; {effect}", evidence.on(name, remedy) + note)

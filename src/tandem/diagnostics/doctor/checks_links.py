@@ -1,0 +1,157 @@
+"""Checks of what lies between machines: subnets, reachability, speed, and sums over all of them. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import replace
+from itertools import combinations
+
+from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
+from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
+from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
+from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
+
+SLOW_FAIL, SLOW_WARN = 10e6, 100e6
+"""Bytes a second: a tenth of gigabit Ethernet, and gigabit Ethernet."""
+TRIED = ("ring", "jaccl", "jaccl-ring", "nccl")
+"""Backends that a test group can be made for."""
+LATE_FAIL_S, LATE_WARN_S = 0.05, 0.005
+
+
+def subnets(evidence: Evidence, findings: Findings) -> str:
+    """No cable's subnet holds the default gateway, no two interfaces share a subnet, no two machines an address."""
+    local = any(_is_link_local(host.address) for host in evidence.hosts)
+    every = {name: _real(facts, local) for name, facts in evidence.facts.items()}
+    fresh = free_subnets(network.network for there in every.values() for interface in there
+                         for network in interface.networks)
+    for name, here in every.items():
+        for interface, problem in _clashes(evidence.facts[name], here):
+            remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
+            findings.fail(name, problem, evidence.on(name, remedy))
+    _twice(evidence, every, findings)
+    return "no cable's subnet clashes with the default gateway or another"
+
+
+def _real(facts: Facts, local: bool) -> list[Interface]:
+    """Return the interfaces of cables and networks. Every cable without a router may have an address of the one
+    link-local subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
+    real = [replace(interface, networks=[network for network in interface.networks
+                                         if local or not network.ip.is_link_local])
+            for interface in interfaces(facts) if interface.kind != "loopback" and not is_virtual(interface.name)]
+    return [interface for interface in real if interface.networks]
+
+
+def _is_link_local(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_link_local
+    except ValueError:
+        return False  # empty, or a name
+
+
+def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]:
+    """Return interfaces to give another subnet, and why. Two ways to one router (cable and Wi-Fi) are no clash."""
+    outward = gateways(facts)
+    routers = {gateway.interface for gateway in outward}
+    clashes: dict[str, tuple[Interface, str]] = {}
+    for interface in here:
+        for gateway in outward:
+            if interface.name not in routers and any(gateway.address in network.network
+                                                     for network in interface.networks):
+                clashes[interface.name] = interface, (
+                    f"the subnet of {interface.name} ({interface.networks[0]}) holds the default gateway "
+                    f"{gateway.address} of {gateway.interface}")
+    for first, second in combinations(here, 2):
+        if {first.name, second.name} <= routers or first.name in clashes or second.name in clashes:
+            continue
+        if any(a.network.overlaps(b.network) for a in first.networks for b in second.networks):
+            loser = second if first.name in routers or second.point_to_point else first
+            clashes[loser.name] = loser, (f"{first.name} ({first.networks[0]}) and {second.name} "
+                                          f"({second.networks[0]}) share a subnet")
+    return list(clashes.values())
+
+
+def _readdress(facts: Facts, interface: Interface, address: str) -> str:
+    name, old = interface.name, interface.networks[0]
+    if facts.system == "Darwin":
+        return (f"sudo ifconfig {name} inet {old.ip} delete && "
+                f"sudo ifconfig {name} inet {address} netmask 255.255.255.252")
+    return f"sudo ip addr del {old} dev {name} && sudo ip addr add {address}/30 dev {name}"
+
+
+def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Findings) -> None:
+    """Find addresses that two machines have. One machine may be there under two names."""
+    owners: dict[str, str] = {}
+    seen: list[tuple[str, list[Interface]]] = []
+    for name, here in every.items():
+        facts = evidence.facts[name]
+        if (facts.hostname, here) in seen:
+            continue
+        seen.append((facts.hostname, here))
+        for interface in here:
+            for network in interface.networks:
+                owner = owners.setdefault(str(network.ip), name)
+                if owner != name:
+                    remove = (f"ifconfig {interface.name} inet {network.ip} delete" if facts.system == "Darwin" else
+                              f"ip addr del {network} dev {interface.name}")
+                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too",
+                                  evidence.on(name, f"sudo {remove}"))
+
+
+def reachable(evidence: Evidence, findings: Findings) -> str:
+    """Every machine can open a connection to every other, at the address that the hosts file gives."""
+    for (source, target), link in evidence.links.items():
+        if link.error:
+            address = evidence.host(target).address
+            withheld = LOCAL_NETWORK in link.error
+            look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
+            findings.fail(f"{source} -> {target}", f"{address}: {link.error}",
+                          look if withheld else f"{look}   (then see firewall of {target})")
+    return f"{len(evidence.links)} ways, each tried on a fresh port"
+
+
+def no_link(evidence: Evidence) -> str:
+    """Excuse the check of speed."""
+    return "" if any(not link.error for link in evidence.links.values()) else "there is no link to measure"
+
+
+def speed(evidence: Evidence, findings: Findings) -> str:
+    """Bandwidth and latency of each way, by a real transfer."""
+    links = {ends: link for ends, link in evidence.links.items() if not link.error}
+    for (source, target), link in links.items():
+        if link.bandwidth < SLOW_WARN or link.latency_s > LATE_WARN_S:
+            bad = link.bandwidth < SLOW_FAIL or link.latency_s > LATE_FAIL_S
+            look = "route -n get" if source in evidence.macs else "ip route get"
+            findings.add("fail" if bad else "warn", f"{source} -> {target}", _speed(link.bandwidth, link.latency_s),
+                         evidence.on(source, f"{look} {evidence.host(target).address}")
+                         + "   (is that the fast interface?)")
+    worst = min(link.bandwidth for link in links.values()), max(link.latency_s for link in links.values())
+    return f"at least {_speed(*worst)}"
+
+
+def _speed(bandwidth: float, latency_s: float) -> str:
+    return f"{bandwidth / 1e6:.0f} MB/s, {latency_s * 1e6:.0f} us one way"
+
+
+def no_sum(evidence: Evidence) -> str:
+    """Excuse the check of sums."""
+    if evidence.several and evidence.backend not in TRIED:
+        return f"is not tried over {evidence.backend}; --backend ring is"
+    if evidence.several and not evidence.collected:
+        return "not tried: it would hang until what is above is mended"
+    return several(evidence)
+
+
+def collective(evidence: Evidence, findings: Findings) -> str:
+    """An all_sum over all machines gives the right sum; its latency."""
+    jaccl = evidence.backend.startswith("jaccl")
+    slowest: dict[int, float] = {}
+    for name, times in evidence.collected.items():
+        if times.error:
+            findings.fail(name, f"{evidence.backend}: {times.error}", "wait 30 s and run this again; if it stays, "
+                          "restart the machines (RDMA resources may be stuck)" if jaccl else
+                          "see `reachable` and `firewall` above; then run this again")
+        for size, seconds in times.latency_s.items():
+            slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
+    shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))
+    return f"{evidence.backend} over {len(evidence.collected)} ranks: {shown}"

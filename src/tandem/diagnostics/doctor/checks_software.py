@@ -1,0 +1,115 @@
+"""Checks of what is installed and of the model's copies. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from tandem.diagnostics.doctor.evidence import Evidence, Findings, Planned
+from tandem.diagnostics.doctor.messages import ModelFacts
+from tandem.diagnostics.doctor.model_files import is_hub_id
+from tandem.diagnostics.doctor.parsing import available_bytes
+from tandem.system.origin import PACKAGE, install_command
+
+GIB = 2**30
+INSTALL = {"tandem": PACKAGE, "mlx": "mlx", "mlx-lm": "mlx-lm"}
+
+
+def versions(evidence: Evidence, findings: Findings) -> str:
+    """Python, mlx, mlx-lm and Tandem are the same everywhere (Python to its minor version)."""
+    for package in ("python", "mlx", "mlx-lm", "tandem"):
+        of = {name: _shown(package, facts.versions.get(package)) for name, facts in evidence.facts.items()}
+        wanted = of.get(evidence.here) or Counter(of.values()).most_common(1)[0][0]
+        for name, version in of.items():
+            if version is None:
+                findings.fail(name, f"{package} is not installed", _install(evidence, name, package, wanted))
+            elif version != wanted:
+                findings.fail(name, f"{package} is {version}, on {evidence.here} {wanted}",
+                              _install(evidence, name, package, wanted))
+    for name, facts in evidence.facts.items():
+        if facts.outputs.get("translated", "").strip() == "1":
+            findings.fail(name, "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon",
+                          evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
+                          + "   (then make the environment anew with it)")
+    first = next(iter(evidence.facts.values())).versions
+    return ", ".join(f"{name} {value}" for name, value in first.items())
+
+
+def _shown(package: str, version: str | None) -> str | None:
+    """Return the part of a version that must agree: Python 3.11.4 and 3.11.9 work together."""
+    return version if package != "python" or version is None else ".".join(version.split(".")[:2])
+
+
+def _install(evidence: Evidence, name: str, package: str, wanted: str | None) -> str:
+    python = evidence.facts[name].executable
+    if package == "python":
+        return f"make the environment on {name} with Python {wanted}: uv venv --python {wanted}"
+    if package == "tandem" and name != evidence.here:
+        return install_command(python, name)
+    return evidence.on(name, f"{python} -m pip install '{INSTALL[package]}=={wanted}'")
+
+
+def model(evidence: Evidence, findings: Findings) -> str:
+    """Every machine has the model, whole, and the same."""
+    if evidence.model is None:
+        findings.add("skip", "", "no model was named", "tandem doctor --model MODEL")
+        return ""
+    copies = {name: facts.model for name, facts in evidence.facts.items() if facts.model is not None}
+    whole = {name: copy for name, copy in copies.items() if copy.path and not copy.problem}
+    for name, copy in copies.items():
+        if name not in whole:
+            _absent(evidence, evidence.model, name, copy, findings)
+    _different(evidence, whole, findings)
+    size = max((copy.bytes for copy in whole.values()), default=0)
+    return f"{evidence.model}: {size / GIB:.2f} GiB, the same on {len(whole)} machine(s)"
+
+
+def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, findings: Findings) -> None:
+    detail = copy.problem or f"{named} is not there"
+    if evidence.weights_from_head and name != evidence.here:
+        findings.add("ok", name, f"{detail}; it gets its part from {evidence.here}")
+    elif is_hub_id(named) or named == "demo":  # a hub model comes by itself, if slowly
+        findings.add("warn" if is_hub_id(named) else "fail", name, detail,
+                     evidence.on(name, f"tandem model get {named}"))
+    else:
+        findings.fail(name, detail, _copy(evidence, name))
+
+
+def _different(evidence: Evidence, copies: Mapping[str, ModelFacts], findings: Findings) -> None:
+    """Find copies that are not like this machine's, or not like most."""
+    if not copies:
+        return
+    common = Counter(tuple(sorted(copy.digests.items())) for copy in copies.values()).most_common(1)[0][0]
+    wanted = copies[evidence.here].digests if evidence.here in copies else dict(common)
+    for name, copy in copies.items():
+        names = sorted(key for key in wanted.keys() | copy.digests.keys() if wanted.get(key) != copy.digests.get(key))
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            findings.fail(name, f"its copy differs: {shown}", _copy(evidence, name))
+
+
+def _copy(evidence: Evidence, name: str) -> str:
+    source = next((facts.model.path for facts in (evidence.facts.get(evidence.here),)
+                   if facts is not None and facts.model is not None and facts.model.path), evidence.model)
+    if name == evidence.here:
+        return f"name a model that is on {name}"
+    return f"rsync -a {source}/ {name}:{source}/   (or serve with --weights-from head)"
+
+
+def memory(evidence: Evidence, findings: Findings) -> str:
+    """Every machine has the memory that the layout asks of it, and has it free."""
+    planned = evidence.planned
+    if not isinstance(planned, Planned):
+        findings.add("skip", "", planned or "no model was named, so there is nothing to plan for")
+        return ""
+    for name, need in planned.needs.items():
+        free = available_bytes(evidence.facts[name])
+        text = f"{planned.label} needs {need.needed / GIB:.2f} GiB"
+        if need.needed > need.budget:
+            remedy = planned.command + (f"   ({planned.remedies[0]})" if planned.remedies else "")
+            findings.fail(name, f"{text}, may use {need.budget / GIB:.2f} GiB", remedy)
+        elif need.needed > free:
+            findings.warn(name, f"{text}, {free / GIB:.2f} GiB are free just now",
+                          evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)")
+    most = max(need.needed / need.budget for need in planned.needs.values())
+    return f"{planned.label}: at most {most:.0%} of what a machine may use"

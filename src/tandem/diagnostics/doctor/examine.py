@@ -1,0 +1,329 @@
+"""The examination: probes on all machines side by side, what they gather, and the checks in order."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import TypeVar
+
+from msgspec import structs
+
+from tandem.checkpoints.resolve import resolve
+from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, messages
+from tandem.diagnostics.doctor.checks_links import TRIED
+from tandem.diagnostics.doctor.evidence import Check, Clock, Evidence, Finding, Host, Need, Planned, macs, several
+from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
+from tandem.errors import UsageError
+from tandem.launchers.facts import address_towards
+from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
+from tandem.launchers.ray.driver import ray_variables
+from tandem.launchers.ray.nodes import RayNode
+from tandem.launchers.ssh import named_machine
+from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
+from tandem.planner.layouts import parse_layout
+from tandem.planner.plan import plan
+from tandem.planner.presets import planned_files
+from tandem.planner.types import NothingFits, Request
+from tandem.system.metal import gpu_memory
+
+HERE = "this machine"
+RAY = Check("ray", checks_hosts.ray, checks_hosts.no_ray)
+SSH = Check("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
+RDMA = Check("rdma", checks_apple.rdma, checks_apple.no_rdma)
+CHECKS = (
+    RAY, SSH, Check("versions", checks_software.versions), Check("model", checks_software.model),
+    Check("memory", checks_software.memory), Check("hostname", checks_hosts.hostname, several),
+    Check("clock", checks_hosts.clock, checks_hosts.single_clock), Check("ports", checks_hosts.ports),
+    Check("firewall", checks_hosts.firewall), Check("subnets", checks_links.subnets),
+    Check("reachable", checks_links.reachable, several), Check("speed", checks_links.speed, checks_links.no_link),
+    Check("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
+    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs), RDMA, Check("fences", checks_apple.fences, macs),
+    Check("power", checks_apple.power, macs), Check("all_sum", checks_links.collective, checks_links.no_sum))
+"""All checks, in the order in which things should be mended."""
+GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
+CLOCK_ROUNDS = 5
+SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
+"""Sizes of the all_sum's arrays in bytes, and how often each is added."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Load that the cluster must carry."""
+
+    layout: str | None = None
+    """Layout in the words of `tandem plan --layout`; by default one stage for each machine."""
+    context: int | None = None
+    streams: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Machines and settings to examine."""
+
+    hosts: list[Host]
+    """Empty: this machine alone."""
+    backend: str = "ring"
+    variables: dict[str, str] = field(default_factory=dict)
+    """For the ranks of the all_sum test, as the hosts file has them."""
+    model: str | None = None
+    weights_from_head: bool = False
+    full_hash: bool = False
+    plan: PlanRequest = field(default_factory=PlanRequest)
+    port: int = 8000
+    """Port of the HTTP server, on this machine."""
+    ports: list[int] = field(default_factory=list)
+    """Ports that must be free on every machine."""
+    ray: list[RayNode] | None = None
+    """Nodes of a Ray cluster, whose hosts these are."""
+    seconds: float = 0.3
+    """Length of each bandwidth test."""
+
+
+def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
+    """Gather all evidence; it lists the machines that do not answer."""
+    with Probes(len(question.hosts) + 1) as probes:
+        return _Examination(question, probes, on_progress).run()
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """Return the findings of all checks."""
+    checks = CHECKS if evidence.facts else (RAY, SSH)
+    return [finding for check in checks for finding in check.findings(evidence)]
+
+
+class _Examination:
+    def __init__(self, question: Question, probes: Probes, on_progress: Callable[[str], None]) -> None:
+        self._question = question
+        self._say = on_progress
+        self._probes, self._links = probes, probes.links
+        self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
+                                  question.variables, question.weights_from_head, ray=question.ray)
+
+    def run(self) -> Evidence:
+        evidence = self._evidence
+        self._say("asking every machine")
+        self._start()
+        self._gather()
+        self._find_here()
+        self._say("planning memory")
+        evidence.planned = planned_for(evidence, self._question.plan)
+        if evidence.several and len(evidence.facts) > 1:
+            self._tell_times()
+            evidence.hosts = addressed(evidence.hosts, [evidence.here])
+            self._connect()
+            self._collective()
+        return evidence
+
+    def _start(self) -> None:
+        """Start a probe here, and one on every machine of the hosts file."""
+        hosts = self._evidence.hosts
+        self._evidence.here = next((host.name for host in hosts if host.name in LOCAL_NAMES), HERE)
+        self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
+        for host in hosts:
+            if host.name != self._evidence.here:
+                self._links[host.name] = _link(host)
+
+    def _gather(self) -> None:
+        question = self._question
+        slow = HASH_S if question.full_hash else GATHER_S
+
+        def ask(name: str) -> Facts | ProbeLost:
+            extra = [question.port] if name == self._evidence.here else []
+            request = messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            try:
+                reply = self._links[name].ask(request, slow)
+            except ProbeLost as error:
+                return error
+            return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
+
+        for name, answer in self._each(ask, self._links).items():
+            if isinstance(answer, Facts):
+                self._evidence.facts[name] = answer
+            else:
+                self._evidence.unreachable[name] = answer.message, answer.remedy
+                self._links.pop(name).close()
+
+    def _find_here(self) -> None:
+        """Merge this machine with the host that it is under another name; without one it is one more machine."""
+        evidence = self._evidence
+        if evidence.here != HERE or HERE not in evidence.facts or not self._question.hosts:
+            return
+        mine = _identity(evidence.facts[HERE])
+        twin = next((name for name, facts in evidence.facts.items() if name != HERE and _identity(facts) == mine), None)
+        if twin is None:
+            evidence.hosts.append(Host(HERE, ranks=0))
+            return
+        busy = sorted({*evidence.facts.pop(HERE).busy_ports, *evidence.facts[twin].busy_ports})
+        self._links.pop(HERE).close()
+        evidence.here = twin
+        evidence.facts[twin] = structs.replace(evidence.facts[twin], busy_ports=busy)
+
+    def _tell_times(self) -> None:
+        """Compare clocks with this machine's; the quickest answer is the most exact."""
+        def ask(name: str) -> Clock:
+            best = Clock(0.0, float("inf"))
+            for _ in range(CLOCK_ROUNDS):
+                sent = time.time()
+                now = self._probes.ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
+                back = time.time()
+                if back - sent < 2 * best.within:
+                    best = Clock(now - (sent + back) / 2, (back - sent) / 2)
+            return best
+
+        self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
+
+    def _connect(self) -> None:
+        """Try every way between two machines: side by side whether it is open, one after the other how fast it is."""
+        evidence = self._evidence
+        token = secrets.token_hex(16)
+        listen, opened = messages.Listen(token), messages.ReservedPorts
+        ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
+        address = {host.name: host.address for host in evidence.hosts}
+
+        def ask(source: str, target: str, seconds: float) -> messages.Transferred:
+            transfer = messages.Transfer(address[target], ports[target], token, seconds)
+            return self._probes.ask(source, transfer, messages.Transferred, TRANSFER_S)
+
+        def ask_all(source: str) -> dict[str, messages.Transferred]:
+            return {target: ask(source, target, 0.0) for target in self._links if target != source}
+
+        self._say("connecting every machine with every other")
+        for source, links in self._each(ask_all, self._links).items():
+            evidence.links |= {(source, target): link for target, link in links.items()}
+        for source, target in permutations(self._links, 2):
+            if not evidence.links[source, target].error:
+                self._say(f"measuring {source} -> {target}")
+                evidence.links[source, target] = ask(source, target, self._question.seconds)
+
+    def _collective(self) -> None:
+        """Time an all_sum over the ranks, if every way is open and every machine has mlx."""
+        evidence, question = self._evidence, self._question
+        ranks = evidence.carriers
+        names = {host.name for host in ranks}
+        blocked = any(link.error for (a, b), link in evidence.links.items() if {a, b} <= names)
+        if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
+            return
+        lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
+        if lacking or any(finding.verdict == "fail" for finding in RDMA.findings(evidence)):
+            return
+        self._say(f"adding over {len(ranks)} ranks ({question.backend})")
+        task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
+                                   iterations=ROUNDS)
+        try:
+            times = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
+        except ProbeLost as error:
+            times = [RankTimes(error=error.message)] * len(ranks)
+        late = f"no sum within {COLLECTIVE_S:g} s"
+        evidence.collected = {host.name: structs.replace(answer, error=late) if answer.error == LATE else answer
+                              for host, answer in zip(ranks, times, strict=True)}
+
+    def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+        """Call `ask` for each of the machines, side by side."""
+        order = list(names)
+        return dict(zip(order, self._probes.each(ask, order), strict=True))
+
+
+def addressed(hosts: Sequence[Host], here: Collection[str]) -> list[Host]:
+    """Return the hosts with the addresses at which the others reach them.
+
+    Taken are those of the hosts file, else what ssh makes of a name; of this machine (the names `here`) the one on the
+    way to the others.
+    """
+    there = [host.address or ("" if host.name in here else _resolved(host.name)) for host in hosts]
+    other = next((address for address in there if address), None)
+    return [replace(host, address=address or _own_address(other)) for host, address in zip(hosts, there, strict=True)]
+
+
+def _resolved(name: str) -> str:
+    """Return the address that ssh connects to for an `ssh` entry, its configuration included; the name if none."""
+    machine_name = named_machine(name)
+    try:
+        return socket.gethostbyname(machine_name)
+    except OSError:
+        return machine_name
+
+
+def _own_address(other: str | None) -> str:
+    try:
+        return address_towards(other) if other else "127.0.0.1"
+    except OSError:
+        return "127.0.0.1"
+
+
+def _link(host: Host) -> ProbeLink:
+    if host.command:
+        return ProbeLink(host.name, host.command, ray_variables())
+    return ProbeLink(host.name, remote_probe(host.name, host.python))
+
+
+def _identity(facts: Facts) -> tuple[str, list[str]]:
+    return facts.hostname, sorted(str(network) for interface in interfaces(facts) for network in interface.networks)
+
+
+def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | None:
+    """Return what the layout needs, or why that is not known."""
+    if evidence.model is None:
+        return None
+    names = [host.name for host in evidence.carriers]
+    if not set(names) <= evidence.facts.keys():
+        return "the plan waits for the machines that do not answer"
+    copy = evidence.facts[evidence.here].model if evidence.here in evidence.facts else None
+    if copy is None or copy.path is None or copy.problem:
+        return f"there is no copy of {evidence.model} on {evidence.here} to plan with"
+    layout = request.layout or ("single" if len(names) == 1 else f"pp={len(names)}")
+    try:
+        model = planned_files(resolve(evidence.model if evidence.model == "demo" else copy.path))
+        asked = Request(context=request.context, streams=request.streams, layouts=(parse_layout(layout),))
+        machines = [machine_of(name, evidence.facts[name]) for name in names]
+        answer = plan(model.description, machines, [LINKS["10gbe"]], asked, experts=model.experts)
+    except NothingFits as refusal:
+        answer = refusal.plan
+    except UsageError as error:
+        return error.message
+    candidate = answer.chosen or answer.candidates[0]
+    if candidate.prediction is None:
+        return candidate.reason
+    needs = {names[memory.machine]: Need(memory.needed, memory.budget) for memory in candidate.prediction.memory}
+    hosts = " ".join(f"{planned.name}={_memory(evidence.facts[planned.name])}:{planned.chip}" for planned in machines)
+    return Planned(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
+
+
+def _memory(facts: Facts) -> str:
+    return f"{facts.memory_bytes >> 20}MB"
+
+
+def machine_of(name: str, facts: Facts) -> Machine:
+    """Return the machine for the planner, which needs its memory alone."""
+    chip = facts.chip.lower().removeprefix("apple ").replace(" ", "-")
+    if facts.system == "Darwin":
+        assumed = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
+        return replace(assumed, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
+    assumed = machine(name, facts.memory_bytes, "h200" if facts.mlx_bytes else "cpu")
+    return replace(assumed, memory=facts.mlx_bytes or facts.memory_bytes)
+
+
+def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
+    """Return the machines of a hosts file; one that stands there several times carries as many ranks."""
+    ranks = Counter(entry.ssh for entry in file.hosts)
+    first = {entry.ssh: entry for entry in reversed(file.hosts)}
+    return [Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
+            for name, entry in ((name, first[name]) for name in ranks)]
+
+
+def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list[Host]:
+    """Return the machines of a Ray cluster's nodes; `commands` start a probe, by node id."""
+    hosts: dict[str, Host] = {}
+    for node in nodes:
+        if not node.trouble and node.address not in hosts:
+            hosts[node.address] = Host(node.address, node.address, ranks=node.units(node.total),
+                                      command=commands[node.node_id])
+    return list(hosts.values())

@@ -1,0 +1,86 @@
+"""State of a machine's copy of a model: there, complete, the same as others? Downloads nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from tandem.checkpoints.files import weight_files
+from tandem.checkpoints.resolve import HUB_ID
+from tandem.checkpoints.stored import demo_path
+from tandem.diagnostics.doctor.messages import ModelFacts
+from tandem.errors import BrokenModel
+from tandem.system.files import file_trouble
+
+_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
+SAMPLE = 1 << 20
+"""Bytes of each sample."""
+SAMPLES = 16
+"""Samples of a large file, the first and the last megabyte among them: a copy that was cut off or is another
+quantisation shows; a single wrong byte between them does not (`full_hash`)."""
+
+
+def is_hub_id(model: str) -> bool:
+    """True for org/name, unless a directory of that name is here."""
+    return bool(HUB_ID.match(model)) and not Path(model).exists()
+
+
+def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
+    """Examine the copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
+    try:
+        return _look_at(model, full_hash=full_hash)
+    except OSError as error:
+        return ModelFacts(None, f"{error.filename or model} cannot be read: {file_trouble(error)}")
+
+
+def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
+    path = _find(model)
+    if path is None or not path.exists():
+        return ModelFacts(None, f"{model} is not on this machine")
+    if path.is_file():
+        return ModelFacts(str(path), digests={path.name: digest(path, full=full_hash)}, bytes=path.stat().st_size)
+    if not (path / "config.json").is_file():
+        return ModelFacts(str(path), f"{path} has no config.json")
+    files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    problem = None
+    try:
+        weight_files(path)
+    except BrokenModel as error:
+        problem = error.message
+    return ModelFacts(str(path), problem, {file.name: digest(file, full=full_hash) for file in files},
+                      sum(file.stat().st_size for file in files))
+
+
+def digest(path: Path, *, full: bool = False) -> str:
+    """Return a hash of a file's length and content; of a large one samples, unless `full`."""
+    size = path.stat().st_size
+    hasher = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if full or size <= SAMPLE * SAMPLES:
+            while block := file.read(SAMPLE):
+                hasher.update(block)
+        else:
+            for index in range(SAMPLES):
+                file.seek((size - SAMPLE) * index // (SAMPLES - 1))
+                hasher.update(file.read(SAMPLE))
+    return hasher.hexdigest()
+
+
+def _find(model: str) -> Path | None:
+    if model == "demo":
+        return demo_path()
+    path = Path(os.path.expanduser(model))
+    return _hub_copy(model) if is_hub_id(model) else path
+
+
+def _hub_copy(repo: str) -> Path | None:
+    # Imported here: it is slow, and most models are directories.
+    from huggingface_hub import snapshot_download
+
+    from tandem.checkpoints.hub import HUB_ERRORS
+
+    try:
+        return Path(snapshot_download(repo, local_files_only=True))
+    except HUB_ERRORS:  # not here, or not to be used
+        return None

@@ -1,0 +1,164 @@
+"""The probe on a machine: `python -m tandem.diagnostics.doctor.probe` answers requests until its input closes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from tandem.borders import own_process, start_thread
+from tandem.descriptors import raise_limit
+from tandem.diagnostics.doctor import messages
+from tandem.diagnostics.doctor.facts import gather
+from tandem.diagnostics.doctor.messages import Transferred
+from tandem.diagnostics.tasks import RankTimes, run_ranks
+from tandem.launchers.worlds import free_ports, written_files
+from tandem.system.privacy import connect_trouble, network_withheld
+
+CONNECT_S = 4.0
+STALL_S = 10.0
+MESSAGE = 64
+"""Bytes of a latency test's message."""
+ROUNDS = 50
+CHUNK = 1 << 18
+COUNT = struct.Struct(">Q")
+
+
+class Listener:
+    """Server of test connections: checks the token, echoes `ROUNDS` messages, then counts bytes until the end."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._socket = socket.create_server(("", 0), backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        start_thread(self._accept, name="listener")
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            start_thread(partial(self._serve, connection), name="transfer", on_failure=lambda _: None)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(STALL_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive(connection, len(self._token)) != self._token:
+                return
+            connection.sendall(self._token)
+            for _ in range(ROUNDS):
+                connection.sendall(_receive(connection, MESSAGE))
+            count, buffer = 0, bytearray(CHUNK)
+            while got := connection.recv_into(buffer):
+                count += got
+            connection.sendall(COUNT.pack(count))
+
+
+def transfer(address: str, port: int, token: str, seconds: float) -> Transferred:
+    """Connect to a `Listener` and measure for `seconds`; with 0 only connect. Failures are in `error`."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+            return _measure(connection, token.encode(), seconds)
+    except OSError as error:
+        words = connect_trouble(error, address) if network_withheld(error, address) else str(error)
+        return Transferred(words or type(error).__name__)
+
+
+def _measure(connection: socket.socket, token: bytes, seconds: float) -> Transferred:
+    connection.settimeout(STALL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(token)
+    if _receive(connection, len(token)) != token:
+        return Transferred("something else answers on the test's port")
+    if not seconds:
+        return Transferred()
+    rounds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        connection.sendall(bytes(MESSAGE))
+        _receive(connection, MESSAGE)
+        rounds.append(time.perf_counter() - began)
+    began, block = time.perf_counter(), bytes(CHUNK)
+    while time.perf_counter() - began < seconds:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    count = COUNT.unpack(_receive(connection, COUNT.size))[0]
+    return Transferred(None, statistics.median(rounds) / 2, count / (time.perf_counter() - began))
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        block = connection.recv(count - len(data))
+        if not block:
+            raise ConnectionError("the connection was closed")
+        data += block
+    return data
+
+
+class Probe:
+    """State of a probe between requests."""
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+
+    def answer(self, request: messages.Request) -> messages.Reply:
+        """Return the reply. Raises OSError."""
+        if isinstance(request, messages.GatherFacts):
+            return gather(request)
+        if isinstance(request, messages.TellTime):
+            return messages.Time(time.time())
+        if isinstance(request, messages.Listen):
+            self._listener = self._listener or Listener(request.token)
+            return messages.ReservedPorts([self._listener.port])
+        if isinstance(request, messages.Reserve):
+            return messages.ReservedPorts(free_ports(request.count, ""))
+        if isinstance(request, messages.Transfer):
+            return transfer(request.address, request.port, request.token, request.seconds)
+        return run_rank(request)
+
+
+def run_rank(request: messages.RunRank) -> RankTimes:
+    """Run one rank that times, with the files that its variables name."""
+    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
+        variables = {**request.variables, **written_files(Path(directory), request.files)}
+        [times] = run_ranks([request.task], [variables], request.timeout_s)
+        return times
+
+
+def main() -> int:
+    """Answer the requests of standard input. A thread reads, so that its end is seen during a request."""
+    own_process()
+    raise_limit()
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            requests.put(line)
+        os._exit(0)
+
+    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
+    probe = Probe()
+    while True:
+        try:
+            reply = probe.answer(msgspec.json.decode(requests.get(), type=messages.Request))
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            reply = messages.ProbeError(f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(messages.MARK + msgspec.json.encode(reply) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

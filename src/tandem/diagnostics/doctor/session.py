@@ -1,0 +1,166 @@
+"""Probes on machines, as seen from here."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
+
+import msgspec
+
+from tandem.borders import start_thread
+from tandem.diagnostics.doctor.evidence import Host
+from tandem.diagnostics.doctor.messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
+from tandem.diagnostics.tasks import RankTimes, TimingTask, timing_group
+from tandem.errors import TandemError
+from tandem.launchers.agent.link import agent_name, link_command
+from tandem.launchers.base import World
+from tandem.launchers.ssh import HostProcess, diagnose, remote_command, ssh_command
+from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
+from tandem.processes.interpreter import module_command
+from tandem.protocol.codec import UNREADABLE
+
+PROBE = "tandem.diagnostics.doctor.probe"
+ANSWER_S = 60.0
+"""Seconds that a probe gets for what is quick, the start of its Python included."""
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+class ProbeLost(TandemError):
+    """No probe answers on that machine. `remedy` is what to do."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class ProbeLink(HostProcess):
+    """A running probe. Used by one thread at a time."""
+
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str | None] | None = None) -> None:
+        """Start `command`, which ends in a probe on the machine `name`, with `variables` in its environment."""
+        super().__init__(command, variables, stderr=subprocess.PIPE)
+        self.name = name
+        self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._complaints: list[str] = []
+        self._readers += [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
+                          start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                if line.startswith(MARK):
+                    self._replies.put(line.removeprefix(MARK))
+        self._replies.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
+
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """Return the probe's answer. Raises ProbeLost."""
+        deadline = time.monotonic() + timeout_s
+        self.tell(msgspec.json.encode(request))  # a probe that has gone shows below
+        try:
+            line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise ProbeLost(f"no answer within {timeout_s:g} s") from None
+        if line is None:
+            self._replies.put(None)
+            raise self._explain()
+        try:
+            reply: Reply = msgspec.json.decode(line, type=Reply)
+        except UNREADABLE as error:
+            raise ProbeLost(f"its answer cannot be read: {error}; has it the same version of Tandem?") from None
+        if isinstance(reply, ProbeError):
+            raise ProbeLost(reply.message)
+        return reply
+
+    def _explain(self) -> ProbeLost:
+        self._process.wait()
+        self._join()
+        return explain(self.name, self._process.returncode, self._complaints)
+
+    def close(self) -> None:
+        """End the probe."""
+        self.end(2.0)
+
+
+class Probes:
+    """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
+
+    def __init__(self, most: int) -> None:
+        """Ask at most so many side by side; starts none."""
+        self.links: dict[str, ProbeLink] = {}
+        self._pool = ThreadPoolExecutor(most)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.each(ProbeLink.close, self.links.values())
+        self._pool.shutdown()
+
+    def each(self, act: Callable[[K], T], things: Iterable[K]) -> list[T]:
+        """Call `act` for each of the things, side by side; what it returns, in their order."""
+        return list(self._pool.map(act, list(things)))
+
+    def ask(self, name: str, request: Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
+        """Ask one of them. Raises ProbeLost, which names the machine, also for an answer that is no `kind`."""
+        link = self.links[name]
+        try:
+            reply = link.ask(request, timeout_s)
+        except ProbeLost as error:
+            raise ProbeLost(f"{link.name}: {error.message}{f'; {error.remedy}' if error.remedy else ''}") from None
+        if not isinstance(reply, kind):
+            raise ProbeLost(f"{link.name}: another version of Tandem answers there; install the same on all machines")
+        return reply
+
+    def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
+                   ) -> list[RankTimes]:  # fmt: skip
+        """Run a group with one rank on each host; returns the times of each. Raises ProbeLost, and LayoutError for a
+        backend that they cannot have."""
+        ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
+        group = world(task.backend, hosts, [two[0] for two in ports])
+        tasks = timing_group(task, [host.address for host in hosts], [two[1] for two in ports])
+
+        def run(rank: int) -> RankTimes:
+            request = RunRank(tasks[rank], {**variables, **group.variables(rank)}, group.files(rank), timeout_s)
+            return self.ask(hosts[rank].name, request, RankTimes, timeout_s + ANSWER_S)
+
+        return self.each(run, range(len(hosts)))
+
+
+def local_probe() -> list[str]:
+    """Return the command of a probe on this machine."""
+    return module_command(PROBE)
+
+
+def remote_probe(host: str, python: str | None = None) -> list[str]:
+    """Return the command of a probe on another machine, started as its ranks would be."""
+    if (agent := agent_name(host)) is not None:
+        return link_command(agent, "probe")
+    return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))
+
+
+def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
+    """Explain why ssh, or what it should have run, ended. Pure."""
+    said = complaints[-1] if complaints else f"ended with code {code}"
+    return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
+
+
+def world(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> World:
+    """Return the MLX group of one rank on each host. Raises LayoutError. Pure."""
+    listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    if backend in ("jaccl", "jaccl-ring"):
+        devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in host.rdma] for host in hosts]
+        return jaccl_world(backend, [host.name for host in hosts], devices, listeners[0])
+    if backend == "nccl":
+        return nccl_world(len(hosts), listeners[0])
+    return ring_world([[listener] for listener in listeners])

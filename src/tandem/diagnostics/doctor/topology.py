@@ -1,0 +1,136 @@
+"""Choice of the addresses that machines use with one another, and subnets for cables that have none. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.diagnostics.doctor.parsing import Interface
+from tandem.errors import ConfigError, LayoutError
+
+RANK = {"thunderbolt": 0, "ethernet": 1, "": 1, "wifi": 2}
+"""Kinds of interfaces, the fastest first."""
+POOLS = ("10.254.0.0/16", "172.30.0.0/16", "10.200.0.0/16")
+"""Private ranges that home and office routers rarely use; 192.168.0.x and 192.168.1.x are theirs."""
+VIRTUAL = ("docker", "br-", "virbr", "podman", "veth", "cni", "utun", "tailscale", "vmnet", "bridge1")
+"""Beginnings of interface names whose addresses are alike on many machines, and harmless."""
+
+
+@dataclass(frozen=True)
+class Cable:
+    """A cable between interfaces of two hosts."""
+
+    one: tuple[str, str]
+    other: tuple[str, str]
+
+
+def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
+    """Read A:IF=B:IF. Raises ConfigError."""
+    ends = []
+    for end in text.split("="):
+        host, _, interface = end.rpartition(":")
+        if host not in hosts or not interface:
+            raise ConfigError(f"--cable {text}: write HOST:INTERFACE=HOST:INTERFACE with hosts of {', '.join(hosts)}",
+                              param="cable")
+        ends.append((host, interface))
+    if len(ends) != 2 or ends[0][0] == ends[1][0]:
+        raise ConfigError(f"--cable {text}: a cable has two ends, on two hosts", param="cable")
+    return Cable(ends[0], ends[1])
+
+
+def address_cables(cables: Sequence[Cable], machines: Mapping[str, Sequence[Interface]]) -> dict[
+        str, list[tuple[str, ipaddress.IPv4Interface]]]:
+    """Return for each host the address of each cabled interface, in subnets that clash with nothing.
+
+    Raises ConfigError for an interface that is named twice.
+    """
+    named = [end for cable in cables for end in (cable.one, cable.other)]
+    if twice := [end for end in named if named.count(end) > 1]:
+        raise ConfigError(f"--cable: {':'.join(twice[0])} is named twice", param="cable")
+    fresh = free_subnets(networks_of(machines))
+    addresses: dict[str, list[tuple[str, ipaddress.IPv4Interface]]] = {}
+    for cable in cables:
+        subnet = next(fresh)
+        for number, (host, interface) in enumerate((cable.one, cable.other), start=1):
+            addresses.setdefault(host, []).append((interface, ipaddress.IPv4Interface(f"{subnet[number]}/30")))
+    return addresses
+
+
+def networks_of(machines: Mapping[str, Sequence[Interface]]) -> list[ipaddress.IPv4Network]:
+    """Return all subnets that any of the machines is in."""
+    return [network.network for there in machines.values() for interface in there for network in interface.networks]
+
+
+def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -> dict[str, str]:
+    """Choose an address for each host, at which the one before it in the ring of `order` reaches it.
+
+    Cables between neighbours win if every host has one; else the fastest subnet that all share. Raises LayoutError.
+    """
+    if len(order) == 1:
+        return {order[0]: "127.0.0.1"}
+    cabled = {name: _cabled(machines[name], machines[order[index - 1]]) for index, name in enumerate(order)}
+    if None not in cabled.values():
+        return {name: str(address) for name, address in cabled.items()}
+    shared = [(speed, network) for speed, network in _subnets(machines[order[0]])
+              if all(any(network == other for _, other in _subnets(machines[name])) for name in order)]
+    if not shared:
+        raise LayoutError(f"there is no subnet that {', '.join(order)} all are in, nor a cable between every two "
+                          "neighbours; see `tandem doctor`, or name cables with --cable", param="hosts")
+    slowest = {network: max(speed for name in order for speed, other in _subnets(machines[name]) if other == network)
+               for _, network in shared}
+    best = min(slowest, key=lambda network: (slowest[network], str(network)))
+    return {name: str(next(network.ip for interface in machines[name] for network in interface.networks
+                           if network.network == best)) for name in order}
+
+
+def _usable(there: Iterable[Interface]) -> list[Interface]:
+    return [interface for interface in there if interface.kind != "loopback" and not is_virtual(interface.name)]
+
+
+def _subnets(there: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Network]]:
+    return [(RANK.get(interface.kind, 1), network.network)
+            for interface in _usable(there) for network in interface.networks]
+
+
+def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.IPv4Address | None:
+    """Return the address of `here` on a cable to `there`."""
+    others = {network.network for cable in _usable(there) if cable.point_to_point for network in cable.networks}
+    return next((network.ip for cable in _usable(here) if cable.point_to_point for network in cable.networks
+                 if network.network in others), None)
+
+
+def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network]) -> tuple[str, str]:
+    """Replace the addresses of cables in the commands and the hosts file that mlx.distributed_config writes.
+
+    It counts subnets from 192.168.0.0/30, which many routers have. Here each gets one that clashes with nothing in
+    `used`. With jaccl the hosts file has addresses of Ethernet instead, which stay.
+    """
+    fresh = free_subnets(used)
+    moved: dict[ipaddress.IPv4Network, ipaddress.IPv4Network] = {}
+    addresses: dict[str, str] = {}
+    for old in dict.fromkeys(re.findall(r"ifconfig \S+ inet (\d+\.\d+\.\d+\.\d+) netmask", commands)):
+        subnet = ipaddress.IPv4Network(f"{old}/30", strict=False)
+        if subnet not in moved:
+            moved[subnet] = next(fresh)
+        addresses[old] = str(moved[subnet][int(ipaddress.IPv4Address(old)) - int(subnet[0])])
+
+    def replace(text: str) -> str:
+        return re.sub(r"\d+\.\d+\.\d+\.\d+", lambda match: addresses.get(match[0], match[0]), text)
+
+    return replace(commands), hostfile if '"jaccl' in hostfile else replace(hostfile)
+
+
+def free_subnets(used: Iterable[ipaddress.IPv4Network]) -> Iterator[ipaddress.IPv4Network]:
+    """Generate subnets of two addresses that overlap none of `used`, nor one another."""
+    taken = list(used)
+    for pool in POOLS:
+        for subnet in ipaddress.IPv4Network(pool).subnets(new_prefix=30):
+            if not any(subnet.overlaps(other) for other in taken):
+                yield subnet
+
+
+def is_virtual(interface: str) -> bool:
+    """True for interfaces of containers, virtual machines and tunnels."""
+    return interface.startswith(VIRTUAL)

@@ -1,0 +1,256 @@
+"""A layout's logits and greedy tokens against those of one process: what is compared, and the verdict.
+
+This process may be one rank of several that `mlx.launch` has started. No mlx until it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tandem.comm.blas import limit_threads, preload_blas
+from tandem.config.settings import ParallelSettings, Settings
+from tandem.diagnostics.parity.reference import Recording, Workload, default_path, describe, read, versions, write
+from tandem.diagnostics.parity.runs import THREADS, checked_workload, default_prompts, read_prompts, run_layout
+from tandem.engine.layout import GangLayout, plan_layout, stage_sizes
+from tandem.env import variable
+from tandem.errors import ConfigError, LayoutError
+from tandem.launchers import facts
+from tandem.launchers.registry import launcher_kind
+from tandem.system.cuda import prepare_cuda
+from tandem.text.tokenizer import load_tokenizer
+
+RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
+"""Largest difference of a logit, as a share of the largest logit, where ranks add up parts in another order."""
+
+
+Note = Callable[[str], None]
+"""Called with a line for people."""
+
+
+@dataclass(frozen=True)
+class MlxRank:
+    """Place of this process among the ranks that `mlx.launch` started."""
+
+    rank: int
+    size: int
+    ring: bool
+    """MLX's ring backend can start."""
+
+
+def launched_rank() -> MlxRank | None:
+    """Return this process's place under `mlx.launch`; None when it was started otherwise. Raises ConfigError."""
+    if variable("MLX_RANK") is None:
+        return None
+    told, size = facts.launched_world(), variable("MLX_WORLD_SIZE")
+    if size is not None and not size.isdecimal():
+        raise ConfigError(f"MLX_WORLD_SIZE is {size!r}, not a number; start with mlx.launch, or unset MLX_RANK")
+    count = int(size) if size is not None else max(len(told.hostfile), len(told.devices))
+    return MlxRank(told.rank or 0, count, bool(told.hostfile)) if count > 1 else None
+
+
+def member_settings(settings: Settings, world: MlxRank) -> Settings:
+    """Return the settings of the layout that the world's ranks form: a pipeline, unless they say tensor parallelism.
+
+    Raises LayoutError when the layout has another number of ranks, or MLX's groups cannot join it.
+    """
+    parallel = settings.parallel
+    if parallel.parallel is None and parallel.pipeline_parallel_size == parallel.tensor_parallel_size == 1:
+        parallel = replace(parallel, pipeline_parallel_size=world.size)
+    sizes = stage_sizes(parallel)
+    if sum(sizes) != world.size:
+        raise LayoutError(f"mlx.launch started {world.size} ranks, the layout has {sum(sizes)}; start as many, or "
+                          "change --pipeline-parallel-size or --tensor-parallel-size", param="pipeline_parallel_size")
+    if len(sizes) > 1 and max(sizes) > 1:
+        raise LayoutError("mlx.launch makes one MLX group, and tensor with pipeline parallelism needs one for each "
+                          "stage; run `tandem parity` without mlx.launch", param="tensor_parallel_size")
+    if len(sizes) > 1 and (not world.ring or parallel.channel == "tcp"):
+        raise LayoutError("under mlx.launch MLX's ring joins the stages; start with --backend ring, and leave out "
+                          "--channel", param="channel")
+    if len(sizes) > 1:
+        parallel = replace(parallel, channel="mlx")
+    elif parallel.backend == "auto":
+        parallel = replace(parallel, backend="ring" if world.ring else "any")
+    return replace(settings, parallel=parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a comparison, as `tandem parity` has them."""
+
+    reference: str | None = None
+    prompts: str | None = None
+    tokens: int = 8
+    prefill_chunk: int = 32
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A layout, and the reference to compare it with."""
+
+    settings: Settings
+    layout: GangLayout
+    workload: Workload
+    identity: dict[str, object]
+    path: Path
+    """File of the reference."""
+    named: bool
+    """The user named that file."""
+    tolerance: float | None
+    note: Note
+
+    def run(self) -> Verdict:
+        """Compute the layout on this machine and, unless it is kept, the reference. Raises UsageError, RankFailure."""
+        reference = self._reference()
+        return self._judge(reference, run_layout(self.settings, self.layout, self.workload))
+
+    def run_member(self, world: MlxRank) -> Verdict | None:
+        """Compute as one rank of several: rank 0 compares, so it alone needs the reference."""
+        reference = None
+        if world.rank == 0:
+            if not self.path.exists():
+                raise ConfigError(f"there is no reference at {self.path}; first run `tandem parity` with the same "
+                                  "model and options, but without mlx.launch", param="reference")
+            reference = self._read()
+        prepare_cuda()
+        library = preload_blas(self.settings.parallel.blas)
+        limit_threads(library, self.settings.parallel.threads_per_rank or THREADS)
+        from tandem.diagnostics.parity.member import run_member  # imports mlx, after the BLAS
+
+        recording = run_member(self.layout, world.rank, self.workload)
+        return None if reference is None or recording is None else self._judge(reference, recording)
+
+    def _reference(self) -> Recording:
+        """Return the single process's logits: read from the file that the user named, or computed and written."""
+        if self.named and self.path.exists():
+            return self._read()
+        chosen = self.settings.parallel
+        alone = replace(self.settings, parallel=ParallelSettings(
+            executor="cluster", blas=chosen.blas, device=chosen.device, threads_per_rank=chosen.threads_per_rank))
+        recording = run_layout(alone, plan_layout(alone), self.workload)
+        write(self.path, recording, self.identity)
+        self.note(f"reference of the single process written to {self.path}")
+        return recording
+
+    def _read(self) -> Recording:
+        recording, metadata = read(self.path, self.identity)
+        if metadata.get("versions") != versions():
+            self.note(f"the reference was made with {metadata.get('versions')}, this is {versions()}")
+        return recording
+
+    def _judge(self, reference: Recording, recording: Recording) -> Verdict:
+        sizes = self.layout.ranks[0].stage_sizes
+        tolerance = default_tolerance(sizes, recording.dtype) if self.tolerance is None else self.tolerance
+        if reference.gpu != recording.gpu:
+            self.note("the reference and the layout were computed on different kinds of device")
+        verdict = compare(reference, recording, tolerance)
+        self.note(f"{verdict.positions} positions, {recording.dtype}, stages of {sizes} ranks, tolerance {tolerance:g} "
+                  "of the largest logit")
+        for remark in verdict.remarks:
+            self.note(remark)
+        return verdict
+
+
+def prepare(settings: Settings, options: Options, world: MlxRank | None = None, note: Note = lambda text: None
+            ) -> Comparison:  # fmt: skip
+    """Plan the layout and the workload. Raises UsageError."""
+    if not launcher_kind(settings.parallel).here:
+        raise ConfigError("parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and "
+                          "--hostfile", param="launcher")
+    if settings.parallel.executor == "inline":
+        raise ConfigError("--executor inline: parity runs every rank in a process of its own; leave it out",
+                          param="executor")
+    if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {options.tolerance}: must be at least 0", param="tolerance")
+    settings = replace(settings, process=replace(settings.process, log_level="WARNING"),
+                       parallel=replace(settings.parallel, executor="cluster"),
+                       # With quantised KV the same sums in another order can give another code: no two layouts agree.
+                       scheduler=replace(settings.scheduler, kv_dtype="auto"))
+    if world is not None:
+        settings = member_settings(settings, world)
+    layout = plan_layout(settings)
+    vocabulary = layout.description.vocab_size
+    if options.prompts is None:
+        prompts = default_prompts(vocabulary, max(options.prefill_chunk, 1))
+    else:
+        tokenizer = load_tokenizer(layout.files, trust_remote_code=settings.model.trust_remote_code)
+        prompts = read_prompts(Path(options.prompts), tokenizer.encode)
+    workload = checked_workload(prompts, tokens=options.tokens, prefill_chunk=options.prefill_chunk,
+                                vocab_size=vocabulary, max_context=layout.max_context)
+    identity = describe(layout.files, workload)
+    named = Path(options.reference).expanduser() if options.reference else None
+    path = named or default_path(layout.files, identity, settings.model.dtype, settings.model.dequantize)
+    return Comparison(settings=settings, layout=layout, workload=workload, identity=identity, path=path,
+                      named=named is not None, tolerance=options.tolerance, note=note)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison."""
+
+    passed: bool
+    max_abs_diff: float
+    positions: int
+    """Positions compared."""
+    remarks: tuple[str, ...]
+    """Lines for people."""
+
+    @property
+    def line(self) -> str:
+        """The line that scripts look for."""
+        return f"PARITY {'PASS' if self.passed else 'FAIL'} max_abs_diff={self.max_abs_diff:.3e}"
+
+
+def default_tolerance(stage_sizes: tuple[int, ...], dtype: str) -> float:
+    """Return 0, so the same bits, for stages of one rank each: they compute what one process computes."""
+    return 0.0 if max(stage_sizes) == 1 else RELATIVE[dtype]
+
+
+def compare(reference: Recording, recording: Recording, tolerance: float) -> Verdict:
+    """Compare the logits of all positions, up to where the greedy tokens part, and the tokens.
+
+    `tolerance` is relative to the reference's largest absolute logit; 0 asks for the same bits. Tokens may differ only
+    where the reference's own logits leave it open within twice the tolerance, a tie. Raises ConfigError when the two
+    were computed in different types.
+    """
+    if reference.dtype != recording.dtype:
+        raise ConfigError(f"the reference was computed in {reference.dtype}, the layout in {recording.dtype}; give "
+                          "both the same --dtype", param="dtype")
+    scale = max(float(np.abs(logits).max()) for logits in reference.logits)
+    worst, positions, remarks, equal = 0.0, 0, [], True
+    for i, (expected, mine) in enumerate(zip(reference.logits, recording.logits, strict=True)):
+        if expected.shape != mine.shape:
+            raise ConfigError(f"prompt {i + 1} has logits {expected.shape} in the reference and {mine.shape} in the "
+                              "layout; make the reference again", param="reference")
+        shared, remark, tie = _tokens(reference, recording, i, 2 * tolerance * scale)
+        equal &= tie
+        remarks += [remark] if remark else []
+        rows = expected.shape[0] - len(reference.tokens[i]) + 1 + shared
+        difference = np.abs(expected[:rows] - mine[:rows]).max()
+        worst = float(np.fmax(worst, difference)) if np.isfinite(difference) else float("nan")
+        positions += min(rows, expected.shape[0])
+        if not np.isfinite(worst):
+            break
+    if equal and not remarks:
+        remarks.append(f"tokens equal: {sum(map(len, recording.tokens))} of {len(recording.tokens)} prompts")
+    passed = equal and worst <= tolerance * scale
+    return Verdict(passed, worst, positions, tuple(remarks))
+
+
+def _tokens(reference: Recording, recording: Recording, prompt: int, open_within: float) -> tuple[int, str, bool]:
+    """Return how many tokens are alike, a remark on the next, and whether that one may differ."""
+    expected, mine = reference.tokens[prompt], recording.tokens[prompt]
+    shared = next((i for i, pair in enumerate(zip(expected, mine, strict=True)) if pair[0] != pair[1]), len(expected))
+    if shared == len(expected):
+        return shared, "", True
+    row = reference.logits[prompt][reference.logits[prompt].shape[0] - len(expected) + shared]
+    gap = float(row[expected[shared]] - row[mine[shared]])
+    what = (f"prompt {prompt + 1}: token {shared + 1} is {expected[shared]} in the reference and {mine[shared]} in the "
+            f"layout, whose logits are {gap:.3g} apart")
+    return (shared, f"{what}: a tie, compared up to there", True) if gap <= open_within and open_within > 0 else (
+        shared, what, False)

@@ -1,0 +1,163 @@
+"""Checks of the self-test: what one is, the table of them, and how one is made in its process. No mlx."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.comm.blas import preload_blas
+from tandem.diagnostics.tasks import Figures, Finding, Task
+from tandem.errors import TandemError
+
+
+class Differs(TandemError):
+    """A check saw something else than it expects. The message names both."""
+
+    def __init__(self, message: str, figures: Figures | None = None) -> None:
+        super().__init__(message)
+        self.figures = figures or {}
+
+
+class NotApplicable(TandemError):
+    """A check means nothing on this machine; the message says why."""
+
+
+def judged(problems: list[str], figures: Figures) -> Figures:
+    """Return the figures. Raises Differs if there are problems."""
+    if problems:
+        raise Differs("; ".join(problems), figures)
+    return figures
+
+
+class Outcome(Finding, frozen=True, kw_only=True):
+    """A finding with its name, as reports keep it."""
+
+    name: str
+    seconds: float
+    attempts: int = 1
+    """How many times it was begun: a run that is killed in the middle of a check tries that check once more."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: what it is called, what it needs and the function that makes it."""
+
+    name: str
+    """Name for `--only` and reports."""
+    entry: str
+    """Function of the check, as in `Task.entry`."""
+    deadline_s: float
+    """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
+    title: str
+    """Subject of the check, as reports and tables name it."""
+    proves: str
+    """Statement that holds when it is ok."""
+    public: bool = field(default=False, kw_only=True)
+    """True if it stands in docs/checks.md; docs/checks.md has all."""
+    hosts: bool = field(default=False, kw_only=True)
+    """True if it needs a hosts file."""
+    risky: bool = field(default=False, kw_only=True)
+    """True if it may end in a GPU that hangs or a machine that restarts: only with `--risky`."""
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("machine", "machine:machine", 60, "the machine, as the doctor sees it",
+          "nothing is wrong here that the doctor knows of; limits, sockets and memory are what Tandem expects"),
+    Check("network", "machine:network", 40, "local network and folders open to this process",
+          "the system lets this process into the local network, and to which folders"),
+    Check("model", "machine:model", 60, "model",
+          "the model of the other checks is there"),
+    Check("threads", "device:threads", 60, "steps dispatched by one thread, read by others",
+          "arrays that are being computed can be read by other threads; streams of other threads work"),
+    Check("broken-kernel", "device:broken_kernel", 40, "a kernel that fails raises an exception",
+          "an error of the device ends no process, and the device goes on"),
+    Check("sampler", "sampling:sampler", 180, "sampler: filters, penalties, draws",
+          "filters, penalties, bias and log probabilities are NumPy's; what steps of greedy and top-p cost"),
+    Check("digests", "sampling:digests", 40, "digests of hidden states",
+          "machines of different kinds agree on digests"),
+    Check("arena", "arena:rows", 300, "KV arena: rows of unequal length",
+          "batches of rows that join, leave and are taken out have the logits that mlx-lm has for each alone"),
+    Check("windows", "arena:windows", 300, "KV arena: sliding windows",
+          "the same for rows that are rings"),
+    Check("drafts", "arena:drafts", 300, "KV arena: drafts that are taken back",
+          "several positions a row, some of them cut off again, leave no trace"),
+    Check("attention", "arena:attention", 300, "decode attention that reads each row's own length",
+          "our kernels compute what MLX's attention computes, in all types and sizes of heads", public=True),
+    Check("donation", "arena:donation", 300, "KV arena: written in place with steps in flight",
+          "no step copies the arena, also while the step before it is being computed"),
+    Check("types", "layouts:types", 300, "types of models over stages (tiny random models)",
+          "windows, sinks, experts, MLA and states compute mlx-lm's logits, whole and in stages", public=True),
+    Check("fence", "fences:fence", 40, "crossings between CPU and GPU",
+          "work that goes to and fro is right, and what a crossing costs"),
+    Check("collectives", "fences:collectives", 180, "sums of two ranks between the device's operations",
+          "sums are right, and what one costs between two operations, as layers have it"),
+    Check("late", "fences:late", 600, "a rank that comes late to a sum",
+          "its peer waits, or gets an error that Tandem knows for a wait"),
+    Check("wiring", "wiring:wiring", 600, "weights in memory after a pause",
+          "what wiring and refreshing change for a step after a pause"),
+    Check("one-rank", "single:pace", 600, "one rank, over HTTP",
+          "greedy tokens are mlx-lm's, and the pace is not far from its", public=True),
+    Check("chunks", "single:chunks", 600, "long prompts in chunks of several sizes",
+          "which size of chunk is fastest here"),
+    Check("connections", "single:connections", 300, "300 connections with 256 open files",
+          "the server raises its limit of open files", public=True),
+    Check("stages", "layouts:stages", 600, "two pipeline stages, one machine",
+          "logits over Tandem's channel are those of one process, in all bits", public=True),
+    Check("stages-ring", "layouts:ring", 600, "two pipeline stages over MLX's ring, one machine",
+          "the same over MLX's ring", public=True),
+    Check("tensor", "layouts:tensor", 600, "two tensor-parallel ranks, one machine",
+          "logits of ranks that share layers are those of one process, but for rounding", public=True),
+    Check("both", "layouts:both", 600, "both together (`--parallel 2,1`), one machine",
+          "the same for a stage of two ranks before a stage of one", public=True),
+    Check("killed", "faults:killed", 600, "a rank killed under load",
+          "answers are whole and the same, and no process is left", public=True),
+    Check("stopped", "faults:stopped", 600, "a rank stopped (SIGSTOP) under load",
+          "a rank that hangs is noticed and replaced", public=True),
+    Check("orphans", "faults:orphans", 600, "a supervisor, or a parent in start-up, killed",
+          "nothing outlives the process that started it, not even within MLX's start-up", public=True),
+    Check("awake", "faults:awake", 300, "the machine stays awake while it serves",
+          "idle sleep is held off while a server runs, and no longer"),
+    Check("doctor", "hosts:doctor", 200, "several machines, as the doctor sees them",
+          "nothing is wrong between the machines; speed of the ways between them", hosts=True),
+    Check("links", "hosts:links", 400, "sums over several machines, ring and jaccl",
+          "sums over all machines are right, and how long they take", public=True, hosts=True),
+    Check("hosts", "hosts:layouts", 600, "stages and tensor parallelism over several machines",
+          "their answer is one rank's; tokens a second of each", public=True, hosts=True),
+    Check("deaths", "hosts:deaths", 600, "a rank of several machines killed three times",
+          "the group (jaccl where there is RDMA) comes up again after each death", public=True, hosts=True),
+    Check("full-memory", "risky:memory", 300, "more memory asked of the GPU than it has",
+          "it is an exception that Tandem knows, and the device goes on", risky=True),
+    Check("fast-fences", "risky:fast_fences", 180, "MLX's fast fences",
+          "whether sums with them are right, and whether the GPU computes afterwards", risky=True),
+)  # fmt: skip
+
+
+def chosen(*, hosts: bool, risky: bool, only: list[str] | None = None) -> list[Check]:
+    """Return the checks of a run: those named in `only` if it is given, whatever else is asked for."""
+    if only is not None:
+        return [one for one in CHECKS if one.name in only]
+    return [one for one in CHECKS if (hosts or not one.hosts) and (risky or not one.risky)]
+
+
+def resolve(entry: str) -> Callable[[Task], Figures]:
+    """Import the function that an entry names."""
+    module, _, function = entry.partition(":")
+    check: Callable[[Task], Figures] = getattr(importlib.import_module(f"{__package__}.checks.{module}"), function)
+    return check
+
+
+def look(task: Task) -> Finding:
+    """Make one check, whatever it raises. Call before anything imports mlx."""
+    preload_blas("auto")
+    try:
+        return Finding(verdict="ok", figures=resolve(task.entry)(task))
+    except NotApplicable as reason:
+        return Finding(verdict="does not apply", detail=reason.message)
+    except Differs as difference:
+        return Finding(verdict="failed", detail=difference.message, figures=difference.figures)
+    except TandemError as error:
+        return Finding(verdict="failed", detail=error.message)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the report has it
+        words = str(error).strip().splitlines() or [""]
+        return Finding(verdict="failed", detail=f"{type(error).__name__}: {words[0]}")

@@ -1,0 +1,166 @@
+"""Processes that die, hang or lose their parent: ranks under load, a supervisor; and a Mac that may not sleep."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.diagnostics.selftest.check import Differs, NotApplicable
+from tandem.diagnostics.selftest.checks.fences import ring_ranks
+from tandem.diagnostics.selftest.server import (
+    BackgroundAnswer,
+    Server,
+    ask,
+    ask_in_background,
+    descendants,
+    gone,
+    prompt_of,
+    seconds,
+    serving,
+    until,
+)
+from tandem.diagnostics.tasks import Figures, Task, check_parts
+from tandem.system.tools import output_of
+
+TOKENS, RANDOM_TOKENS = 60, 240
+"""A tiny random model has the fewer before anybody looks."""
+PROMPTS = 3
+BACK_S, GONE_S, UNDER_WAY_S = 90.0, 20.0, 30.0
+STAGES = ("-pp", "2", "--prefix-cache", "0")
+LONGEST_S = 120.0
+JOINED_S = 3.0
+"""By then a rank that waits for its peer is within MLX's start-up of the ring."""
+HOLDER = re.compile(r"^\s*pid (\d+)\(.*\).* Prevent(?:UserIdle)?SystemSleep\b", re.MULTILINE)
+
+
+def killed(task: Task) -> Figures:
+    """A rank is killed (SIGKILL) while answers are under way: all of them are whole, and the same."""
+    return _struck(task, signal.SIGKILL)
+
+
+def stopped(task: Task) -> Figures:
+    """A rank is stopped (SIGSTOP): it is noticed and replaced."""
+    return _struck(task, signal.SIGSTOP)
+
+
+def _struck(task: Task, number: signal.Signals) -> Figures:
+    tokens = RANDOM_TOKENS if task.random else TOKENS
+    with serving(task.model, *STAGES) as server:
+        prompts = [prompt_of(12, seed) for seed in range(PROMPTS)]
+        calm = [ask(server, prompt, tokens).text for prompt in prompts]
+        before = server.ranks()
+        answers = _under_way(server, prompts, tokens)
+        victim = before[-1]
+        began = time.monotonic()
+        os.kill(victim, number)
+        if not until(lambda: gone(victim), GONE_S):
+            os.kill(victim, signal.SIGKILL)
+            raise Differs(f"a rank that was struck by {number.name} is replaced within {GONE_S:g} s, expected; it is "
+                          "still there, seen")
+        noticed = seconds(began)
+        texts = [answer.done().text for answer in answers]
+        figures: Figures = {"gone after, s": noticed, "all answers after, s": seconds(began)}
+        if not until(lambda: len(set(server.ranks()) - {victim}) == len(before), BACK_S):
+            raise Differs(f"{len(before)} ranks again without the one that was struck, expected; process ids "
+                          f"{server.ranks()} after {before}, seen", figures)
+        after = server.ranks()
+        if wrong := sum(text != other for text, other in zip(calm, texts, strict=True)):
+            raise Differs(f"the answers of a calm server, expected; {wrong} of {PROMPTS} differ, seen", figures)
+    if left := _left({*before, *after}):
+        raise Differs(f"no process is left when the server has ended, expected; {len(left)}, seen", figures)
+    return figures
+
+
+def _under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:
+    """Return answers that have all begun and not ended; on a busy machine this may take several attempts."""
+    deadline = time.monotonic() + UNDER_WAY_S
+    while (left := deadline - time.monotonic()) > 0:
+        answers = [ask_in_background(server, prompt, tokens) for prompt in prompts]
+        until(lambda: all(one.answer.pieces or not one.thread.is_alive() for one in answers), left)  # noqa: B023 - at once
+        if all(answer.under_way() for answer in answers):
+            return answers
+        for answer in answers:
+            answer.done()
+    raise Differs(f"{len(prompts)} answers under way at once, expected; not so within {UNDER_WAY_S:g} s, seen")
+
+
+def _left(pids: Collection[int]) -> list[int]:
+    """Return those that have not ended within `GONE_S`."""
+    until(lambda: all(map(gone, pids)), GONE_S)
+    return [pid for pid in pids if not gone(pid)]
+
+
+def orphans(task: Task) -> Figures:
+    """A supervisor that is killed, and a parent that is killed while its rank waits in MLX's ring, leave nothing."""
+    with serving(task.model, *STAGES) as server:
+        pids = descendants(server.process.pid)
+        began = time.monotonic()
+        server.process.kill()
+        server.process.wait(10.0)
+        left = _left(pids)
+        figures: Figures = {"processes below a supervisor": len(pids), "gone after, s": seconds(began)}
+    if left:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise Differs(f"no process outlives its supervisor by {GONE_S:g} s, expected; {len(left)}, seen", figures)
+    return figures | _alone()
+
+
+def _alone() -> Figures:
+    """Kill the parent of a rank of two that is in MLX's start-up."""
+    with check_parts("faults:lonely_parent", [{}], [{}]) as [parent]:
+        file = _pid_file(parent.result.parent)
+        if not until(lambda: file.exists() and file.read_text().isdigit(), GONE_S):
+            raise Differs("a rank that waits for its peer, expected; none came up, seen")
+        rank = int(file.read_text())
+        time.sleep(JOINED_S)
+        if gone(rank):
+            raise Differs("a rank that waits for its peer, expected; it has ended, seen")
+        began = time.monotonic()
+        parent.kill()
+        if not until(lambda: gone(rank), GONE_S):
+            os.kill(rank, signal.SIGKILL)
+            raise Differs(f"a rank in MLX's start-up ends within {GONE_S:g} s of its parent, expected; it is still "
+                          "there, seen")
+    return {"rank in MLX's start-up gone after, s": seconds(began)}
+
+
+def lonely_parent(task: Task) -> Figures:
+    """The parent of a rank that waits for a peer that never comes: name the rank's process, and stay until killed."""
+    with ring_ranks("fences:waiting_rank", count=1) as [rank]:
+        _pid_file(Path(task.directory)).write_text(str(rank.pid))
+        time.sleep(LONGEST_S)
+    return {}
+
+
+def _pid_file(directory: Path) -> Path:
+    return directory / "pid"
+
+
+def awake(task: Task) -> Figures:
+    """While a server runs, the system may not fall asleep."""
+    if sys.platform != "darwin":
+        raise NotApplicable("idle sleep is held off on macOS alone")
+    before = holders()
+    with serving(task.model) as server:
+        during = holders()
+        ask(server, prompt_of(8), 4)
+    if not during - before:
+        raise Differs("an assertion against sleep while a server runs, expected; none, seen")
+    ended = until(lambda: not (holders() & (during - before)), GONE_S)
+    if not ended:
+        raise Differs("no assertion when the server has ended, expected; it is still held, seen")
+    return {"assertions of the server": len(during - before)}
+
+
+def holders() -> set[str]:
+    """Return the ids of the processes that hold sleep off."""
+    return set(HOLDER.findall(output_of(["pmset", "-g", "assertions"]) or ""))
+

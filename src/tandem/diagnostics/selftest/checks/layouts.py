@@ -1,0 +1,73 @@
+"""Layouts on this machine against a single process, and types of models against mlx-lm."""
+
+from __future__ import annotations
+
+from tandem.config.loading import load
+from tandem.diagnostics.parity.comparison import Options, prepare
+from tandem.diagnostics.selftest.check import Differs, NotApplicable
+from tandem.diagnostics.tasks import Figures, Task
+from tandem.env import variables
+from tandem.launchers.worlds import visible_gpus
+from tandem.system.cuda import uses_cuda
+
+TYPES = ("qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "mamba2", "qwen3_next")
+"""One of each kind: plain, windows, sinks and experts, experts, MLA, states, states and attention."""
+
+
+def stages(task: Task) -> Figures:
+    """Two pipeline stages over Tandem's own channel."""
+    return parity(task.model, pipeline_parallel_size="2", channel="tcp")
+
+
+def ring(task: Task) -> Figures:
+    """Two pipeline stages over MLX's ring."""
+    _require_gpus()
+    return parity(task.model, pipeline_parallel_size="2", channel="mlx")
+
+
+def tensor(task: Task) -> Figures:
+    """Two tensor-parallel ranks."""
+    _require_gpus()
+    return parity(task.model, tensor_parallel_size="2")
+
+
+def both(task: Task) -> Figures:
+    """A stage of two ranks, and a stage of one."""
+    _require_gpus()
+    return parity(task.model, parallel="2,1")
+
+
+def _require_gpus() -> None:
+    if uses_cuda("auto") and len(visible_gpus()) == 1:
+        raise NotApplicable("ranks that MLX joins need a GPU each, there is one")
+
+
+def parity(model: str, **layout: str) -> Figures:
+    """Compare logits and tokens with those of one process, for settings by name; their environment counts too."""
+    settings = load({"model": [model], **{name: [value] for name, value in layout.items()}}, environment=variables())
+    remarks: list[str] = []
+    verdict = prepare(settings.settings, Options(), note=remarks.append).run()
+    figures: Figures = {"largest difference of a logit": float(f"{verdict.max_abs_diff:.3e}")}
+    if not verdict.passed:
+        raise Differs(f"the logits and tokens of one process, expected; {' '.join(' '.join(remarks).split())[-200:]}, "
+                      "seen", figures)
+    return figures
+
+
+def types(task: Task) -> Figures:
+    """Tiny random models of several kinds, whole and in up to three stages, have mlx-lm's logits."""
+    from tandem.loading.memory import choose_device
+    from tandem.loading.mlx_lm_models import import_models_only
+    from tandem.loading.trial import outcome
+    from tandem.models.families.tiny import tiny_config
+
+    choose_device("auto")
+    import_models_only()
+    wrong = []
+    for name in TYPES:
+        passed, line = outcome(tiny_config(name))
+        if not passed:
+            wrong.append(f"{name}: {line}")
+    if wrong:
+        raise Differs(f"mlx-lm's logits, expected; {'; '.join(wrong)}, seen")
+    return {"types": ", ".join(TYPES)}

@@ -1,0 +1,63 @@
+"""Checks that may lock a GPU up, or take all of its memory: only with `--risky`."""
+
+from __future__ import annotations
+
+import sys
+
+from tandem.diagnostics.selftest.check import Differs, NotApplicable
+from tandem.diagnostics.selftest.checks.fences import fence, sums
+from tandem.diagnostics.selftest.server import serving
+from tandem.diagnostics.tasks import Figures, Task
+from tandem.errors import RankFailure
+from tandem.processes.device import this_device
+from tandem.system.metal import fault_of
+
+START_S = 60.0
+STEP = 2**30
+MOST = 4
+"""Times its memory that is asked of a GPU before it counts as without an end."""
+
+
+def memory(task: Task) -> Figures:
+    """More is asked of the GPU than it has: an exception that Tandem knows for what it is, and the device goes on."""
+    import mlx.core as mx
+
+    from tandem.loading.memory import choose_device, memory_bytes, on_gpu
+
+    choose_device("auto")
+    if not on_gpu():
+        raise NotApplicable("a CPU's memory is the system's, which would end other programs first")
+    arrays = []
+    words = ""
+    try:
+        for _ in range(MOST * memory_bytes() // STEP):
+            arrays.append(mx.ones((STEP // 4,)) * 1.0)
+            mx.eval(arrays[-1])
+    except Exception as error:  # noqa: BLE001 - which class and words it has, is what we want to know
+        words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    figures: Figures = {"GiB before it": len(arrays), "exception": words or "none"}
+    arrays.clear()
+    mx.clear_cache()
+    if words and fault_of(words) != "memory":
+        raise Differs(f"words that are known for full memory, expected; {words}, seen", figures)
+    if mx.ones(4).sum().item() != 4.0:
+        raise Differs("a device that computes when memory is free again, expected; wrong sums, seen", figures)
+    return figures
+
+
+def fast_fences(task: Task) -> Figures:
+    """Two ranks with MLX's fast fences; then the GPU is asked whether it still computes."""
+    if sys.platform != "darwin" or not this_device().gpu:
+        raise NotApplicable("fast fences are Metal's")
+    figures: Figures = {}
+    failure = ""
+    try:
+        figures = sums(fast_sync=True)
+    except RankFailure as error:
+        failure = error.message
+    figures |= fence(task)
+    with serving(task.model, start_s=START_S):
+        pass
+    if failure:
+        raise Differs(f"sums with fast fences, expected; {failure}, seen", figures)
+    return figures

@@ -1,0 +1,161 @@
+"""One rank over HTTP: mlx-lm's tokens and pace, chunks of a prompt, and many connections."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.descriptors import raise_limit
+from tandem.diagnostics.selftest.check import Differs
+from tandem.diagnostics.selftest.server import ask, prompt_of, serving
+from tandem.diagnostics.tasks import Figures, Task
+from tandem.errors import TandemError
+from tandem.processes.device import this_device
+
+PROMPT, TOKENS = 32, 24
+TIE, GPU_TIE = 1e-3, 0.05
+"""Log probabilities so near to one another that rounding may order them either way, in float32 and in half types."""
+SLOWEST = 0.5
+"""Least part of mlx-lm's pace; a Tandem that is slower than this has something wrong with it, not just its HTTP."""
+CHUNKS, CPU_CHUNKS = (512, 1024, 2048), (64, 256)
+LONG, CPU_LONG = 2200, 300
+"""Tokens of a prompt."""
+CONNECTIONS, MAC_FILES = 300, 256
+HEALTH_S = 10.0
+
+
+@dataclass
+class Reference:
+    """The answer of mlx-lm."""
+
+    texts: list[str]
+    """Texts of the first 0, 1, 2, ... tokens."""
+    gaps: list[float]
+    """Between the two likeliest tokens, at each position."""
+    pace: float
+    """Tokens a second, the prompt's time included."""
+    tie: float
+
+
+def pace(task: Task) -> Figures:
+    """Greedy tokens are mlx-lm's and, with a real model, about as fast."""
+    prompt = prompt_of(PROMPT)
+    reference = mlx_lm_answer(task.model, prompt)
+    with serving(task.model, "--prefix-cache", "0") as server:
+        ask(server, prompt, 2)  # compiles kernels
+        answers = [ask(server, prompt, TOKENS) for _ in range(2)]
+    best = max(TOKENS / (answer.ended - answer.sent) for answer in answers)
+    figures: Figures = {"tokens a second, mlx-lm": round(reference.pace, 1), "tokens a second": round(best, 1),
+                        "share of mlx-lm's pace": round(best / reference.pace, 2),
+                        "tokens that agree": agreed(reference, answers[-1].text)}
+    if answers[0].text != answers[1].text:
+        raise Differs("the same answer twice, expected; two different ones, seen", figures)
+    if best < SLOWEST * reference.pace and not task.random:  # a tiny model's steps are shorter than HTTP's
+        raise Differs(f"at least {SLOWEST:g} of mlx-lm's {reference.pace:.1f} tokens a second, expected; {best:.1f}, "
+                      "seen", figures)
+    return figures
+
+
+def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
+    """Greedy decoding by mlx-lm in this process, whose memory is free again afterwards.
+
+    On a CPU its weights are expanded to float32, as Tandem's are there.
+    """
+    import mlx.core as mx
+    from mlx.utils import tree_map
+    from mlx_lm import load
+    from mlx_lm.generate import generate_step
+    from mlx_lm.utils import dequantize_model
+
+    from tandem.checkpoints.resolve import resolve
+    from tandem.loading.memory import choose_device, on_gpu
+
+    choose_device("auto")
+    module, tokenizer, *_ = load(str(resolve(model).path))
+    if not on_gpu():
+        module = dequantize_model(module)
+        module.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x,
+                               module.parameters()))
+        mx.eval(module.parameters())
+    tokens, gaps, spent = list[int](), list[float](), 0.0
+    for count in (2, TOKENS):  # the first time compiles kernels
+        tokens, gaps, began = [], [], time.perf_counter()
+        for token, logprobs in generate_step(mx.array(prompt), module, max_tokens=count):
+            tokens.append(int(token))
+            top: Any = mx.sort(logprobs)[-2:].tolist()
+            gaps.append(top[1] - top[0])
+        spent = time.perf_counter() - began
+    texts = [tokenizer.decode(tokens[:count], skip_special_tokens=True) for count in range(len(tokens) + 1)]
+    del module
+    mx.clear_cache()
+    return Reference(texts, gaps, TOKENS / spent, GPU_TIE if on_gpu() else TIE)
+
+
+def agreed(reference: Reference, text: str) -> str:
+    """Return how many tokens agree. Raises Differs where the texts part and mlx-lm was sure of its token.
+
+    Texts are compared, since HTTP carries text. mlx-lm drops the space that a text begins with.
+    """
+    text = text.strip()
+    count = max(i for i, prefix in enumerate(reference.texts) if text.startswith(prefix.strip().rstrip("\ufffd")))
+    if count >= len(reference.gaps):
+        return f"all {count}"
+    gap = min(reference.gaps[max(count - 1, 0):count + 2])  # a character may be of several tokens
+    if gap > reference.tie:
+        raise Differs(f"{len(reference.gaps)} tokens of mlx-lm's, expected; another after {count}, where its two "
+                      f"likeliest are {gap:.3f} apart, seen")
+    return f"{count}, then a tie"
+
+
+def chunks(task: Task) -> Figures:
+    """A long prompt in chunks of several sizes: the same answer, and which is fastest."""
+    figures: Figures = {}
+    texts: dict[int, str] = {}
+    gpu = this_device().gpu
+    length = LONG if gpu else CPU_LONG
+    for chunk in CHUNKS if gpu else CPU_CHUNKS:
+        with serving(task.model, "--prefill-chunk", str(chunk), "--prefix-cache", "0") as server:
+            if gpu:
+                ask(server, prompt_of(length, 1), 2)  # compiles kernels
+            answer = ask(server, prompt_of(length, 2), 8)
+            texts[chunk] = answer.text
+            figures[f"chunks of {chunk}, tokens a second"] = round(length / answer.ttft, 1)
+    if len(set(texts.values())) > 1:
+        figures["answers"] = "differ between sizes of chunks, which rounding may explain"
+    return figures
+
+
+def connections(task: Task) -> Figures:
+    """A server that was started with 256 open files, as macOS has it, serves 300 connections at once."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAC_FILES, hard))
+    with serving(task.model) as server:
+        if raise_limit() < CONNECTIONS + 50:
+            raise TandemError(f"this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files only")
+        url = urlsplit(server.url)
+        address = (str(url.hostname), int(url.port or 80))
+        request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        opened: list[socket.socket] = []
+        try:
+            for _ in range(CONNECTIONS):
+                opened.append(socket.create_connection(address, timeout=HEALTH_S))
+            began = time.monotonic()
+            for connection in opened:
+                connection.sendall(request)
+            answered = sum(connection.recv(15).startswith(b"HTTP/1.1 200") for connection in opened)
+            took = time.monotonic() - began
+            if answered < CONNECTIONS:
+                raise Differs(f"{CONNECTIONS} answers over {CONNECTIONS} connections, expected; {answered}, seen")
+            health = json.dumps(server.health()["status"])
+            ask(server, prompt_of(8), 4)
+        except OSError as error:
+            raise Differs(f"{CONNECTIONS} connections, expected; {error} after {len(opened)}, seen") from None
+        finally:
+            for connection in opened:
+                connection.close()
+    return {"connections": CONNECTIONS, "all answered after, s": round(took, 2), "health": health.strip('"')}

@@ -1,0 +1,162 @@
+"""The report of a run: a struct that is kept as JSON, and the page that a person reads."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from tandem.diagnostics.selftest.check import CHECKS, Outcome
+from tandem.diagnostics.tasks import Figures, Verdict
+from tandem.env import machine_memory, variables
+from tandem.launchers.facts import chip, installed
+from tandem.processes.device import this_device
+from tandem.system.tools import output_of
+from tandem.version import __version__
+
+_PATTERNS = (
+    (re.compile(r"\b[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}\b"), "<id>"),
+    (re.compile(r"\b(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}\b"), "<address>"),
+    (re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){3,7}[0-9A-Fa-f]{0,4}(?:%\w+)?(?![\w:])"), "<address>"),
+    (re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}(?:\.\d{1,3}){3}\b"), "<address>"),
+    (re.compile(r"[\w.+-]+@[\w.-]+"), "<name>"),
+)
+_PATH = re.compile(r"(?<![\w.<:/])~?(?:/(?!v1/)[\w.@+-]+){2,}/?")
+"""Paths, but neither `/health` nor `/v1/...`, nor what follows a server's name."""
+SHORTEST = 2
+"""Letters of a name that is looked for; shorter ones stand in every text."""
+
+
+def redacted(text: str, names: Iterable[str]) -> str:
+    """Take addresses, paths and ids out of `text`; the machines' and users' `names` become a, b, c, ...
+
+    Folders among the names are paths whatever letters they have, such as a home with a space in it.
+    """
+    known = dict.fromkeys(names)
+    places = [name for name in known if name.startswith("/") and len(name) > SHORTEST]
+    for place in sorted(places, key=len, reverse=True):
+        text = re.sub(rf"{re.escape(place)}(?:/[\w.@+-]+)*/?", "<path>", text)
+    text = _PATH.sub("<path>", text)
+    for number, name in enumerate(other for other in known if not other.startswith("/")):
+        if len(name) >= SHORTEST:
+            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"<{chr(ord('a') + number % 26)}>", text)
+    for pattern, replacement in _PATTERNS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:
+    """Return the figures with their texts redacted."""
+    known = list(names)
+    return {name: redacted(value, known) if isinstance(value, str) else value for name, value in figures.items()}
+
+
+FORMAT = 1
+MACHINE = "machine"
+"""The check whose figures say what machine it was."""
+HEAD = ("system", "processor", "cores", "device", "memory GiB", "GPU memory GiB", "python", "mlx", "mlx-lm")
+EXIT_OK, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 3
+SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply": "does not apply",
+                             "no answer": "**no answer**"}
+
+
+VARIABLES = ("MLX_", "TANDEM_", "CUDA_", "OMP_", "OPENBLAS_", "METAL_")
+"""How the names of those begin that change what is computed, and how fast."""
+
+
+def facts() -> Figures:
+    """Return the figures of the machine, which reports begin with."""
+    device = this_device()
+    set_here = sorted(name for name in variables() if name.startswith(VARIABLES))
+    return {
+        "system": f"{platform.system()} {_system_version()}".strip(),
+        "processor": chip() or platform.machine(), "cores": os.cpu_count() or 1, "device": device.name,
+        "gpu": device.gpu, "memory GiB": round(machine_memory() / 2**30, 1),
+        "GPU memory GiB": round(device.memory_bytes / 2**30, 1) if device.gpu else 0.0,
+        **{name: version or "missing" for name, version in installed().items() if name != "tandem"},
+        "variables that are set": ", ".join(set_here)}
+
+
+def _system_version() -> str:
+    if sys.platform == "darwin":
+        words = [(output_of(["sw_vers", f"-{name}"]) or "").strip() for name in ("productVersion", "buildVersion")]
+        return " ".join(words)
+    return platform.release().split("-")[0]
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """All that a run found, without names, addresses and paths."""
+
+    format: int = FORMAT
+    tandem: str = __version__
+    date: str
+    """Date of the run's end, YYYY-MM-DD."""
+    platform: str
+    """`Linux, CPU`, `Linux, CUDA` or `macOS, Metal`."""
+    machine: Figures
+    model: str
+    hosts: int
+    """Machines of the hosts file; 0 without one."""
+    wanted: int
+    """Checks that the run was to make."""
+    checks: list[Outcome]
+
+    @property
+    def code(self) -> int:
+        """Exit code: 0 if nothing is wrong, 1 if something is, 3 if nothing is wrong so far and checks are left."""
+        if any(outcome.verdict in ("failed", "no answer") for outcome in self.checks):
+            return EXIT_FAILED
+        return EXIT_OK if len(self.checks) == self.wanted else EXIT_UNFINISHED
+
+
+def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int,
+                names: Iterable[str]) -> Report:
+    """Return the report with redacted outcomes; the machine's facts are taken as they are."""
+    known = list(names)
+    checks = [replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
+              for outcome in outcomes]
+    return Report(date=date, platform=platform_of(facts), machine={name: facts[name] for name in HEAD if name in facts},
+                  model=redacted(model, known), hosts=hosts, wanted=wanted, checks=checks)
+
+
+def platform_of(facts: Figures) -> str:
+    """Return the column of docs/checks.md that these facts belong to."""
+    system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
+    if not facts.get("gpu"):
+        return f"{system}, CPU"
+    return f"{system}, Metal" if system == "macOS" else f"{system}, CUDA"
+
+
+def page(report: Report) -> str:
+    """Return the report as Markdown, about one page."""
+    titles = {check.name: check for check in CHECKS}
+    counts = Counter(outcome.verdict for outcome in report.checks)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS if counts[verdict])
+    left = report.wanted - len(report.checks)
+    lines = [f"# Self-test: {report.platform}", "",
+             f"{report.date}, Tandem {report.tandem}, model {report.model}"
+             f"{f', {report.hosts} hosts' if report.hosts else ''}: {summary}{f', {left} left' if left else ''}.", "",
+             "; ".join(f"{name} {value}" for name, value in report.machine.items()) + ".", "",
+             "| check | | s | found |", "|---|---|---|---|"]
+    for outcome in report.checks:
+        title = titles[outcome.name].title if outcome.name in titles else outcome.name
+        again = f" (attempt {outcome.attempts})" if outcome.attempts > 1 else ""
+        figures = [f"{name}: {_shown(value)}" for name, value in outcome.figures.items()
+                   if outcome.name != MACHINE or name not in HEAD]
+        text = "; ".join(filter(None, [outcome.detail, *figures]))
+        lines.append(f"| {title} | {SIGNS[outcome.verdict]}{again} | {outcome.seconds:g} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: str | int | float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

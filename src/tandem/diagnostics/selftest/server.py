@@ -1,0 +1,159 @@
+"""A `tandem serve` under test: starting it, asking it, and watching its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import msgspec
+
+from tandem.bench.client import Job, Target, Timed, send
+from tandem.borders import start_thread
+from tandem.diagnostics.tasks import MODULE, CommandTask
+from tandem.env import child_environment
+from tandem.errors import TandemError
+from tandem.processes.child import ChildProcess
+from tandem.system.http_client import ServerClient
+from tandem.system.state import process_state
+from tandem.system.tools import output_of
+
+START_S, END_S, POLL_S = 120.0, 30.0, 0.02
+WAIT_S = 120.0
+READY = re.compile(r"Tandem is ready: (http\S+)")
+
+
+class Server:
+    """A `tandem serve` that is ready."""
+
+    def __init__(self, process: ChildProcess, url: str) -> None:
+        self.process, self.url = process, url
+
+    def health(self) -> dict[str, Any]:
+        """Return the body of /health."""
+        body: dict[str, Any] = ServerClient(self.url).get_json("/health", timeout_s=20)
+        return body
+
+    def ranks(self) -> list[int]:
+        """Return the process ids of its ranks; empty while there are none, or where one process does all."""
+        return [int(rank["pid"]) for rank in self.health().get("ranks") or []]
+
+
+@contextmanager
+def serving(model: str, *options: str, start_s: float = START_S) -> Iterator[Server]:
+    """Serve on a free port of loopback until the context ends. Raises TandemError when the server is not ready."""
+    with tempfile.TemporaryFile() as log:
+        words = ["serve", model, "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING", *options]
+        process = ChildProcess(MODULE, msgspec.json.encode(CommandTask(words=words)), env=child_environment(),
+                               name="tandem serve", output=log.fileno())
+        try:
+            yield Server(process, _ready(process, log, start_s))
+        finally:
+            process.terminate()
+            if not process.wait(END_S):
+                process.kill()
+                process.wait(END_S)
+
+
+def _ready(process: ChildProcess, log: IO[bytes], start_s: float) -> str:
+    deadline = time.monotonic() + start_s
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        text = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+        if ready := READY.search(text):
+            return ready[1]
+        if ended:
+            lines = text.strip().splitlines() or ["it says nothing"]
+            raise TandemError(f"the server {process.describe_exit()}: {lines[-1]}")
+        time.sleep(POLL_S)
+    raise TandemError(f"the server is not ready after {start_s:g} s")
+
+
+@dataclass
+class BackgroundAnswer:
+    """An answer that comes in a thread of its own."""
+
+    thread: threading.Thread
+    answer: Timed
+
+    def under_way(self) -> bool:
+        """True when its first text has come and its end has not."""
+        return bool(self.answer.pieces) and self.thread.is_alive()
+
+    def done(self) -> Timed:
+        """Wait for the whole answer. Raises TandemError if the request failed."""
+        self.thread.join(WAIT_S + END_S)
+        if self.thread.is_alive():
+            raise TandemError(f"an answer has not come to an end within {WAIT_S:g} s")
+        if self.answer.error:
+            raise TandemError(f"a request failed: {self.answer.error}")
+        return self.answer
+
+
+def ask_in_background(server: Server, prompt: list[int], tokens: int) -> BackgroundAnswer:
+    """Ask for a greedy answer of `tokens` tokens."""
+    target = Target(base_url=server.url, model="default", timeout_s=WAIT_S,
+                    body={"temperature": 0, "ignore_eos": True, "prompt": prompt})
+    job = Job("", tokens)
+    answer = Timed(job, time.perf_counter())
+
+    def run() -> None:
+        asyncio.run(send(target, job, answer))
+
+    return BackgroundAnswer(start_thread(run, name="asking", on_failure=lambda _: None), answer)
+
+
+def ask(server: Server, prompt: list[int], tokens: int) -> Timed:
+    """Return one greedy answer. Raises TandemError."""
+    return ask_in_background(server, prompt, tokens).done()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Return token ids that every vocabulary has, the same ones for the same arguments."""
+    return [3 + (seed * 7919 + 31 * i + i * i) % 253 for i in range(length)]
+
+
+def seconds(began: float) -> float:
+    """Return the seconds since `began`, a reading of time.monotonic(), rounded for reports."""
+    return round(time.monotonic() - began, 2)
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Wait until the condition holds; False after so many seconds without."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the process ids of its children, and of theirs."""
+    parents: dict[int, int] = {}
+    for line in (output_of(["ps", "-axo", "pid=,ppid="]) or "").splitlines():
+        child, _, parent = line.strip().partition(" ")
+        if child.isdigit() and parent.strip().isdigit():
+            parents[int(child)] = int(parent)
+    pids: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in {pid, *pids}} - pids:
+        pids |= more
+    return pids
+
+
+def gone(pid: int) -> bool:
+    """True when the process has ended; also a zombie, whose parent has not asked for its exit code."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return process_state(pid) == "Z"

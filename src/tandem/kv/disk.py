@@ -1,0 +1,348 @@
+"""Prefixes on the ranks' disks: which are fetched into memory, and who waits for that.
+
+The engine decides here; ranks read and write in threads of their own. A prefix that has been fetched is one in memory
+like others (`tandem.kv.index`). What cannot be read is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Protocol
+
+from tandem.kv.index import PieceIndex, PrefixIndex, block_hashes, piece_names
+from tandem.protocol.pieces import BLOCK_SIZE, PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.suspicion import Suspicion
+
+NEAR = 2048
+"""Positions that are near the beginning of a prompt."""
+OLD = 0.8
+"""Weight of what was measured before."""
+SLOWER = 4.0
+"""How many times as long as computing it a prompt may take to read that another replica has computed for this one."""
+AGAIN = 64
+"""Reads that do not pay after which one is tried all the same: paces change."""
+GUESS, LENT_GUESS = 0.5, 0.25
+"""Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
+measured."""
+
+
+class Seeking(Protocol):
+    """A sequence whose prefix may be read from disk."""
+
+    request: EngineRequest
+    tokens: list[int]
+    suspicion: Suspicion
+    finished: bool
+    fetched: int
+    """Positions beyond what was in memory that were read from disk for it."""
+    awaits: bool
+    """True while its prefix is being read; it joins no batch before."""
+    looked: bool
+    """Ranks have looked on their disks for what another engine wrote of it, or do."""
+
+    @property
+    def whole(self) -> bool:
+        """True if it needs the hidden states of all positions, so that no prefix serves it."""
+
+
+@dataclass
+class Pace:
+    """Tokens a second, lately."""
+
+    tokens_s: float = 0.0
+    seen: int = 0
+    """Tokens that this was measured with."""
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """Record that `tokens` took `seconds`."""
+        if tokens > 0 and seconds > 0:
+            now = tokens / seconds
+            self.seen += tokens
+            self.tokens_s = OLD * self.tokens_s + (1 - OLD) * now if self.tokens_s else now
+
+
+@dataclass
+class DiskCounts:
+    """Counts since the start."""
+
+    hit_tokens: int = 0
+    """Positions that were read in place of being computed."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    written_s: float = 0.0
+    failures: int = 0
+    """Prefixes that could not be read."""
+    brought_bytes: int = 0
+    """Bytes of files that came from other machines."""
+
+
+@dataclass
+class _Order:
+    """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
+
+    waiting: list[Seeking] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    """Pieces to fetch."""
+    gain: int = 0
+    """Positions of these beyond what was in memory."""
+    wanted: frozenset[bytes] | None = None
+    """Pieces to look for; None: all."""
+    then: Callable[[], None] | None = None
+    """Called in place of having sequences wait, once all have answered."""
+    answers: dict[int, Any] = field(default_factory=dict)
+    """By rank: `Fetched` or `Surveyed`."""
+
+
+class DiskTier:
+    """Used by the scheduler alone."""
+
+    def __init__(self) -> None:
+        self.orders: list[Fetch | Borrow | Survey] = []
+        """Orders for all ranks, before the next plan; the sender empties the list."""
+        self.counts = DiskCounts()
+        self.computing = Pace()
+        """Pace of computing prompts."""
+        self.beginning = Pace()
+        """Pace near the beginnings of prompts, comparable between replicas: positions far behind take longer."""
+        self._reading, self._bringing = Pace(), Pace()
+        """Paces of reading from the ranks' own disks, and of fetching from other machines."""
+        self._too_slow = 0
+        """Reads that did not pay."""
+        self._pieces = PieceIndex()
+        self._lent = PieceIndex()
+        """Pieces for which a rank needs what others lend, as it last saw."""
+        self._ranks = 0
+        self._asked: dict[str | int, _Order] = {}
+        """Prefixes by key, and looks by number."""
+        self._looked = 0
+        self._silent = False
+        """Set while disks are silent: nothing is read until all ranks have answered something."""
+
+    @property
+    def fetching(self) -> str | int | None:
+        """Number of the survey, or key of the prefix, that some sequence has waited for longest."""
+        return next((key for key, asked in self._asked.items() if asked.waiting), None)
+
+    @property
+    def on(self) -> bool:
+        """True if all ranks keep pieces on disk, and answer."""
+        return self._ranks > 0 and not self._silent
+
+    @property
+    def saves(self) -> float:
+        """Share of the time to compute a prompt that reading it saves; a guess until both were measured."""
+        return self._saved(self._reading, GUESS)
+
+    @property
+    def lent_saves(self) -> float:
+        """Share of the time to compute a prompt that fetching it from other machines saves; a guess at first."""
+        return self._saved(self._bringing, LENT_GUESS)
+
+    def _saved(self, pace: Pace, guess: float) -> float:
+        if not (pace.tokens_s and self.computing.tokens_s):
+            return guess if self.on else 0.0
+        return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
+
+    def computed(self, count: int, longest: int, seconds: float) -> None:
+        """Record a step of prompts alone: `count` tokens, each before position `longest`, took `seconds`."""
+        self.computing.measure(count, seconds)
+        if longest <= NEAR:
+            self.beginning.measure(count, seconds)
+
+    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Seeking], prefixes: PrefixIndex,
+              lenders: Iterable[tuple[str, str]] = ()) -> None:
+        """Begin with new ranks and the pieces that each has on its disk; None from one that keeps none. `lenders`:
+        directories of other ranks, and their endpoints."""
+        names, others = list(kept), dict(lenders)
+        self.reset([] if None in names else [one or [] for one in names])
+        if self._ranks and len(others) > 1:
+            self.orders.append(Borrow(list(others.items())))
+            self._look_for(*waiting)
+            return
+        for sequence in waiting:
+            self.seek(sequence, prefixes)
+
+    def lend(self, lenders: Iterable[tuple[str, str]]) -> None:
+        """Have the ranks use these directories of others, and look what is there. Nothing waits for that."""
+        if self._ranks:
+            self.orders.append(Borrow(list(dict(lenders).items())))
+            self._survey(soon=True)
+
+    def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
+        """Forget what was asked of ranks that are gone."""
+        self.lose_patience()
+        self._asked.clear()
+        self._silent = False
+        self.orders.clear()
+        self._ranks = len(kept)
+        self._pieces.reset(kept)
+        self._lent.reset([()] * self._ranks)
+
+    def seek(self, sequence: Seeking, prefixes: PrefixIndex) -> None:
+        """Have the longest prefix of a waiting sequence read into memory, if more of it is on disk than in memory
+        and reading takes less time than computing."""
+        sequence.fetched = 0
+        if not self.on or sequence.whole or sequence.suspicion.suspect:
+            return
+        hashes = block_hashes(sequence.tokens[:-1])
+        every = piece_names(hashes)
+        names = self._pieces.leading(every)
+        told = not sequence.looked and sequence.request.kept >= PIECE
+        if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
+            self._look_for(sequence, wanted=every)
+            return
+        if len(names) < len(every) and not sequence.looked:
+            for look in reversed(self._asked.values()):
+                if not look.names and not look.then and (look.wanted is None or every[len(names)] in look.wanted):
+                    look.waiting.append(sequence)
+                    sequence.awaits = sequence.looked = True
+                    return
+        here = prefixes.peek(hashes)
+        # What came from another replica is read whatever the pace: it came so that this one need not compute it.
+        came = sequence.request.kept >= PIECE and bool(sequence.request.produced)
+        names = next((some for some in (names, self._own(names)) if len(some) * PIECE - here >= PIECE
+                      and (came or self._pays(some, len(some) * PIECE - here))), [])
+        if not names:
+            return
+        gain = len(names) * PIECE - here
+        for asked in self._asked.values():
+            if asked.names[:len(names)] == names:
+                break
+        else:
+            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK_SIZE])
+            if key is None:
+                return
+            # One that came would hold up others, were it computed here.
+            within_s = (SLOWER if came else 1.0) * gain / self.computing.tokens_s if self.computing.tokens_s else 0.0
+            self.orders.append(Fetch(key, names, within_s))
+            asked = self._asked[key] = _Order(names=names, gain=gain)
+        asked.waiting.append(sequence)
+        sequence.awaits, sequence.fetched = True, gain
+
+    def _look_for(self, *sequences: Seeking, wanted: list[bytes] | None = None) -> None:
+        """Look on the disks for what others may have written of these prompts before they are sought again.
+        `wanted`: the only blocks to look for."""
+        number = self._survey(soon=True, wanted=wanted)
+        self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
+        for sequence in sequences:
+            sequence.awaits = sequence.looked = True
+
+    def look(self, then: Callable[[], None], *, drop: bool) -> dict[int, Surveyed]:
+        """Have ranks look at all that is on their disks once what waits has been written, or delete it first. Returns
+        what they answer, by rank; `then` is called when that is complete."""
+        asked = self._asked[self._survey(drop=drop)] = _Order(then=then)
+        return asked.answers
+
+    def _survey(self, *, drop: bool = False, soon: bool = False, wanted: list[bytes] | None = None) -> int:
+        self._looked += 1
+        self.orders.append(Survey(self._looked, drop, soon, wanted))
+        return self._looked
+
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """Have the ranks delete a prompt's blocks, once those that wait have been written."""
+        if self._ranks and (names := piece_names(hashes)):
+            self._pieces.lose(names)
+            self._survey(drop=True, wanted=names)
+
+    def _own(self, names: list[bytes]) -> list[bytes]:
+        """Leading blocks available on local disks."""
+        return list(takewhile(lambda name: not self._lent.anywhere(name), names))
+
+    def _pays(self, names: list[bytes], gain: int) -> bool:
+        pace = self._reading if len(self._own(names)) == len(names) else self._bringing
+        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * PIECE):
+            return True
+        self._too_slow += 1
+        return self._too_slow % AGAIN == 0
+
+    def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
+        """Take what a rank has read, written or seen. The last answer brings a prefix into memory, or ends the
+        attempt."""
+        if report.rank >= self._ranks:
+            return  # where one rank keeps nothing, nothing is kept
+        if isinstance(report, Written):
+            self._pieces.keep(report.rank, report.names)
+            self._pieces.lose(report.gone)
+            self.counts.written_bytes += report.nbytes
+            self.counts.written_s += report.seconds
+            return
+        if isinstance(report, Surveyed):
+            self._pieces.see(report.rank, report.names, report.wanted)
+            self._lent.see(report.rank, report.lent, report.wanted)
+        key = report.key if isinstance(report, Fetched) else report.number
+        if (asked := self._asked.get(key)) is None:
+            return
+        asked.answers[report.rank] = report
+        if len(asked.answers) < self._ranks:
+            return
+        del self._asked[key]
+        self._silent = False
+        arrived = isinstance(report, Fetched) and self._arrived(report.key, asked, prefixes)
+        waited = list(asked.waiting)
+        _let_go(asked.waiting, arrived=arrived)
+        if asked.then is not None:
+            asked.then()
+        for sequence in waited:
+            if not arrived and not sequence.finished:
+                self.seek(sequence, prefixes)  # what comes before it may be there still
+
+    def _arrived(self, key: str, asked: _Order, prefixes: PrefixIndex) -> bool:
+        """True if all ranks have read a prefix."""
+        answers: list[Fetched] = list(asked.answers.values())
+        lost = {name for one in answers for name in one.lost}
+        late, seconds = any(one.late for one in answers), max(one.seconds for one in answers)
+        brought = sum(one.brought_bytes for one in answers)
+        self.counts.read_bytes += sum(one.nbytes for one in answers)
+        self.counts.brought_bytes += brought
+        self.counts.read_s += seconds
+        if not lost or late:
+            came = [name for name in asked.names if name not in lost]
+            (self._bringing if brought else self._reading).measure(len(came) * PIECE, seconds)
+            self._lent.lose(came)  # the ranks have kept it
+        if lost:
+            self.counts.failures += not late
+            self._pieces.lose(lost)
+            prefixes.give_up(key)
+        else:
+            self.counts.hit_tokens += asked.gain
+            prefixes.arrived(key)
+        return not lost
+
+    def lose_patience(self) -> None:
+        """Compute the prompts that wait, and read nothing until disks answer; late prefixes serve other prompts."""
+        self._silent = True
+        for asked in self._asked.values():
+            _let_go(asked.waiting)
+
+    def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
+        """Return the pieces of these prefixes that are not on all disks yet, to be written."""
+        return [StoreOp(key, missing) for key in keys
+                if self._ranks and (missing := self.missing(piece_names(prefixes.hashes(key))))]
+
+    def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
+        """Number and name of each of a prefix's pieces, from number `first` on, that is not on all disks."""
+        return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
+
+    def holds(self, name: bytes) -> bool:
+        """True if all ranks have their part of this piece on disk."""
+        return name in self._pieces
+
+    def has(self, hashes: Sequence[bytes]) -> int:
+        """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
+        return len(self._pieces.leading(piece_names(hashes))) * PIECE
+
+    @property
+    def positions(self) -> int:
+        """Positions on disk, in pieces of which every rank has its part."""
+        return len(self._pieces) * PIECE
+
+
+def _let_go(waiting: list[Seeking], *, arrived: bool = False) -> None:
+    for sequence in waiting:
+        sequence.awaits = False
+        sequence.fetched = sequence.fetched if arrived else 0
+    waiting.clear()

@@ -1,0 +1,497 @@
+"""Pieces of prefixes as files: layers and heads of one rank, with a checksum. No mlx.
+
+`<directory>/<space>/<name>.<layers>.<heads>.kv`; the space says which model, adapter and types it is about. A file is
+a magic number with the format's version, the length of a header, the header (msgpack), then keys and values of each
+layer. A rank may put a piece together from files that others wrote, for other layers or heads.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.errors import TransportError, UsageError
+from tandem.kv.remote import PARTS, SUFFIX, Lenders, files_of
+from tandem.protocol.codec import UNREADABLE
+from tandem.protocol.pieces import PIECE
+from tandem.system.files import NotRegular, read_regular
+
+MAGIC = b"TDMKV\0\0\1"
+MARK = "tandem-kv"
+"""A file in a directory that is ours."""
+IDENTITY = "identity"
+"""A file there with a random name of the directory, the same for all machines that have it."""
+MOST_IDENTITY = 64
+"""Bytes of it; what has more is not ours."""
+ABOUT = "model"
+"""A file in each space: what its model is called, for people."""
+_PREFIX = struct.Struct("<8sI")
+_PIECE = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
+MOST_HEADER = 1 << 20
+"""Bytes before the arrays of a file."""
+STALE_S = 3600.0
+"""A file half written is nobody's any more after so long; one that was used so far in the future has a wrong time."""
+KEPT = 0.9
+"""Share of the room that stays taken where something has to go."""
+BLIND = 0.02
+"""Share of the room that a rank fills before it looks again what others have written and deleted."""
+
+Layer = tuple[np.ndarray, np.ndarray]
+"""Keys and values, [1, heads, positions, width], of types that numpy knows (bfloat16 as uint16)."""
+
+
+class _Header(msgspec.Struct):
+    space: str
+    name: bytes
+    shapes: list[tuple[list[int], list[int]]]
+    """Shapes of each layer's keys and values."""
+    dtype: str
+    """MLX's name of the element type."""
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers and heads a file has, or a rank needs."""
+
+    layers: range
+    heads: range
+
+    @property
+    def label(self) -> str:
+        """In a file's name."""
+        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
+
+    @staticmethod
+    @lru_cache(1024)
+    def read(label: str) -> Part:
+        """The part with this label. Raises ValueError."""
+        layers, _, heads = label.partition(".")
+        return Part(_range(layers), _range(heads))
+
+
+def _range(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Element type and widths of a rank's KV."""
+
+    dtype: str
+    """MLX's name of the element type."""
+    widths: Sequence[tuple[int, int]]
+    """Widths of keys and values, by layer of the rank."""
+
+
+class Unusable(Exception):
+    """A file is not there any more, not whole, or not what its name says."""
+
+
+def open_directory(directory: Path, space: str) -> None:
+    """Create the directory, or check that it is ours. Raises UsageError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_space(directory, space)
+    except OSError as error:
+        raise UsageError(f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another "
+                         "directory", param="kv_disk") from error
+
+
+def _make_space(directory: Path, space: str) -> None:
+    """Create a space in an existing directory. Raises OSError, also where the directory is not ours."""
+    mark, path = directory / MARK, directory / space
+    if not mark.exists():
+        if not all(map(_is_ours, directory.iterdir())):
+            raise OSError(errno.ENOTEMPTY, "it has other things than Tandem's KV in it")
+        _write(mark, "Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
+    path.mkdir(exist_ok=True, mode=0o700)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{space} in it is a link, and what is behind links is not counted")
+
+
+def _is_ours(path: Path) -> bool:
+    """True for remains of a directory that was deleted while ranks wrote."""
+    if path.is_dir() and not path.is_symlink():
+        return all(name in (ABOUT, PARTS) or _PIECE.match(name) or name.endswith(".tmp") for name in os.listdir(path))
+    return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that only the user can read. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _identity(directory: Path, name: str = "") -> str:
+    """Return the directory's random name, made or set to `name` where it has none; empty where links cannot be made."""
+    path, temporary = directory / IDENTITY, directory / f".{secrets.token_hex(8)}.tmp"
+    try:
+        if not path.exists():
+            _write(temporary, name or secrets.token_hex(16))
+            with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
+                os.link(temporary, path)
+        return read_regular(path, MOST_IDENTITY).decode("ascii")
+    except (OSError, ValueError):
+        return ""
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+class PieceFiles:
+    """The files of one space, as one rank sees them. Used by one thread at a time."""
+
+    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int,
+                 kind: Kind | None = None) -> None:
+        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. What is not
+        of this `kind` counts as damaged; None: whatever files say. Raises UsageError."""
+        open_directory(directory, space)
+        self.need = need
+        """Layers and heads of this rank."""
+        self._kind = kind
+        self._root, self._limit, self._most = directory, limit, most
+        self._space = space
+        self._path = self.directory = directory / space
+        """Directory of this space."""
+        identity = _identity(directory)
+        self.store_id = f"{identity}/{space}" if identity else ""
+        """Alike on all that read what one another writes; empty where that is not known."""
+        self._parts: dict[bytes, list[Part]] = {}
+        self._lent: dict[bytes, list[Part]] = {}
+        """Parts that other machines have."""
+        self._lenders: Lenders | None = None
+        self.brought = 0
+        """Bytes that came from there so far."""
+        self._gone: list[bytes] = []
+        self._unseen = 0
+        """Bytes written since the last look."""
+        self._look()
+        self._labels: set[str] = set()
+        self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
+
+    def _announce(self, *parts: Part) -> None:
+        """Write down the labels of these parts for ranks that look for single pieces. Errors are ignored."""
+        for label in {part.label for part in parts} - self._labels:
+            with suppress(OSError):
+                (self._path / PARTS).mkdir(exist_ok=True, mode=0o700)
+                _write(self._path / PARTS / label, "")
+                self._labels.add(label)
+
+    def borrow(self, lenders: Lenders) -> None:
+        """Fetch what is missing here from `lenders`, which `survey` asks and `close` closes."""
+        self._lenders = lenders
+
+    def close(self) -> None:
+        """Close the connections to other machines."""
+        if self._lenders is not None:
+            self._lenders.close()
+
+    def names(self, among: Iterable[bytes] | None = None) -> list[bytes]:
+        """Pieces that this rank can put together, `among` these or of all."""
+        return [name for name in ({**self._parts, **self._lent} if among is None else among)
+                if self._sources(name) is not None]
+
+    def lent(self, among: Iterable[bytes] | None = None) -> list[bytes]:
+        """Return those blocks for which this rank needs remote files."""
+        return [name for name in (self._lent if among is None else among)
+                if any(part not in self._parts.get(name, ())
+                       for layer in self._sources(name) or () for part, _ in layer)]
+
+    def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
+        """For each layer the parts to take, and which heads of each; None if something is missing."""
+        return _sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
+
+    def read(self, name: bytes) -> tuple[list[Layer], str, int]:
+        """Keys and values of each layer, MLX's name of their type, and bytes read. Raises Unusable."""
+        sources = self._sources(name)
+        if sources is None:
+            raise Unusable("it is not there")
+        files: dict[str, tuple[_Header, list[Layer]]] = {}
+        for part, _ in (one for layer in sources for one in layer):
+            if part.label not in files:
+                try:
+                    files[part.label] = self._load(name, part)
+                except Unusable:
+                    for parts in (self._parts, self._lent):
+                        parts[name] = [one for one in parts.get(name, []) if one != part]
+                    raise
+        layers = []
+        for layer, taken in zip(self.need.layers, sources, strict=True):
+            pieces = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
+            layers.append(pieces[0] if len(pieces) == 1 else (np.concatenate([one[0] for one in pieces], axis=1),
+                                                              np.concatenate([one[1] for one in pieces], axis=1)))
+        types = {header.dtype for header, _ in files.values()}
+        if len(types) > 1:
+            raise Unusable(f"its parts are of several types: {sorted(types)}")
+        return layers, types.pop(), sum(array.nbytes for _, held in files.values() for pair in held for array in pair)
+
+    def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
+        path = self._path / _file(name, part)
+        borrowed = part not in self._parts.get(name, [])
+        try:
+            if borrowed and path.exists():  # another rank of this machine has brought it meanwhile
+                borrowed = False
+            data = self._bring(path.name) if borrowed else self._bytes(path)
+            magic, length = _PREFIX.unpack_from(data)
+            header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
+            payload = memoryview(data)[_PREFIX.size + length:]
+            if magic != MAGIC or (header.space, header.name) != (self._space, name) \
+                    or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
+                raise ValueError("it is not what it should be")
+            layers = list(_arrays(payload, header, len(part.heads)))
+            self._require_kind(header, part)
+            if borrowed:
+                with suppress(OSError):  # it serves all the same
+                    self._put(name, part, [data])
+            return header, layers
+        except TransportError as error:
+            raise Unusable(f"{path.name}: {error.message}") from error
+        except OSError as error:
+            raise Unusable(f"{path.name}: {error.strerror or error}") from error
+        except (*UNREADABLE, ValueError, struct.error) as error:
+            with suppress(OSError):
+                path.unlink()
+            raise Unusable(f"{path.name} is damaged: {error}") from error
+
+    def _require_kind(self, header: _Header, part: Part) -> None:
+        """Raise ValueError for KV of another type or width: nothing could be computed with it."""
+        if self._kind is None:
+            return
+        if header.dtype != self._kind.dtype:
+            raise ValueError(f"type {header.dtype}, where the model has {self._kind.dtype}")
+        for layer, widths in zip(self.need.layers, self._kind.widths, strict=True):
+            if layer in part.layers:
+                keys, values = header.shapes[layer - part.layers.start]
+                if (keys[3], values[3]) != widths:
+                    raise ValueError(f"layer {layer} has widths {keys[3]}, {values[3]}, where the model has "
+                                     f"{widths[0]}, {widths[1]}")
+
+    def _bring(self, file: str) -> bytes:
+        """Fetch a file from another machine. Raises TransportError."""
+        assert self._lenders is not None
+        data = self._lenders.bring(file)
+        self.brought += len(data)
+        return data
+
+    def _bytes(self, path: Path) -> bytes:
+        """Read a file and mark it as used. Raises OSError, and ValueError for what is not ours."""
+        try:
+            data = read_regular(path, self._most)
+        except NotRegular as error:
+            raise ValueError("it is no piece") from error
+        with suppress(OSError):  # a disk that cannot be written serves all the same
+            os.utime(path)
+        return data
+
+    def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
+        """Write this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
+        blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
+        checksum = 0
+        for block in blocks:
+            checksum = zlib.crc32(block.data, checksum)
+        header = msgspec.msgpack.encode(_Header(self._space, name, [(list(keys.shape), list(values.shape))
+                                                                    for keys, values in layers], dtype, checksum))
+        return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
+
+    def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
+        """Write a file and return its size. Raises OSError, with nothing left behind."""
+        if self._path.is_symlink() or not self._path.exists():
+            _make_space(self._root, self._space)
+            self._labels.clear()
+            if self.store_id:  # others that start now share it as those do that run
+                _identity(self._root, self.store_id.partition("/")[0])
+        self._announce(part)
+        temporary = self._path / f".{secrets.token_hex(8)}.tmp"
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                for content in contents:
+                    file.write(content)
+                size = file.tell()
+            os.replace(temporary, self._path / _file(name, part))
+        except BaseException as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._look(full=True)
+            raise
+        if part not in self._parts.setdefault(name, []):
+            self._parts[name].append(part)
+        self._unseen += size
+        if self._unseen > BLIND * self._limit:
+            self._look()
+        return size
+
+    def _look(self, *, full: bool = False) -> tuple[int, int]:
+        """Scan the directory; where it is too large, or the disk `full`, delete the least recently used files of any
+        space until a tenth is free. Returns the bytes of this space, and of all."""
+        files = sorted(self._all())
+        total = sum(size for _, size, _, _ in files)
+        room = KEPT * self._limit if total > self._limit else float(total)
+        if full:  # another rank may have made room already
+            room = min(room, KEPT * total + shutil.disk_usage(self._root).free)
+        self._parts, before = {}, self._parts
+        own = 0
+        for _, size, space, file in files:
+            if total > room:
+                with suppress(OSError):
+                    (self._root / space / file).unlink(missing_ok=True)
+                    total -= size
+            elif space == self._space:
+                _note(self._parts, file)
+                own += size
+        self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
+        self._unseen = 0
+        return own, total
+
+    def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
+        """Scan the files, after deleting all of this space with `drop`. Returns the bytes of this space, or those
+        deleted, and of all that is left.
+
+        Where some pieces are `wanted`, nothing else is deleted or looked at, here or remotely, nor counted. Raises
+        OSError.
+        """
+        dropped, stems = 0, None if wanted is None else {name.hex() for name in wanted}
+        if drop:
+            with suppress(FileNotFoundError):  # the whole directory may be gone
+                for file, status in files_of(self._path, stems):
+                    with suppress(OSError):  # another rank deletes them too
+                        (self._path / file).unlink()
+                        dropped += status.st_size
+        own = total = 0
+        if wanted is None:
+            own, total = self._look()
+            self._lent.clear()
+        else:
+            for name in wanted:
+                self._parts.pop(name, None)
+                self._lent.pop(name, None)
+            for file, _ in files_of(self._path, stems):
+                _note(self._parts, file)
+        if self._lenders is not None and not drop:  # others drop what they have at the same time
+            for file, size in self._lenders.look(stems):
+                if size <= self._most:
+                    _note(self._lent, file)
+        return dropped if drop else own, total
+
+    def take_gone(self) -> list[bytes]:
+        """Return the pieces that lost a file since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _all(self) -> Iterator[tuple[float, int, str, str]]:
+        """Every file: when it was used last, bytes, space, name. Deletes what was left half written."""
+        now = time.time()
+        for space, file in _files(self._root):
+            half = file.name.startswith(".") and file.name.endswith(".tmp")
+            if not half and not file.name.endswith(SUFFIX):
+                continue
+            with suppress(OSError):  # another may delete it just now
+                status = file.stat(follow_symlinks=False)
+                ahead = status.st_mtime - now
+                if stat.S_ISREG(status.st_mode) and not half:
+                    wrong = ahead > STALE_S or status.st_size > self._limit
+                    yield 0.0 if wrong else status.st_mtime, status.st_size, space, file.name
+                elif half and abs(ahead) > STALE_S:
+                    os.unlink(file)
+
+
+def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    for space in os.scandir(root):
+        if space.is_dir(follow_symlinks=False):
+            with suppress(OSError), os.scandir(space) as files:
+                for file in files:
+                    yield space.name, file
+
+
+def _note(parts: dict[bytes, list[Part]], file: str) -> None:
+    """Add the part that a file of this name has, if it is one."""
+    name, _, label = file.removesuffix(SUFFIX).partition(".")
+    with suppress(ValueError, OverflowError):
+        part = Part.read(label)
+        if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
+            parts.setdefault(bytes.fromhex(name), []).append(part)
+
+
+def _file(name: bytes, part: Part) -> str:
+    return f"{name.hex()}.{part.label}{SUFFIX}"
+
+
+@lru_cache(1024)
+def _sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
+    """Alike for all pieces of which the same parts are there."""
+    found = []
+    for layer in need.layers:
+        # What is here comes first, in smaller parts too.
+        if not (taken := _cover([part for part in own if layer in part.layers], need.heads)
+                or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)):
+            return None
+        found.append(taken)
+    return found
+
+
+def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
+    """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
+    found: list[tuple[Part, range]] = []
+    at = heads.start
+    while at < heads.stop:
+        best = max((part for part in parts if at in part.heads), key=lambda part: part.heads.stop, default=None)
+        if best is None:
+            return []
+        stop = min(best.heads.stop, heads.stop)
+        found.append((best, range(at - best.heads.start, stop - best.heads.start)))
+        at = stop
+    return found
+
+
+def _heads(pair: Layer, part: Part, heads: range) -> Layer:
+    if len(heads) == len(part.heads):
+        return pair
+    return pair[0][:, heads.start:heads.stop], pair[1][:, heads.start:heads.stop]
+
+
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32),
+    "uint8": np.dtype(np.uint8)}
+
+
+def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
+    """Raises ValueError where the bytes are not what the header says, or that is no piece of so many heads."""
+    dtype, at = _NUMPY.get(header.dtype), 0
+    if dtype is None:
+        raise ValueError(f"type {header.dtype}")
+    shapes = [shape for pair in header.shapes for shape in pair]
+    if any(shape[:3] != [1, heads, PIECE] or len(shape) != 4 or shape[3] < 1 for shape in shapes) \
+            or sum(map(math.prod, shapes)) * dtype.itemsize != len(payload):
+        raise ValueError("its arrays are not those of a piece")
+    arrays = []
+    for shape in shapes:
+        arrays.append(np.frombuffer(payload, dtype, math.prod(shape), at).reshape(shape))
+        at += arrays[-1].nbytes
+    return zip(arrays[::2], arrays[1::2], strict=True)
+
+
+def note_model(directory: Path, space: str, model: str) -> None:
+    """Write the name of its model into a space. Errors are ignored."""
+    path = directory / space / ABOUT
+    with suppress(OSError):
+        if not path.exists():
+            _write(path, model)

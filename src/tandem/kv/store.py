@@ -1,0 +1,332 @@
+"""A rank's KV on disk: pieces of prefixes are written and read in a thread of its own, whatever the rank computes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from tandem.borders import start_thread
+from tandem.errors import TransportError
+from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
+from tandem.kv.remote import Lenders, Lending, PieceServer
+from tandem.loading.parcel import carrier, dispatch, dtype_name
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
+from tandem.log import Seldom
+from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+
+log = logging.getLogger(__name__)
+seldom = Seldom(log)
+
+WAITING_BYTES = 1 << 30
+"""Most bytes of pieces that wait to be written; others are dropped."""
+WRITE_BYTES_S = 400e6
+"""Bytes a second that are written at most, so that reads are not held up; migrations are not limited."""
+TRIAL_S = 1.0
+"""Seconds before a read may count as too slow."""
+FULL_S = 60.0
+"""Seconds without writing after a disk was full."""
+_READ, _WRITE, _END = range(3)
+
+Report = Callable[[Fetched | Written | Surveyed], None]
+
+
+def takes_part(caches: Sequence[Cache]) -> bool:
+    """True for caches whose blocks can be kept: keys and values of each position, and nothing else."""
+    return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
+
+
+def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
+    """Describe the KV of caches that have such arrays (`StageModel.cache_arrays`), one a layer."""
+    def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
+        return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
+
+    sides = [(layer[:len(layer) // 2], layer[len(layer) // 2:]) for layer in arrays]
+    return Kind("uint8" if as_bytes else dtype_name(arrays[0][0][1]),
+                [(width(keys), width(values)) for keys, values in sides])
+
+
+class Layers:
+    """On-disk layout of a layer's K and V: [1, heads, positions, width], a position's elements contiguous.
+
+    As bytes they are, of a position and head, codes, scales and biases, or numbers that are not quantized.
+    """
+
+    def __init__(self, caches: Sequence[Cache], dtype: mx.Dtype, *, as_bytes: bool) -> None:
+        """`caches`: fresh ones that take part, one a layer; `dtype`: the type of computation; `as_bytes`: where any
+        rank of any layout may have quantised ones, so that they can read one another's."""
+        self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
+
+    def stored(self, states: Sequence[tuple[Any, ...]], where: slice) -> list[tuple[mx.array, mx.array]]:
+        """Keys and values at some positions of caches with these states."""
+        return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
+
+    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Cache]:
+        """Return caches that hold what `stored` made."""
+        caches = []
+        for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
+            if type(kind) is GroupedKVCache:
+                sides = _split(keys, kind, self._dtype), _split(values, kind, self._dtype)
+                caches.append(GroupedKVCache.from_state((*sides, length, kind.group_size, kind.bits)))
+            else:
+                plain = (keys.view(self._dtype), values.view(self._dtype)) if self._bytes else (keys, values)
+                caches.append(KVCache.from_state((*plain, length)))
+        return caches
+
+    def _one(self, side: Any, where: slice) -> mx.array:
+        parts: list[mx.array] = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
+        if not self._bytes:
+            return parts[0]
+        return mx.concatenate([mx.contiguous(part).view(mx.uint8) for part in parts], axis=-1)
+
+
+def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Split the bytes of keys or values into codes, scales and biases."""
+    bits, size = kind.groups
+    groups = side.shape[-1] * 8 // (size * bits + 16 * dtype.size)
+    codes, scales = groups * size * bits // 8, groups * dtype.size
+    parts = side[..., :codes], side[..., codes : codes + scales], side[..., codes + scales :]
+    return tuple(mx.contiguous(part).view(kind_of) for part, kind_of in zip(parts, (mx.uint32, dtype, dtype),
+                                                                            strict=True))
+
+
+class _Arrived:
+    """A prefix that is being read: blocks are copied into their places as they come."""
+
+    def __init__(self, first: list[Layer], dtype: str, pieces: int) -> None:
+        """`first`: any piece of it."""
+        self.dtype, self.length = dtype, PIECE * pieces
+        self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
+
+    def _room(self, side: np.ndarray) -> np.ndarray:
+        return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
+
+    def put(self, number: int, piece: list[Layer], dtype: str) -> None:
+        """Copy a piece into its place. Raises ValueError if it does not match the first."""
+        where = slice(number * PIECE, (number + 1) * PIECE)
+        for layer, held in zip(piece, self.layers, strict=True):
+            for side, whole in zip(layer, held, strict=True):
+                place = whole[:, :, where]
+                if place.shape != side.shape or dtype != self.dtype:
+                    raise ValueError("pieces of a prefix are not alike")
+                place[:] = side
+
+    def arrays(self) -> list[tuple[mx.array, mx.array]]:
+        """Return MLX arrays by layer, and free the buffers one by one."""
+        self.layers.reverse()
+        made = []
+        while self.layers:
+            keys, values = self.layers.pop()
+            made.append((_array(keys, self.dtype), _array(values, self.dtype)))
+        return made
+
+
+class _Span:
+    """Consecutive pieces that wait to be written: one copy of each side of a layer."""
+
+    def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
+        """`pairs` of each layer; `first`: number of the first piece."""
+        self.dtype = dtype_name(pairs[0][0].dtype)
+        self._first = first
+        # Arrays of their own: MLX promises nothing for two threads at one.
+        self._own = [[mx.contiguous(side).view(carrier(side.dtype)) for side in pair] for pair in pairs]
+        dispatch(self._own)
+
+    @cached_property
+    def _arrays(self) -> list[Layer]:
+        arrays = [(np.asarray(keys), np.asarray(values)) for keys, values in self._own]
+        self._own = []
+        return arrays
+
+    def piece(self, number: int) -> list[Layer]:
+        """Waits until it is computed. For one thread."""
+        where = slice((number - self._first) * PIECE, (number - self._first + 1) * PIECE)
+        return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
+
+
+class KVDisk:
+    """`store` and `take` are for the thread that owns MLX, `take_order` for any."""
+
+    def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
+                 lending: Lending | None = None) -> None:
+        """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
+        self._rank, self._files, self._layers, self._report = rank, files, layers, report
+        self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._number = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        """Bytes that wait to be written."""
+        self._arrived: dict[str, _Arrived | None] = {}
+        """None for a prefix that could not be read."""
+        self._quiet_until = 0.0
+        self.names = files.names()
+        """Pieces that were there at the start."""
+        self.store_id = files.store_id
+        """Which directory it is, and for which model and type."""
+        self._lenders = None if lending is None else Lenders(lending.keys)
+        if self._lenders is not None:
+            files.borrow(self._lenders)
+        self._server: PieceServer | None = None
+        try:
+            self._server = None if lending is None else PieceServer(files.directory, lending)
+        except TransportError as error:  # its address is not one of this machine, as behind NAT
+            log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
+        self.lends = self._server.endpoint if self._server is not None else ""
+        """Endpoint from which other ranks fetch these files; empty where they cannot."""
+        self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
+
+    def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
+        """Write pieces of a prefix whose layers' caches have these states."""
+        # A run of numbers keeps its distance to where it stands in the list.
+        for _, run in itertools.groupby(enumerate(op.pieces), lambda one: one[1][0] - one[0]):
+            self._store([piece for _, piece in run], states, op.awaited)
+
+    def _store(self, pieces: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
+        """Queue as many of these consecutive pieces for writing as there is room for."""
+        first = pieces[0][0]
+        one = self._layers.stored(states, slice(first * PIECE, (first + 1) * PIECE))  # not evaluated
+        if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
+            seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
+            return
+        nbytes = sum(array.nbytes for pair in one for array in pair)
+        with self._lock:
+            taken = pieces[:max(WAITING_BYTES - self._waiting, 0) // nbytes]
+            self._waiting += len(taken) * nbytes
+        if len(taken) < len(pieces):
+            seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
+        if taken:
+            span = _Span(self._layers.stored(states, slice(first * PIECE, (first + len(taken)) * PIECE)), first)
+            for number, name in taken:
+                self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
+
+    def take_order(self, order: Fetch | Borrow | Survey) -> None:
+        """Read a prefix, have what is not on this disk from others' from now on, or look what is there.
+
+        A look comes once what waits has been written, unless it is to be soon. `Fetched` and `Surveyed` answer.
+        """
+        waits = isinstance(order, Survey) and not order.soon
+        self._jobs.put((_WRITE if waits else _READ, next(self._number), order))
+
+    def has(self, key: str) -> bool:
+        """A prefix has been fetched under this key, or could not be."""
+        return key in self._arrived
+
+    def take(self, key: str) -> list[Cache] | None:
+        """Caches, one a layer, of a prefix that has been fetched; None where it could not be."""
+        arrived = self._arrived.pop(key)
+        if arrived is None:
+            return None
+        return self._layers.revived(arrived.arrays(), arrived.length)
+
+    def drop(self, key: str) -> None:
+        """Forget what was fetched under this key."""
+        self._arrived.pop(key)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread once all is read and written; False if that takes more than `timeout_s` seconds."""
+        if self._server is not None:
+            self._server.close()
+        self._jobs.put((_END, next(self._number), None))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            kind, _, job = self._jobs.get()
+            if kind == _END:
+                self._files.close()
+                return
+            try:
+                if isinstance(job, Survey):
+                    self._survey(job)
+                elif isinstance(job, Borrow):
+                    self._borrow(job)
+                elif kind == _READ:
+                    self._read(job)
+                else:
+                    self._write(*job)
+            except Exception as error:  # noqa: BLE001 - one job must not end the thread: others wait for the next ones
+                self._failed(job, error)
+
+    def _failed(self, job: Any, error: Exception) -> None:
+        """Answer a job that raised an unforeseen error, so that nothing waits for it."""
+        seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
+        if isinstance(job, Fetch):
+            self._arrived[job.key] = None
+            self._report(Fetched(self._rank, job.key, job.names))
+        elif isinstance(job, Survey):
+            self._report(Surveyed(self._rank, job.number, [], wanted=job.wanted))
+        elif not isinstance(job, Borrow):
+            self._report(Written(self._rank, []))
+
+    def _read(self, order: Fetch) -> None:
+        started, nbytes, before, late = time.monotonic(), 0, self._files.brought, False
+        lost: list[bytes] = []
+        arrived: _Arrived | None = None
+        try:
+            for number, name in enumerate(order.names):
+                layers, dtype, size = self._files.read(name)
+                arrived = arrived or _Arrived(layers, dtype, len(order.names))
+                arrived.put(number, layers, dtype)
+                nbytes += size
+                took, count = time.monotonic() - started, len(order.names)
+                late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
+                if late:
+                    seldom.warning("KV comes more slowly than it could be computed; what has not come is computed")
+                    lost, arrived = order.names[number + 1:], None
+                    break
+        except (Unusable, MemoryError, ValueError) as error:
+            seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
+            # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
+            lost = order.names[number:] if isinstance(error, Unusable) else order.names
+            arrived = None
+        self._arrived[order.key] = arrived
+        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
+                             self._files.brought - before, late))
+
+    def _borrow(self, order: Borrow) -> None:
+        if self._lenders is not None:
+            self._lenders.change(endpoint for store, endpoint in order.lenders if store != self.store_id)
+
+    def _survey(self, order: Survey) -> None:
+        try:
+            nbytes, total = self._files.survey(drop=order.drop, wanted=order.wanted)
+        except OSError as error:
+            seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
+            nbytes = total = 0
+        if order.wanted is None:
+            self._files.take_gone()  # what is there says it too
+        self._report(Surveyed(self._rank, order.number, self._files.names(order.wanted), self._files.lent(order.wanted),
+                              nbytes, total, order.wanted))
+
+    def _write(self, number: int, name: bytes, span: _Span, nbytes: int, awaited: bool) -> None:
+        try:
+            if time.monotonic() < self._quiet_until:
+                return
+            layers = span.piece(number)  # once it is computed, as all before it
+            started = time.monotonic()
+            size = self._files.write(name, layers, span.dtype)
+            took = time.monotonic() - started
+            self._report(Written(self._rank, [name], size, took, self._files.take_gone()))
+            time.sleep(0.0 if awaited else max(size / WRITE_BYTES_S - took, 0.0))
+        except OSError as error:
+            self._quiet_until = time.monotonic() + FULL_S
+            self._report(Written(self._rank, [], gone=self._files.take_gone()))
+            seldom.warning("KV cannot be kept on disk: %s; nothing is for %.0f s", error.strerror or error, FULL_S)
+        finally:
+            with self._lock:
+                self._waiting -= nbytes
+
+
+def _array(data: np.ndarray, dtype: str) -> mx.array:
+    array = mx.array(data)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array

@@ -1,0 +1,31 @@
+"""Entry point of the processes that launchers start: `python -m tandem.launchers ROLE ...`.
+
+`rank-host` starts and watches a rank on its machine. `agent NAME PROGRAM` is a session with an agent, in ssh's place.
+`ray ACTION ...` speaks to a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tandem.borders import own_process
+
+
+def main(role: str, *words: str) -> int:
+    """Run a role until it ends; return its exit code."""
+    own_process()
+    if role == "rank-host":
+        from tandem.launchers.rank_host import main as host_ranks
+
+        return host_ranks()
+    if role == "agent":
+        from tandem.launchers.agent.link import main as link
+
+        return link(*words)
+    from tandem.launchers.ray.driver_process import main as speak_to_ray
+
+    return speak_to_ray(*words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""The seams in mlx-lm and MLX: places where a function of theirs is replaced for the whole process (mlx).
+
+*Attention*: a cache that can attend by itself does, for every family.
+
+*Recurrences* that go token by token: where mlx-lm has no kernel for one it takes a step for each token. MLX would
+compute the states of all tokens of a chunk first and the outputs after them, with every state alive in between: 2 GiB
+a layer for 512 tokens of Qwen3.5-397B. Here a token's state waits for the token's output. The arithmetic stays the
+same, number by number.
+
+*`mx.split`* on NVIDIA GPUs: a part counts its elements alone, though those of other parts lie between them. MLX's
+rotary kernel for CUDA takes memory for its result by that count and writes with the part's gaps, so beyond it: into
+what other arrays hold. Models with latent attention rotate such parts in every layer
+(https://github.com/ml-explore/mlx/pull/4540). Slices count the gaps.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from tandem.loading import quantized_kv
+from tandem.loading.memory import on_cuda
+from tandem.loading.quantized_kv import Quantized
+
+BLOCK = 16
+"""Tokens whose states may be alive together, where a step is not a function of its own."""
+AHEAD = 8
+"""Tokens that an NVIDIA GPU is given while those before them are waited for. MLX would give it some 70, whose states
+and products of states all take their memory at once: 2.4 GiB for two layers of Qwen3.5-397B in place of 1."""
+STEPS = (("gated_delta", "_gated_delta_step_ops"), ("rwkv7", "_wkv7_step_ops"), ("mamba", "MambaBlock.ssm_step"))
+"""Functions of mlx-lm, by module, that give one token's output and the state after it."""
+SCANS = (("bailing_moe_linear", "recurrent_gla"),)
+"""Functions that go over all tokens of q, k, v [B, H, L, D] from a state `h`, which they return last."""
+
+Recurrence = Callable[..., tuple[mx.array, Any]]
+
+_of_mlx_lm = base.scaled_dot_product_attention
+
+
+def patch_mlx_lm() -> None:
+    """Put all seams into mlx-lm's models that are imported. Idempotent."""
+    let_caches_attend()
+    bound_recurrences()
+    if on_cuda():
+        split_by_slices()
+
+
+def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any,
+            sinks: mx.array | None = None) -> mx.array:
+    """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
+    own = getattr(cache, "attend", None)
+    out: mx.array | None = None
+    if own is not None:
+        out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    if out is None and isinstance(keys, Quantized):
+        out = quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    return _of_mlx_lm(queries, keys, values, cache, scale, mask, sinks) if out is None else out
+
+
+def let_caches_attend() -> None:
+    """Put the seam into mlx-lm's models, those that are imported and those that will be. Idempotent."""
+    base.scaled_dot_product_attention = _attend
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, "scaled_dot_product_attention", None) is _of_mlx_lm:
+            module.__dict__["scaled_dot_product_attention"] = _attend
+
+
+def bound_recurrences() -> None:
+    """Put the seam into those of mlx-lm's models that are imported. Idempotent."""
+    for places, ordered in ((STEPS, _step), (SCANS, _scan)):
+        for module, path in places:
+            owner: Any = sys.modules.get(f"mlx_lm.models.{module}")
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent, None)
+            theirs = getattr(owner, name, None)
+            if theirs is not None and not hasattr(theirs, "__wrapped__"):
+                setattr(owner, name, ordered(theirs))
+
+
+def _step(theirs: Recurrence) -> Recurrence:
+    wait = _Waiting().after if on_cuda() else None
+
+    @functools.wraps(theirs)
+    def step(*args: Any) -> tuple[mx.array, mx.array]:
+        output, state = theirs(*args)
+        state = mx.depends(state, output)
+        if wait is not None:
+            wait(args, state)
+        return output, state
+
+    return step
+
+
+class _Waiting:
+    """Has tokens of a chunk computed, `AHEAD` at a time. A token is of the same chunk as the one before if it is given
+    that one's state."""
+
+    def __init__(self) -> None:
+        self._last: mx.array | None = None
+        self._before: mx.array | None = None
+        self._tokens = 0
+
+    def after(self, args: tuple[Any, ...], state: mx.array) -> None:
+        """`state` comes after a step of `args`."""
+        goes_on = any(one is self._last for one in args)
+        self._last, self._tokens = state, self._tokens + 1 if goes_on else 1
+        if not goes_on:
+            self._before = None
+        elif self._tokens % AHEAD == 0:
+            mx.async_eval(state)  # type: ignore[no-untyped-call,unused-ignore]
+            if self._before is not None:
+                mx.eval(self._before)
+            self._before = state
+
+
+def _scan(theirs: Recurrence) -> Recurrence:
+    @functools.wraps(theirs)
+    def scan(q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float,
+             h: mx.array | None = None) -> tuple[mx.array, Any]:
+        outputs: list[mx.array] = []
+        for start in range(0, q.shape[2], BLOCK):
+            part = (slice(None), slice(None), slice(start, start + BLOCK))
+            keys = mx.depends(k[part], outputs[-1]) if outputs else k[part]  # products of keys and values need no state
+            output, h = theirs(q[part], keys, v[part], g, scale, h)
+            outputs.append(output)
+        return mx.concatenate(outputs, axis=2), h
+
+    return scan
+
+
+def split_by_slices() -> None:
+    """Let `mx.split` and the arrays' method give slices. For the whole process; idempotent."""
+    owners: tuple[Any, ...] = (mx, mx.array)
+    for owner in owners:
+        theirs = owner.split
+        if not hasattr(theirs, "__wrapped__"):
+            owner.split = _sliced(theirs)
+
+
+def _sliced(theirs: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+    @functools.wraps(theirs)
+    def split(a: mx.array, indices_or_sections: int | list[int], axis: int = 0, **others: Any) -> list[mx.array]:
+        if others or not -a.ndim <= axis < a.ndim:
+            return theirs(a, indices_or_sections, axis, **others)
+        length, ends = a.shape[axis], indices_or_sections
+        if isinstance(ends, int):
+            if ends < 1 or length % ends:
+                return theirs(a, ends, axis)
+            ends = [length // ends * number for number in range(1, ends)]
+        before = (slice(None),) * (axis % a.ndim)
+        return [a[(*before, slice(start, stop))] for start, stop in pairwise((0, *ends, length))]
+
+    return split

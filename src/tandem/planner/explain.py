@@ -1,0 +1,393 @@
+"""Words about a plan: why a layout won or lost, what would make a model fit, and what to type to serve it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tandem.planner.cost import Costs
+from tandem.planner.hardware import GIB, Link, Machine
+from tandem.planner.solve import Solver
+from tandem.planner.types import Candidate, Goal, Layout, LayoutPlan, MachineMemory, Prediction, Request
+from tandem.system.metal import gpu_memory
+
+TOLERANCE: dict[Goal, float] = {"latency": 0.05, "throughput": 0.02, "capacity": 0.02}
+"""Advantages below this are less than the estimates are worth: the layout with fewer machines is taken."""
+_MUCH = 0.25
+"""Share of a step from which the network counts as the reason."""
+_BITS = (8, 4)
+_GROUP = 64
+_SIZES = (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
+"""GiB of memory that machines are sold with."""
+_MOST_MACHINES = 8
+_FEW = 4
+"""Layouts tried, those that are least short."""
+_MOST_MEMORY = 0.95
+_STEP = 256
+"""Suggested contexts are multiples of this many tokens."""
+_ANY_LINK = Link(name="any", latency=0.0, bandwidth=1e9)
+"""Memory does not depend on the link."""
+
+
+def gib(count: float) -> str:
+    """Bytes as GiB, or MiB when few."""
+    return f"{count / 2**30:.1f} GiB" if abs(count) >= 2**30 / 2 else f"{count / 2**20:.0f} MiB"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} us"
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def rate(value: float) -> str:
+    """Tokens a second."""
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def shortage(candidate: Candidate, machines: Sequence[Machine]) -> str:
+    """`does not fit: b short of 3.2 GiB (needs 57.6 GiB of 54.4 GiB)`."""
+    memory = candidate.prediction.memory if candidate.prediction else ()
+    short = [m for m in memory if m.short]
+    parts = [
+        f"{machines[m.machine].name} short of {gib(m.short)} (needs {gib(m.needed)} of {gib(m.budget)})"
+        for m in sorted(short, key=lambda m: -m.short)[:2]
+    ]
+    more = f" and {len(short) - 2} more" if len(short) > 2 else ""
+    return f"does not fit: {', '.join(parts)}{more}"
+
+
+def why_won(
+    chosen: Candidate, fitting: Sequence[Candidate], machines: Sequence[Machine], goal: Goal, streams: int
+) -> tuple[str, ...]:
+    """Sentences about the layout that was chosen."""
+    found = chosen.prediction
+    assert found is not None
+    measure = {
+        "latency": f"one stream gets {rate(found.tokens_single)} tokens/s ({seconds(found.step_single)} a token)",
+        "throughput": f"{streams} streams get {rate(found.tokens)} tokens/s together",
+        "capacity": f"{found.capacity:,} KV tokens fit",
+    }[goal]
+    rank = "as asked for" if chosen.manual else _rank(chosen, fitting, goal)
+    lines = [f"{chosen.label}, {rank}: {measure}."]
+    if found.collectives:
+        lines.append(
+            f"Of each token's {seconds(found.step_single)}, {seconds(found.communication)} are communication: "
+            f"{found.collectives} all-reduces of {seconds(found.collective)} a step."
+        )
+    lines.append(_fullest(found.memory, machines))
+    return tuple(lines)
+
+
+def _rank(chosen: Candidate, fitting: Sequence[Candidate], goal: Goal) -> str:
+    words = {"latency": "lowest latency", "throughput": "highest throughput", "capacity": "largest capacity"}[goal]
+    if len(fitting) == 1:
+        return "the only layout that fits"
+    best = max(fitting, key=lambda c: advantage(c, chosen, goal))
+    ahead = advantage(best, chosen, goal) - 1
+    if best is chosen or ahead < 0.0005:
+        return f"{words} of {len(fitting)} layouts that fit"
+    return f"within {ahead:.1%} of the {words} of {len(fitting)} layouts that fit ({best.label}), and simpler"
+
+
+def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> str:
+    full = max(memory, key=lambda m: m.needed / m.budget)
+    return (
+        f"Fullest machine: {machines[full.machine].name} with {gib(full.needed)} of {gib(full.budget)} "
+        f"(weights {gib(full.weights)}, KV {gib(full.kv)}, headroom {gib(full.headroom)})."
+    )
+
+
+def why_lost(candidate: Candidate, chosen: Candidate, goal: Goal) -> str:
+    """Why a layout that fits was not chosen."""
+    layout, loser, winner = candidate.layout, candidate.prediction, chosen.prediction
+    assert layout is not None and loser is not None and winner is not None
+    behind = advantage(chosen, candidate, goal)
+    if behind < 1 + TOLERANCE[goal]:
+        more = len(layout.machines) - (len(chosen.layout.machines) if chosen.layout else 0)
+        using = f" with {more} more machine{'s' if more > 1 else ''}" if more > 0 else ""
+        return f"about the same: {_compare(behind)}{using}"
+    if goal == "capacity":
+        return f"holds fewer tokens: {loser.capacity:,} against {winner.capacity:,}"
+    if goal == "throughput":
+        return f"fewer tokens: {rate(loser.tokens)} against {rate(winner.tokens)} tokens/s{_cause(layout, loser)}"
+    times = f"{seconds(loser.step_single)} against {seconds(winner.step_single)} a token"
+    return f"slower: {times}{_cause(layout, loser)}"
+
+
+def _cause(layout: Layout, loser: Prediction) -> str:
+    """Name what holds a layout back, from its shape and its time on the network."""
+    stages = layout.replicas[0]
+    if loser.collectives and loser.communication > _MUCH * loser.step_single:
+        return (
+            f"; {loser.collectives} all-reduces of {seconds(loser.collective)} a step take "
+            f"{loser.communication / loser.step_single:.0%} of it"
+        )
+    if len(layout.replicas) > 1 and len(stages) == 1 and len(stages[0].machines) == 1:
+        return "; each stream is answered by one machine alone"
+    if len(stages) > 1:
+        return "; the stages work on a token in turn"
+    if len(layout.machines) == 1:
+        return "; one machine reads all weights for every token"
+    heads = stages[0].kv_heads
+    if len(set(heads)) > 1 and len(set(stages[0].shares)) > 1:
+        return f"; unequal shares, kv heads {'+'.join(map(str, heads))}: all wait for the slowest"
+    return ""
+
+
+def _compare(behind: float) -> str:
+    gap = abs(behind - 1)
+    return "equal" if gap < 0.0005 else f"{gap:.1%} {'worse' if behind > 1 else 'better'}"
+
+
+def advantage(a: Candidate, b: Candidate, goal: Goal) -> float:
+    """How many times better `a` is than `b`."""
+    assert a.prediction is not None and b.prediction is not None
+    if goal == "latency":
+        return b.prediction.step_single / a.prediction.step_single
+    if goal == "throughput":
+        return a.prediction.tokens / b.prediction.tokens
+    return (a.prediction.capacity + 1) / (b.prediction.capacity + 1)
+
+# ---- what would fit
+
+
+def refusal(answer: LayoutPlan) -> str:
+    """Error for a model that fits nowhere: the closest layout, and what would fit."""
+    closest = answer.candidates[0]
+    ways = "; ".join(answer.remedies) or "no single change that the planner knows is enough"
+    asked = f"{answer.context:,} tokens of context for {answer.streams} stream{'s' if answer.streams > 1 else ''}"
+    return f"nothing fits {asked}; closest is {closest.label}, which {closest.reason}. Would fit: {ways}"
+
+
+def remedies(costs: Costs, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    """Single changes that would be enough, or what is missing if none is."""
+    close = sorted((c for c in candidates if c.layout), key=lambda c: c.short)[:_FEW]
+    layouts = [c.layout for c in close if c.layout]
+    fixed = all(c.manual for c in close)
+
+    def fits(changed: Costs, layouts: Sequence[Layout] = layouts) -> bool:
+        return _fits(Solver(changed), layouts, fixed)
+
+    options = [_smaller_request(costs, fits), _smaller_weights(costs, fits), _more_memory_share(costs, fits)]
+    if not fixed:
+        options.append(_more_machines(costs, layouts, fits))
+    return tuple(text for texts in options for text in texts)
+
+
+def _fits(solver: Solver, layouts: Sequence[Layout], fixed: bool) -> bool:
+    """Whether any of the arrangements fits, with layers and heads as they are (`fixed`) or placed anew."""
+    streams = solver.costs.request.streams
+    for layout in layouts:
+        if fixed:
+            if not any(m.short for m in solver.predict(layout, streams).memory):
+                return True
+            continue
+        groups = [tuple(stage.machines for stage in stages) for stages in layout.replicas]
+        if all(solver.least_short(g, -(-streams // len(groups))) <= 0 for g in groups):
+            return True
+    return False
+
+
+def _smaller_request(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
+    """Less context, and fewer streams."""
+    asked = costs.request
+    steps = _largest(lambda n: fits(costs.changed(request=replace(asked, context=n * _STEP))),
+                     ((asked.context or 1) - 1) // _STEP)
+    streams = _largest(lambda n: fits(costs.changed(request=replace(asked, streams=n))), asked.streams - 1)
+    return [*([f"a context of {steps * _STEP:,} tokens (--context {steps * _STEP})"] if steps else []),
+            *([f"{streams} stream{'s' if streams > 1 else ''} at once (--streams {streams})"] if streams else [])]
+
+
+def _smaller_weights(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
+    model, experts = costs.model, costs.experts
+    has = f"{model.quantization['bits']}-bit" if model.quantization else model.dtype
+    for bits in _BITS:
+        ratio = (bits + 32 / _GROUP) / 8 / costs.stored_param_bytes
+        if ratio >= 0.95:
+            continue
+        smaller = replace(
+            model,
+            quantization={"group_size": _GROUP, "bits": bits, "mode": "affine"},
+            layer_bytes=tuple(int(n * ratio) for n in model.layer_bytes),
+            embed_bytes=int(model.embed_bytes * ratio),
+            head_bytes=int(model.head_bytes * ratio),
+        )
+        if experts:
+            experts = replace(experts, layer_bytes=tuple(int(n * ratio) for n in experts.layer_bytes))
+        if fits(costs.changed(description=smaller, experts=experts)):
+            return [f"{'an' if bits == 8 else 'a'} {bits}-bit model instead of {has}"]
+    return []
+
+
+def _more_memory_share(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
+    first = round(costs.request.memory_fraction * 100) + 1
+    for percent in range(first, round(_MOST_MEMORY * 100) + 1):
+        if fits(costs.changed(request=replace(costs.request, memory_fraction=percent / 100))):
+            return [f"--memory-fraction {percent / 100:.2f}, which leaves the system less"]
+    return []
+
+
+def _more_machines(costs: Costs, layouts: Sequence[Layout], fits: Callable[[Costs, Sequence[Layout]], bool]
+                   ) -> list[str]:  # fmt: skip
+    """More pipeline stages: one of the least memory that is enough, else several of the largest."""
+    like, first = max(costs.machines, key=lambda m: m.memory), len(costs.machines)
+    links = costs.links if any(x.between is None for x in costs.links) else (*costs.links, _ANY_LINK)
+    for count, size in [(1, s) for s in _SIZES] + [(n, _SIZES[-1]) for n in range(2, _MOST_MACHINES + 1)]:
+        memory = gpu_memory(size * GIB) if like.gpu and like.chip != "h200" else size * GIB
+        extra = tuple(replace(like, name=f"new-{i}", memory=memory) for i in range(count))
+        longer = [_longer(x, first, count) for x in layouts if len(x.replicas) == 1]
+        if fits(costs.changed(machines=(*costs.machines, *extra), links=links), longer):
+            what = f"one more machine with {size} GB" if count == 1 else f"{count} more machines with {size} GB each"
+            return [f"{what} ({gib(memory)} for MLX)" if memory < size * GIB else what]
+    return []
+
+
+def _longer(layout: Layout, first: int, count: int) -> Layout:
+    """The layout with single machines as further stages; only its arrangement counts."""
+    last = layout.replicas[0][-1]
+    extra = tuple(replace(last, machines=(first + i,), kv_heads=last.kv_heads[:1], shares=(1.0,)) for i in range(count))
+    return Layout(replicas=((*layout.replicas[0], *extra),))
+
+
+def _largest(enough: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to `most` for which `enough` holds (it does for all below), else 0."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if enough(middle) else (low, middle - 1)
+    return low
+
+
+# ---- what to type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """How the user named model and machines, by the flags of `tandem plan`."""
+
+    model: str
+    revision: str | None = None
+    hosts: list[str] | None = None
+    hostfile: str | None = None
+    profile: str | None = None
+    fast_sync: str = "off"
+
+
+def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
+    """Flags of `tandem serve` for the chosen layout."""
+    assert plan.chosen is not None
+    layout, prediction = plan.chosen.layout, plan.chosen.prediction
+    assert layout is not None and prediction is not None
+    stages = layout.replicas[0]
+    sizes = [len(s.machines) for s in stages]
+    flags: list[str] = []
+    if len(layout.replicas) > 1:
+        flags += ["--data-parallel-size", str(len(layout.replicas))]
+    if len(set(sizes)) > 1:
+        flags += ["--parallel", ",".join(map(str, sizes))]
+    else:
+        flags += ["--tensor-parallel-size", str(sizes[0])] if sizes[0] > 1 else []
+        flags += ["--pipeline-parallel-size", str(len(sizes))] if len(sizes) > 1 else []
+    if named.fast_sync != "off":
+        flags += ["--fast-sync", named.fast_sync]
+    if shares := _shares(layout):
+        flags += ["--tensor-split", ",".join(f"{x:g}" for x in shares)]
+    flags += ["--expert-parallel"] if any(s.whole_experts for replica in layout.replicas for s in replica) else []
+    if len(stages) > 1:
+        flags += ["--layer-split", ",".join(str(s.layers) for s in stages)]
+        flags += ["--lanes", str(prediction.lanes)] if plan.streams > 1 and prediction.lanes != len(stages) else []
+    flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
+    flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
+    default = Request()
+    for name in ("dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction"):
+        value = getattr(request, name)
+        flags += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(default, name) else []
+    return flags
+
+
+def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], named: Named) -> list[str]:
+    """Lines to type so that the chosen machines, in their order, serve the model."""
+    chosen, where = list(layout.machines), []
+    serve = ["tandem serve", shlex.quote(named.model)]
+    serve += ["--revision", shlex.quote(named.revision)] if named.revision else []
+    serve += ["--hardware-profile", shlex.quote(named.profile)] if named.profile and len(chosen) > 1 else []
+    if named.hosts:
+        hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
+        return [f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
+                " ".join([*serve, "--hostfile hosts.json", *flags])]
+    if named.hostfile:
+        where = ["--hostfile", shlex.quote(named.hostfile)]
+        if chosen != list(range(len(machines))):
+            where += ["--host-entries", ",".join(map(str, chosen))]
+    return [" ".join([*serve, *where, *flags])]
+
+
+def caveats(layout: Layout, machines: Sequence[Machine]) -> list[str]:
+    """Sentences about what the flags leave out."""
+    lines = []
+    if len(layout.machines) > 1:
+        lines.append(f"Ranks in order: {', '.join(machines[i].name for i in layout.machines)}.")
+    uneven = [s for stages in layout.replicas for s in stages if _is_uneven(s.shares)]
+    if uneven and not _shares(layout):
+        lines.append("The stages' machines have different shares, which one --tensor-split cannot say.")
+    splits = {tuple(s.layers for s in stages) for stages in layout.replicas}
+    if len(splits) > 1:
+        lines.append("The replicas have different layer splits: start each with its own --layer-split.")
+    return lines
+
+
+def _shares(layout: Layout) -> tuple[float, ...] | None:
+    """The shares that all stages have in common, if they are uneven."""
+    first, *others = {s.shares for stages in layout.replicas for s in stages}
+    return first if not others and _is_uneven(first) else None
+
+
+def _is_uneven(shares: Sequence[float]) -> bool:
+    return max(shares) - min(shares) > 1e-6
+
+
+def plan_json(plan: LayoutPlan, machines: Sequence[Machine]) -> dict[str, object]:
+    """The plan in types that JSON has: seconds, bytes, tokens a second."""
+    return {
+        "goal": plan.goal,
+        "context": plan.context,
+        "streams": plan.streams,
+        "chosen": None if plan.chosen is None else plan.chosen.label,
+        "reasons": list(plan.reasons),
+        "remedies": list(plan.remedies),
+        "candidates": [_candidate_json(c, machines) for c in plan.candidates],
+        "estimate": True,
+    }
+
+
+def _candidate_json(candidate: Candidate, machines: Sequence[Machine]) -> dict[str, object]:
+    prediction = None
+    if candidate.prediction is not None:
+        prediction = dataclasses.asdict(candidate.prediction)
+        for entry, memory in zip(prediction["memory"], candidate.prediction.memory, strict=True):
+            entry |= {"machine": machines[memory.machine].name, "needed": memory.needed, "short": memory.short}
+    replicas = candidate.layout.replicas if candidate.layout else ()
+    return {
+        "label": candidate.label,
+        "fits": candidate.fits,
+        "reason": candidate.reason,
+        "replicas": [
+            [
+                {
+                    "machines": [machines[i].name for i in s.machines],
+                    "layers": [s.start, s.stop],
+                    "kv_heads": list(s.kv_heads),
+                    "shares": list(s.shares),
+                    "expert_parallel": s.whole_experts,
+                }
+                for s in stages
+            ]
+            for stages in replicas
+        ],
+        "prediction": prediction,
+    }

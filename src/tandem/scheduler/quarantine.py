@@ -1,0 +1,72 @@
+"""Requests under which ranks died: each runs alone, until it is cleared or refused (protocol/suspicion.py). Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from tandem.protocol.control import Refused, Trial
+from tandem.protocol.step import StepPlan
+from tandem.protocol.suspicion import REST_S
+from tandem.scheduler.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Quarantine:
+    """Decides when a suspect may run, and tells its api. Each sequence has its own `Suspicion`."""
+
+    def __init__(self) -> None:
+        self._resting: tuple[Sequence, float] | None = None
+        """The suspect for which nothing runs, and until when."""
+
+    def accuse(self, sequences: Mapping[str, Sequence], under_way: Iterable[StepPlan]) -> None:
+        """Note the death of ranks against the sequences that they were working on."""
+        names = {name for plan in under_way for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
+        working = [s for name, s in sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
+        alone = [sequence for sequence in working if sequence.suspicion.suspect]
+        for sequence in alone or working:
+            sequence.deaths += 1
+            sequence.suspicion.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
+
+    def restart(self, sequence: Sequence) -> Refused | None:
+        """Begin again with a sequence on new ranks; returns its refusal if it is guilty of the old ones' death."""
+        sequence.rested = sequence.announced = sequence.noted = False
+        self._resting = None
+        if not sequence.suspicion.guilty or sequence.finished:
+            return None
+        return Refused(sequence.request_id, 500, f"the ranks died {sequence.deaths} times while they worked on this "
+                       "request, the last times while it ran alone; it is not tried again", code="rank_failure")
+
+    @staticmethod
+    def may_join(sequence: Sequence, members: Iterable[Sequence]) -> bool:
+        """True if a sequence may run beside these: a suspect runs alone, after what `watch` has it wait for."""
+        if sequence.suspicion.suspect:
+            return next(iter(members), None) is None and sequence.may_be_tried and sequence.expected
+        return not any(other.suspicion.suspect for other in members)
+
+    def watch(self, suspect: Sequence | None, now: float) -> list[Trial]:
+        """Have the ranks stand idle before a `suspect` that is next, if it died alone; returns what to tell its api.
+
+        Whether ranks die without it shows meanwhile. It runs once its api has taken note that it runs alone: a request
+        that kills the engine at once could not be told from others any more.
+        """
+        trials: list[Trial] = []
+        resting = None if suspect is None or suspect.may_be_tried else suspect
+        if resting is None or self._resting is None or self._resting[0] is not resting:
+            self._resting = None if resting is None else (resting, now + REST_S)
+            if resting is not None:
+                log.warning("Running nothing for %.0f s: ranks may die without request %s too, which ran "
+                            "alone when they died", REST_S, resting.request_id)
+                trials += self._trial(resting, resting=True)
+        elif now >= self._resting[1]:
+            resting.rested = True
+        if suspect is not None and suspect.may_be_tried and not (suspect.expected or suspect.announced):
+            suspect.announced = True
+            trials += self._trial(suspect, resting=False)
+        return trials
+
+    @staticmethod
+    def _trial(sequence: Sequence, *, resting: bool) -> list[Trial]:
+        """Return the message for the sequence's api; none if it keeps no suspicion."""
+        return [] if sequence.request.suspicion is None else [Trial(sequence.request_id, resting)]

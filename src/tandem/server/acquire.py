@@ -1,0 +1,72 @@
+"""The model that a request names: found, loaded if it must be, and kept until the request ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fastapi import Request
+
+from tandem.errors import NotFoundError, RequestError, TimeoutExceeded
+from tandem.server.context import get_api, unless_gone
+from tandem.server.engines.residents import Residents
+from tandem.server.engines.served_model import Served
+from tandem.server.sse import KEEP_ALIVE, REFUSAL_GRACE_S, failed_stream, start_stream
+
+
+def find_model(http: Request, name: str | None) -> Served:
+    """Return the model that a request names, loaded or not. Raises RequestError."""
+    api = get_api(http)
+    api.check_open()
+    try:
+        return api.find(name)
+    except NotFoundError:
+        api.check()  # the engine, which may have another name for it, must have been heard
+        raise
+
+
+async def acquire(http: Request, name: str | None, *, stream: bool | None = False,
+                  error: Callable[[RequestError], bytes] = failed_stream) -> Served:
+    """Return the model that a request names; of several it is loaded, and stays so until the request ends.
+
+    For a `stream` that has to wait the answer begins at once, with comments until the model is there; an error after
+    that is written by `error`. Raises RequestError.
+    """
+    served, residents = find_model(http, name), get_api(http).residents
+    if residents is None:
+        return served
+    if residents.available(served):
+        await _enter(http, served, residents)
+    elif stream:
+        await _wait_in_stream(http, served, residents, error)
+    else:
+        await _wait(http, served, residents)
+    return served
+
+
+async def _enter(http: Request, served: Served, residents: Residents) -> None:
+    await residents.enter(served)
+    http.scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
+
+
+async def _wait(http: Request, served: Served, residents: Residents) -> None:
+    limit = get_api(http).settings.server.request_timeout
+    try:
+        async with asyncio.timeout(limit):
+            await unless_gone(http, _enter(http, served, residents))
+    except TimeoutError:
+        raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
+
+
+async def _wait_in_stream(http: Request, served: Served, residents: Residents,
+                          error: Callable[[RequestError], bytes]) -> None:
+    waiting = asyncio.create_task(_wait(http, served, residents))
+    try:
+        await asyncio.wait((waiting,), timeout=REFUSAL_GRACE_S)
+        while not waiting.done():
+            await start_stream(http.scope, http.scope["tandem.send"], error)
+            await http.scope["tandem.send"]({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await asyncio.wait((waiting,), timeout=get_api(http).heartbeat_s)
+        waiting.result()
+    finally:
+        waiting.cancel()

@@ -1,0 +1,397 @@
+"""One HTTP request that has sequences in the engine: its quota, its time limit, its answers, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from msgspec.structs import replace
+
+from tandem.borders import start_task
+from tandem.errors import RequestError, ServerError, TimeoutExceeded
+from tandem.protocol.control import Output
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.context import get_api, get_group, gone, new_id
+from tandem.server.engines.served_model import Served
+from tandem.server.failures import ClientGone, internal_error
+from tandem.server.openai.schemas import SamplingFields
+from tandem.server.quotas import Lease
+from tandem.text.stream import TextStream
+from tandem.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Running(ABC):
+    """Runs the sequences of one HTTP request and takes their answers.
+
+    Whoever opened it must `close` it, which stops what still runs. A client that leaves, a timeout, a cancel and the
+    engine's loss all end a wait with a RequestError.
+    """
+
+    def __init__(self, http: Request, served: Served, work: Sequence[tuple[list[int], SamplingParams]], *,
+                 request_id: str, prompt_tokens: int, stream: bool, timeout: float | None, window: int | None = None,
+                 replicas: Sequence[int] | None = None, **fields: Any) -> None:
+        """Submit a sequence for each prompt and its parameters in `work`, each to its replica if these are named.
+
+        `window`: how many are submitted now; others by `go_on`. `fields`: of each engine request. Raises
+        UnavailableError, OverloadedError.
+        """
+        self.request_id, self.model, self.route, self.stream = request_id, served.name, http.url.path, stream
+        self.prompt_tokens, self.completion_tokens, self.choices = prompt_tokens, 0, len(work)
+        self.created, self.started_at = time.time(), time.monotonic()
+        self.group, self.api = get_group(http), get_api(http)
+        self.error: RequestError | None = None
+        """The error that ended it."""
+        self.ended = False
+        """True when all sequences have been answered; `take` sets it."""
+        self._news = self._nudged = self._awaits_end = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._served = served
+        self._lease: Lease = http.scope["tandem.lease"]
+        self._lease.prompt(prompt_tokens)
+        self._requests = [
+            EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=self.group,
+                          weight=self._lease.weight, **fields)
+            for index, (prompt, params) in enumerate(work)
+        ]
+        self._open = self._requests[:window]
+        served.client.requests.open(self._open, self, replicas)
+        self.api.live[request_id] = self
+        self._watcher = start_task(self._watch(http), name="client-watch", on_failure=self._unwatched)
+        self._deadline = self._limit(timeout)
+
+    @property
+    def done(self) -> bool:
+        """True when all answers have been read, too."""
+        return self.ended and not self._news
+
+    @abstractmethod
+    def take(self, output: Output) -> None:
+        """Take one output of a sequence."""
+
+    # --- answers ---
+
+    def push(self, output: Output) -> None:
+        """Take one output, and wake whoever waits for it. A fault ends this request and no other."""
+        self._news = True
+        try:
+            self.take(output)
+        except Exception as error:  # noqa: BLE001 - as said
+            self._news = False
+            self.fail(internal_error(error, self.route))
+        if self.ended or not self._awaits_end:
+            self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """End the request: what has come already can still be read, then a wait raises `error`."""
+        if self.error is None:
+            self.error = error
+        self._wake()
+
+    def nudge(self) -> None:
+        """End a wait although nothing has come."""
+        self._nudged = True
+        self._wake()
+
+    async def _wait(self) -> None:
+        """Wait for an answer, an error, or a nudge."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _wait_for_end(self) -> None:
+        """Wait until all sequences have been answered, then close. Raises RequestError."""
+        self._awaits_end = True
+        try:
+            while not self.ended:
+                if self.error is not None:
+                    raise self.error
+                await self._wait()
+            self._news = False
+        finally:
+            self.close()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # --- life ---
+
+    def _go_on(self, requests: list[EngineRequest]) -> None:
+        """Submit more, once those before are answered. Raises UnavailableError."""
+        self._open = requests
+        self._served.client.requests.open(self._open, self, accepted=True)
+
+    def _stop(self) -> None:
+        for request in self._open:
+            self._served.client.requests.abort(request.request_id)
+
+    def end(self, error: RequestError) -> None:
+        """Stop what still runs; whoever waits for it gets the error."""
+        self._stop()
+        self.fail(error)
+
+    def close(self) -> None:
+        """Stop what still runs and forget the request. Safe to call again."""
+        if self.api.live.pop(self.request_id, None) is None:
+            return
+        self._lease.end()
+        self._watcher.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if not self.ended:
+            self._stop()
+        if self.api.settings.server.log_requests:
+            how = "finished" if self.done else "ended early"
+            seconds = time.monotonic() - self.started_at
+            counts = (self.prompt_tokens, self.completion_tokens)
+            logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
+
+    def _unwatched(self, error: BaseException) -> None:
+        """End the request: the watch for its client's leaving has failed."""
+        self.fail(ServerError("Internal server error", code="internal_error"))
+
+    async def _watch(self, http: Request) -> None:
+        """End the request as soon as its client leaves."""
+        await gone(http)
+        if self.done:  # the server's own end of the connection
+            return
+        self.api.metrics.disconnects.inc()
+        self.end(ClientGone("The client left."))
+
+    def _limit(self, timeout: float | None) -> asyncio.TimerHandle | None:
+        limits = [limit for limit in (timeout, self.api.settings.server.request_timeout) if limit is not None]
+        if not limits:
+            return None
+        seconds = min(limits)
+        message = f"Request timeout after {seconds:g}s. Server may be overloaded."
+        error = TimeoutExceeded(message, code="request_timeout")
+
+        return asyncio.get_running_loop().call_later(seconds, self.end, error)
+
+
+class Prompts(Running):
+    """Prompts that are only computed: one output each, and no text.
+
+    At most `window` are submitted at once, so that a long list does not fill the engine's queue.
+    """
+
+    def __init__(self, http: Request, served: Served, prefix: str, prompts: Sequence[list[int]], *,
+                 timeout: float | None, replicas: Sequence[int] | None = None, window: int | None = None,
+                 **fields: Any) -> None:
+        """Submit the first `window`, or all. `fields` are those of each engine request beside its prompt.
+
+        Raises UnavailableError, OverloadedError.
+        """
+        self._window = window or len(prompts)
+        self._outputs: dict[str, Output] = {}
+        params = SamplingParams(max_tokens=0)
+        super().__init__(http, served, [(prompt, params) for prompt in prompts], request_id=new_id(prefix),
+                         stream=False, timeout=timeout, prompt_tokens=sum(map(len, prompts)), window=self._window,
+                         replicas=replicas, **fields)
+
+    def take(self, output: Output) -> None:
+        """Keep the output; submit the next window when this one is computed."""
+        self._outputs[output.request_id] = output
+        count = len(self._outputs)
+        self.ended = count == len(self._requests)
+        if count % self._window == 0 and not self.ended and self.error is None:
+            try:
+                self._go_on(self._requests[count:count + self._window])
+            except RequestError as error:
+                self.fail(error)
+
+    async def outputs(self) -> list[Output]:
+        """Return the output of each prompt. Closes the request; raises RequestError."""
+        await self._wait_for_end()
+        return [self._outputs[request.request_id] for request in self._requests]
+
+
+@dataclass(slots=True)
+class Delta:
+    """New text of one choice, or all of it. `finish_reason` is set on the last one."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    stop: str | None = None
+    """The stop string that ended it."""
+    prompt: PromptLogprobs | None = None
+    """Log probabilities of its prompt, with the first delta, if they were asked for."""
+
+
+class Choice:
+    """One sequence: counts its tokens and turns them into text that is safe to show."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool,
+                 shown: frozenset[int], logs_end: bool = False) -> None:
+        """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text."""
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self._index = index
+        self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
+        self._one_by_one = bool(stop)
+        self._logs_end = logs_end
+        self._pending: list[TokenLogprob] = []
+        self._prompt: PromptLogprobs | None = None
+
+    def take(self, output: Output) -> Delta | None:
+        """Return what an output adds; None while its text is held back. Log probabilities wait for their text."""
+        visible = output.tokens[:-1] if output.stop_token else output.tokens
+        text, used = self._push(visible)
+        self._pending += output.logprobs[:None if self._logs_end and not self._text.stopped else used]
+        if output.prompt_logprobs is not None:
+            self._prompt = output.prompt_logprobs
+        if self._text.stopped:
+            self.tokens += used
+            self.finish_reason = "stop"
+        else:
+            self.tokens += len(output.tokens)
+            self.finish_reason = output.finish_reason
+            if self.finish_reason is not None:
+                text += self._text.finish()
+        if not text and self.finish_reason is None:
+            return None
+        logprobs, self._pending = self._pending, []
+        prompt, self._prompt = self._prompt, None
+        return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched, prompt)
+
+    def _push(self, tokens: list[int]) -> tuple[str, int]:
+        """Return new text and how many of `tokens` it took: where a stop string ends must not depend on batching."""
+        if not self._one_by_one:
+            return (self._text.push(tokens) if tokens else ""), len(tokens)
+        parts = []
+        for used, token in enumerate(tokens, 1):
+            parts.append(self._text.push([token]))
+            if self._text.stopped:
+                return "".join(parts), used
+        return "".join(parts), len(tokens)
+
+
+def _seeded(work: Sequence[tuple[list[int], SamplingParams]], name: str | None
+            ) -> Sequence[tuple[list[int], SamplingParams]]:  # fmt: skip
+    """Draw seeds from `name` where the client gave none: what is begun again draws the same text."""
+    def seed(index: int) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest())
+
+    return work if name is None else [(prompt, params if params.seed is not None else replace(params, seed=seed(index)))
+                                      for index, (prompt, params) in enumerate(work)]
+
+
+class Generation(Running):
+    """Sequences that produce text."""
+
+    def __init__(self, http: Request, served: Served, fields: SamplingFields,
+                 work: Sequence[tuple[list[int], SamplingParams]], tokenizer: Tokenizer, *, request_id: str,
+                 prompt_tokens: int, continues: bool = False, shown: frozenset[int] = frozenset(),
+                 logs_end: bool = False) -> None:
+        """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
+        choice. Raises UnavailableError, OverloadedError.
+
+        `continues`: the text goes on from the prompt, rather than being a message of its own.
+        `shown`: special tokens that are part of the text. `logs_end`: as for `Choice`.
+        """
+        self.params = work[0][1]
+        """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
+        self._left = len(work)
+        super().__init__(http, served, _seeded(work, http.scope.get("tandem.seed")), request_id=request_id,
+                         prompt_tokens=prompt_tokens, stream=bool(fields.stream), timeout=fields.timeout,
+                         **fields.caching)
+        self.tokenizer = tokenizer
+        self._choices = {
+            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown,
+                                       logs_end=logs_end)
+            for index, request in enumerate(self._requests)
+        }
+        self._deltas: list[Delta] = []
+        self._cached = self._from_disk = 0
+        self._first_at = self._last_at = 0.0
+
+    def take(self, output: Output) -> None:
+        """Turn an output into text. A choice that a stop string ends is stopped in the engine."""
+        choice = self._choices[output.request_id]
+        if choice.finish_reason is not None:
+            return
+        if output.tokens:
+            self._cached += output.cached_tokens
+            self._from_disk += output.disk_tokens
+            self._last_at = time.monotonic()
+            if not self._first_at:
+                self._first_at = self._last_at
+                self.api.metrics.first_token.observe(self._first_at - self.started_at)
+        before = choice.tokens
+        delta = choice.take(output)
+        self.completion_tokens += choice.tokens - before
+        if self._lease.meters:
+            self._lease.spend(choice.tokens - before)
+        if choice.finish_reason is not None:
+            self._left -= 1
+            self.ended = self._left == 0
+            if output.finish_reason is None:
+                self._served.client.requests.abort(output.request_id, answered=True)
+        if delta is not None:
+            self._deltas.append(delta)
+
+    async def next(self) -> list[Delta] | None:
+        """Return new text since the last call (maybe none); None after a nudge. Raises RequestError."""
+        while not self._news and self.error is None and not self._nudged:
+            await self._wait()
+        self._nudged = False
+        if not self._news:
+            if self.error is not None:
+                raise self.error
+            return None
+        self._news = False
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def collect(self) -> list[Delta]:
+        """Run to the end and return all of each choice in one piece. Closes the generation; raises RequestError."""
+        await self._wait_for_end()
+        answers = [Delta(index, "", [], "stop") for index in range(self.choices)]
+        texts: list[list[str]] = [[] for _ in answers]
+        for delta in self._deltas:
+            answer = answers[delta.index]
+            texts[delta.index].append(delta.text)
+            answer.logprobs += delta.logprobs
+            answer.finish_reason, answer.stop = delta.finish_reason or "stop", delta.stop
+            answer.prompt = answer.prompt if delta.prompt is None else delta.prompt
+        for answer, parts in zip(answers, texts, strict=True):
+            answer.text = "".join(parts)
+        return answers
+
+    def usage(self) -> dict[str, object]:
+        """Return OpenAI's `usage` object, with the tokens of the prompt that were read from disk, if any."""
+        output = self.completion_tokens
+        tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": self.prompt_tokens + output,
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens), **tiers},
+        }
+
+    def performance(self) -> dict[str, object]:
+        """Speeds as this request saw them: waiting in the queue counts as prompt time."""
+        first = self._first_at - self.started_at if self._first_at else 0.0
+        decode_s = self._last_at - self._first_at
+        later = self.completion_tokens - self.choices
+        return {
+            "prompt_eval_tokens_per_second": round(self.prompt_tokens / first, 3) if first > 0 else 0.0,
+            "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,
+            "cache_hit": self._cached > 0,
+            "ttft_seconds": round(first, 6),
+            "total_seconds": round(time.monotonic() - self.started_at, 6),
+        }

@@ -1,0 +1,80 @@
+"""A request that comes from no connection, answered by the routes as if it had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from msgspec import Struct
+from starlette.types import ASGIApp, Message, Scope
+
+from tandem.errors import RequestError
+from tandem.server.context import Api
+from tandem.server.engines.residents import LOAD_FAILED
+from tandem.server.failures import error_response, internal_error
+
+LONGEST_PAUSE_S = 10.0
+"""Seconds between two tries of a request that is refused for now: what refused it may be over sooner than it said."""
+
+
+class StoredReply(Struct, frozen=True):
+    """An HTTP response with a JSON body."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def retry_s(self) -> float | None:
+        """Seconds until the request may be tried again, at most `LONGEST_PAUSE_S`; None for a final answer."""
+        if self.status not in (429, 503) or LOAD_FAILED.encode() in self.body:
+            return None
+        return min(float(dict(self.headers).get(b"retry-after", b"1")), LONGEST_PAUSE_S)
+
+
+def post_scope(root: object, route: str, group: str, size: int) -> Scope:
+    """Return the ASGI scope of a POST of `size` bytes of JSON to the application `root`, from a trusted client."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(size).encode())]
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": route, "raw_path": route.encode(), "root_path": "", "query_string": b"",
+        "headers": headers, "client": None, "server": None, "app": root, "state": {}, "tandem.group": group,
+        "tandem.trusted": True}
+
+
+async def call(api: Api, app: ASGIApp, root: object, route: str, body: bytes, group: str, gone: asyncio.Event,
+               more: Mapping[str, object]) -> StoredReply:
+    """Return the response of `app` to a POST for a client, also when the routes raise an exception.
+
+    `gone` is set when the client has left. `more` goes into the scope.
+    """
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    response: list[Message] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        response.append(message)
+
+    scope = {**post_scope(root, route, group, len(body)), **more}
+    del body  # it may be large, and the answer may take long
+    try:
+        await app(scope, receive, send)
+        whole = b"".join(message.get("body", b"") for message in response)
+        return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
+    except RequestError as error:
+        return reply_of(error)
+    except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
+        return reply_of(internal_error(error, route))
+    finally:
+        api.release(scope)
+
+
+def reply_of(error: RequestError) -> StoredReply:
+    """Return an error as the response that the server gives."""
+    response = error_response(error)
+    return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))

@@ -1,0 +1,335 @@
+"""Accepted requests, their answers, and records of files and batches in an SQLite database, which outlives the process
+and the machine's power.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from tandem.errors import ConfigError, NotFoundError, RequestError, ServerError, UnavailableError
+from tandem.server.store.database import NOT_OURS, code_of, open_whole, pragma, seal
+
+MOST_FREE = 16 * 2**20
+"""Bytes of free pages from which on, when they outweigh the others, pages are given back to the disk."""
+PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 256
+"""Pages that are given back, and rows that are read or dropped, in one call."""
+BYTES_AT_ONCE = 2**22
+"""About as many bytes of answers are read in one call."""
+KEPT_OPEN = float("inf")
+"""`created` of a batch's lines: they expire with their batch alone."""
+CLIENT_WAITS, BACKGROUND, LINE = 0, 1, 2
+"""Values of `Entry.background`."""
+_FIXED = "id, owner, key, digest, route, created, background, outline"
+_ENTRIES = (f"SELECT requests.number, {_FIXED}, status, length(requests.body) FROM requests "
+            "LEFT JOIN answers USING (number)")
+_OF_BATCH = f"key = ? AND key != '' AND owner = ? AND background = {LINE}"
+
+
+def make_directory(directory: Path) -> None:
+    """Begin a journal's directory, if there is none. Raises ConfigError when it cannot be one."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (directory / "journal").exists():
+            raise _unusable(f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
+                            "what is open in it; give another directory, or move the file away")
+        if any(directory.glob("files/*.json")):
+            raise _unusable(f"{directory / 'files'} has files and batches of an earlier version of Tandem, which alone "
+                            "can read them; let it end the batches, then move the directory 'files' away")
+    except OSError as error:
+        raise _unusable(f"cannot use {directory}: {error.strerror}") from None
+    except ValueError:
+        raise _unusable(f"{str(directory)!r} cannot be a directory") from None
+
+
+class JournalError(UnavailableError):
+    """The journal cannot be used: nothing is accepted that could be lost."""
+
+
+class Entry(Struct, frozen=True):
+    """A request in the journal: one of a client, or a line of a batch."""
+
+    number: int
+    """Place in the order of acceptance; 0 before that."""
+    id: str
+    group: str
+    """Client, as for fair shares."""
+    key: str
+    """Idempotency-Key of the client, empty without one; the batch's id for a line."""
+    digest: bytes
+    """Hash of route and body."""
+    route: str
+    created: float
+    """Seconds since 1970."""
+    background: int
+    """CLIENT_WAITS, BACKGROUND or LINE."""
+    outline: bytes = b""
+    """JSON to show while there is no answer, for routes that show something; the custom_id for a line."""
+    status: int | None = None
+    """HTTP status of the answer; None before there is one."""
+    size: int = 0
+    """Bytes of the request's body."""
+
+
+class ClientRecord(Struct, kw_only=True):
+    """A record that belongs to a client."""
+
+    id: str
+    owner: str
+    created_at: float
+    """Seconds since 1970."""
+
+
+Record = TypeVar("Record", bound=ClientRecord)
+
+
+class Journal:
+    """The journal in one directory. For one thread, but for `size`.
+
+    All calls raise sqlite3.Error; `told` translates it for a client.
+    """
+
+    def __init__(self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time,
+                 max_bytes: float = float("inf")) -> None:
+        """Open or create the database, and check it; `sync` is --journal-sync, `max_bytes` --journal-max-gb.
+
+        Raises ConfigError when that fails, or another process has it.
+        """
+        self.path = directory / "journal.db"
+        self._sync = sync
+        self._clock = clock
+        self._max_bytes = max_bytes
+        make_directory(directory)
+        try:
+            self._database = open_whole(self.path, durable=sync == "always")
+            self._places = self._files()
+        except sqlite3.Error as error:
+            code = code_of(error)
+            if code == sqlite3.SQLITE_NOTADB:
+                raise _unusable(f"{self.path} {NOT_OURS}") from None
+            busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            raise _unusable(f"another server uses {directory}; give each its own" if busy else
+                            f"cannot use {directory}: {_why(error)}") from None
+        except OSError as error:
+            raise _unusable(f"cannot use {directory}: {error.strerror}") from None
+
+    def _files(self) -> list[tuple[int, int]]:
+        """Device and inode of the database's files."""
+        files = []
+        for path in (self.path, self.path.with_name(self.path.name + "-wal")):
+            with contextlib.suppress(OSError):
+                files.append((path.stat().st_dev, path.stat().st_ino))
+        return files
+
+    def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        """Return a context whose changes are committed together, or rolled back."""
+        if self._files() != self._places:  # SQLite would go on writing to files that nobody will find again
+            moved = sqlite3.OperationalError("the journal's files were moved")
+            moved.sqlite_errorcode, moved.sqlite_errorname = sqlite3.SQLITE_READONLY_DBMOVED, "SQLITE_READONLY_DBMOVED"
+            raise moved
+        self._database.execute("BEGIN IMMEDIATE")
+        return self._database
+
+    # --- in a transaction ---
+
+    def accept(self, entry: Entry, body: bytes, *, everybody: bool, refusal: RequestError | None) -> Entry:
+        """Add a request and return it, or return the one that has its key. Raises `refusal`, if any, for a new one."""
+        known = self.find(entry.group, entry.key, everybody=everybody) if entry.key else None
+        if known is not None:
+            return known
+        if refusal is not None:
+            raise refusal
+        return self.add(entry, body)
+
+    def add(self, entry: Entry, body: bytes) -> Entry:
+        """Add a request; the entry with its number."""
+        fixed = msgspec.structs.astuple(entry)[1:-2]
+        values = (*fixed, seal(body, *fixed), body)
+        added = self._database.execute("INSERT INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        return msgspec.structs.replace(entry, number=added.lastrowid, size=len(body))
+
+    def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
+        """Add a request that has been answered with status 200."""
+        self.answer(self.add(entry, body), 200, answer)
+
+    def find(self, group: str, name: str, *, everybody: bool) -> Entry | None:
+        """The request of a client (of anyone, for `everybody`) with this Idempotency-Key or id."""
+        for column in ("key", "id"):
+            query = (f"{_ENTRIES} WHERE {column} = ? AND {column} != '' AND (? OR owner = ?) AND background != {LINE} "
+                     "ORDER BY number DESC LIMIT 1")
+            for row in self._database.execute(query, (name, everybody, group)):
+                return Entry(*row)
+        return None
+
+    def pending(self) -> list[Entry]:
+        """Requests of clients without an answer, in the order of acceptance."""
+        query = f"{_ENTRIES} WHERE status IS NULL AND background != {LINE} ORDER BY number"
+        return [Entry(*row) for row in self._database.execute(query)]
+
+    def request(self, entry: Entry) -> bytes:
+        """Body of a request. Raises ServerError when it is damaged, NotFoundError when it was dropped."""
+        return self._sealed(f"SELECT {_FIXED}, seal, body FROM requests WHERE number = ?", entry)
+
+    def reply(self, entry: Entry) -> bytes:
+        """Body of an answer. Raises ServerError when it is damaged, NotFoundError when it was dropped."""
+        return self._sealed("""SELECT id, digest, status, answers.seal, answers.body FROM answers
+            JOIN requests USING (number) WHERE number = ?""", entry)
+
+    def _sealed(self, query: str, entry: Entry) -> bytes:
+        """Return the last column of a row; the one before is the seal of all others."""
+        row = self._database.execute(query, (entry.number,)).fetchone()
+        if row is None:
+            raise NotFoundError("It was deleted, or dropped, while it was read.", code="request_not_found")
+        *values, sealed, body = row
+        if not isinstance(body, bytes) or sealed != seal(body, *values):
+            raise ServerError("The journal is damaged here; send the request again, with another Idempotency-Key.",
+                              code="journal_damaged")
+        return body
+
+    def answer(self, entry: Entry, status: int, body: bytes) -> None:
+        """Store the answer to a request, unless the request was dropped meanwhile."""
+        values = (status, seal(body, entry.id, entry.digest, status), body, entry.number)
+        self._database.execute("INSERT INTO answers SELECT number, ?, ?, ? FROM requests WHERE number = ?", values)
+
+    def drop(self, entry: Entry) -> None:
+        """Delete a request and its answer."""
+        self._database.execute("DELETE FROM requests WHERE number = ?", (entry.number,))
+
+    def add_lines(self, lines: Iterable[tuple[Entry, bytes]]) -> None:
+        """Add lines of a batch, each with its body."""
+        for entry, body in lines:
+            self.add(entry, body)
+
+    def open_lines(self, batch_id: str, owner: str, after: int) -> list[Entry]:
+        """The next lines of a batch without an answer behind the number `after`."""
+        query = f"{_ENTRIES} WHERE {_OF_BATCH} AND number > ? AND status IS NULL ORDER BY number LIMIT {ROWS_AT_ONCE}"
+        return [Entry(*row) for row in self._database.execute(query, (batch_id, owner, after))]
+
+    def answered_lines(self, batch_id: str, owner: str, after: int) -> list[tuple[Entry, bytes]]:
+        """The next lines of a batch behind the number `after`, with their answers.
+
+        An answer that is damaged is dropped, so that its line is open again.
+        """
+        query = f"{_ENTRIES} WHERE {_OF_BATCH} AND number > ? ORDER BY number LIMIT {ROWS_AT_ONCE}"
+        lines: list[tuple[Entry, bytes]] = []
+        size = 0
+        for row in self._database.execute(query, (batch_id, owner, after)).fetchall():
+            entry, body = Entry(*row), b""
+            if entry.status is not None:
+                try:
+                    body = self.reply(entry)
+                except ServerError:
+                    self._database.execute("DELETE FROM answers WHERE number = ?", (entry.number,))
+                    entry = msgspec.structs.replace(entry, status=None)
+            lines.append((entry, body))
+            size += len(body)
+            if size > BYTES_AT_ONCE:
+                break
+        return lines
+
+    def count_lines(self, batch_id: str, owner: str) -> tuple[int, int, int]:
+        """Answers with status 200, other answers, and bytes of a batch's lines and answers."""
+        query = f"""SELECT count(*) FILTER (WHERE status = 200), count(*) FILTER (WHERE status != 200),
+            coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0)), 0)
+            FROM requests LEFT JOIN answers USING (number) WHERE {_OF_BATCH}"""
+        completed, failed, size = self._database.execute(query, (batch_id, owner)).fetchone()
+        return completed, failed, size
+
+    def batches_with_lines(self) -> list[tuple[str, str]]:
+        """Batches that lines belong to, each with its owner."""
+        query = f"SELECT DISTINCT key, owner FROM requests WHERE background = {LINE}"
+        return self._database.execute(query).fetchall()
+
+    def drop_lines(self, batch_id: str, owner: str) -> bool:
+        """Delete some lines of a batch; False when there are none left."""
+        query = f"""DELETE FROM requests WHERE number IN (SELECT number FROM requests WHERE {_OF_BATCH}
+            LIMIT {ROWS_AT_ONCE})"""
+        return self._database.execute(query, (batch_id, owner)).rowcount > 0
+
+    def records(self, kind: type[Record]) -> list[Record]:
+        """All records of a kind but for those that are damaged."""
+        query = "SELECT id, seal, body FROM records WHERE kind = ? ORDER BY number"
+        return [msgspec.json.decode(body, type=kind)
+                for name, sealed, body in self._database.execute(query, (kind.__name__,))
+                if sealed == seal(body, name, kind.__name__)]
+
+    def put(self, record: ClientRecord) -> None:
+        """Add a record, or replace the one with the same `id`."""
+        kind, body = type(record).__name__, msgspec.json.encode(record)
+        self._database.execute("""INSERT INTO records(id, kind, seal, body) VALUES (?, ?, ?, ?)
+            ON CONFLICT(id) DO UPDATE SET seal = excluded.seal, body = excluded.body""",
+                               (record.id, kind, seal(body, record.id, kind), body))
+
+    def remove(self, *ids: str) -> None:
+        """Delete records."""
+        self._database.executemany("DELETE FROM records WHERE id = ?", [(name,) for name in ids])
+
+    # --- outside of one ---
+
+    def tidy(self, keep_s: float, lines_bytes: int = 0) -> bool:
+        """Drop answers to requests that are older than `keep_s` seconds, and the oldest above the size limit; give free
+        pages back; sync.
+
+        `lines_bytes` are taken by lines of batches, which the limit does not count. True when answers were dropped
+        for their size: there may still be too much.
+        """
+        dropped = 0
+        with self.transaction() as database:
+            database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
+                USING (number) WHERE created < ? LIMIT ?)""", (self._clock() - keep_s, ROWS_AT_ONCE))
+        free, pages, size = (pragma(database, name) for name in ("freelist_count", "page_count", "page_size"))
+        if (pages - free) * size - lines_bytes > self._max_bytes:
+            # Answers under an Idempotency-Key are promised for their time; the others, room permitting.
+            with self.transaction():
+                dropped = database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
+                    answers USING (number) WHERE key = '' ORDER BY created LIMIT ?)""", (ROWS_AT_ONCE // 8,)).rowcount
+        if free * size > MOST_FREE and free > pages // 2:
+            database.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` ends after one page
+        if self._sync == "everysec":
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        return dropped > 0
+
+    def size(self) -> int:
+        """Bytes on the disk."""
+        return sum(path.stat().st_size for path in self.path.parent.glob("journal.db*"))
+
+    def close(self) -> None:
+        """Sync and close the database."""
+        self._database.close()
+
+
+_WHY = {
+    sqlite3.SQLITE_FULL: "the disk is full",
+    sqlite3.SQLITE_BUSY: "another process has locked it",
+    sqlite3.SQLITE_READONLY: "it cannot be written to",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
+    sqlite3.SQLITE_IOERR: "the disk fails",
+    sqlite3.SQLITE_CORRUPT: "it is damaged; a restart of the server keeps what is whole",
+    sqlite3.SQLITE_NOTADB: "it is damaged; a restart of the server keeps what is whole",
+    sqlite3.SQLITE_TOOBIG: "this is larger than a row may be",
+}
+
+
+def _why(error: sqlite3.Error) -> str:
+    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY_DBMOVED:
+        return "its files were removed or replaced while the server ran; a restart of the server begins another"
+    name = getattr(error, "sqlite_errorname", type(error).__name__)
+    return f"{_WHY.get(code_of(error), 'SQLite failed')} ({name})"
+
+
+def told(error: sqlite3.Error) -> JournalError:
+    """The error that a client gets for a failure of SQLite."""
+    return JournalError(f"The journal cannot be used, so the request cannot be kept safe: {_why(error)}. Try again "
+                        "later, or without Idempotency-Key.", retry_after=30.0, code="journal_unavailable")
+
+
+def _unusable(why: str) -> ConfigError:
+    return ConfigError(f"--journal: {why}", param="journal")

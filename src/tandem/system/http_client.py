@@ -1,0 +1,107 @@
+"""An HTTP client for commands that ask a running server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any, cast
+
+from tandem.errors import UsageError
+from tandem.printable import printable
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+Body = Mapping[str, object] | bytes | None
+"""JSON to send: an object, or bytes that hold one."""
+
+
+@dataclass(frozen=True)
+class ServerClient:
+    """A running server, and the key it is asked with. No proxy of the environment is used: it would see key and
+    prompts."""
+
+    url: str
+    """Address without /v1, such as http://127.0.0.1:8000."""
+    key: str = field(default="", repr=False)
+
+    def open(self, path: str, body: Body = None, *, timeout_s: float | None, method: str | None = None) -> HTTPResponse:
+        """Return the response, to be closed by the caller. Raises OSError, of which urllib.error.HTTPError is one, and
+        ValueError."""
+        data = json.dumps(body).encode() if isinstance(body, Mapping) else body
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        return cast("HTTPResponse", _DIRECT.open(request, timeout=timeout_s))
+
+    def get(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> bytes:
+        """Return the body of an answer; of /health also when its status is 503. Raises UsageError in one line."""
+        with self._failures(path):
+            try:
+                with self.open(path, body, timeout_s=timeout_s, method=method) as response:
+                    return response.read()
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or path != "/health":
+                    raise
+                with error:
+                    return error.read()
+
+    def get_json(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> Any:
+        """Return the body as JSON, its texts without control characters. Raises UsageError, and ValueError for another
+        body."""
+        return _shown(json.loads(self.get(path, timeout_s=timeout_s, method=method, body=body)))
+
+    def events(self, path: str, body: Body) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed answer; closing the iterator cancels the request. Raises UsageError."""
+        with self._failures(path), self.open(path, body, timeout_s=None) as response:
+            for line in response:
+                data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+                if data and data != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise UsageError(str(event["error"].get("message", event["error"])))
+                    yield event
+
+    def models(self) -> list[str]:
+        """Return the names of the server's models. Raises UsageError."""
+        try:
+            return [str(model["id"]) for model in self.get_json("/v1/models")["data"]]
+        except (ValueError, LookupError, TypeError):
+            raise UsageError(f"{self.url} does not answer as a server of models; is --url right?",
+                             param="url") from None
+
+    @contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        """Turn failures of the connection, and answers that are errors, into UsageError."""
+        try:
+            yield
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = _message(error)
+            hint = ("; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401
+                    else f": {reason}" if reason else "")
+            raise UsageError(f"{self.url}{path} answers with status {error.code}{hint}", param="base_url") from None
+        except (OSError, ValueError) as error:
+            cause = getattr(error, "reason", error)
+            raise UsageError(f"{self.url} cannot be reached: {cause}; is the server up, is --url right?",
+                             param="base_url") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """Return the message of an error in OpenAI's shape; empty for another answer."""
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError, OSError):
+        return ""
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(name): _shown(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return printable(value) if isinstance(value, str) else value

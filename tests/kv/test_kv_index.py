@@ -1,0 +1,160 @@
+"""The prefix index against a brute-force model of what is kept."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+
+from scheduler_invariants import check_prefixes
+from tandem.kv.budget import batch_positions, kv_capacity
+from tandem.kv.index import PrefixIndex, block_hashes
+from tandem.protocol.pieces import BLOCK_SIZE
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(BLOCK_SIZE * 40)
+    kept: dict[str, list[int]] = {}
+    stems = [[rng.randrange(5) for _ in range(BLOCK_SIZE * 12)] for _ in range(3)]
+    for _ in range(200):
+        stem = rng.choice(stems)
+        tokens = stem[:rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(0, 3 * BLOCK_SIZE))]
+        hit = index.lookup(tokens)
+        usable = [common(tokens[:-1], prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in kept.values()]
+        assert (hit.length if hit else 0) == max(usable, default=0)
+        if hit:
+            assert kept[hit.key][:hit.length] == tokens[:hit.length]
+        snapshot = index.save(tokens)
+        if snapshot:
+            kept[snapshot.key] = tokens[:snapshot.length]
+        for key in index.take_evicted():
+            del kept[key]
+        check_prefixes(index)
+        assert set(kept) == set(index._snapshots)
+
+
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_a_prompt_that_gave_no_numbers_leaves_nothing_that_begins_as_it_does(trimmable: bool) -> None:
+    index = PrefixIndex(10_000, trimmable=trimmable)
+    shared, other = [1] * BLOCK_SIZE * 2, [7] * BLOCK_SIZE * 2
+    for tokens in (shared, [*shared, *[2] * BLOCK_SIZE], [*shared, *[3] * BLOCK_SIZE], other):
+        assert index.save(tokens)
+    index.discard(block_hashes([*shared, *[3] * BLOCK_SIZE]))
+    assert index.lookup([*other, 5]) is not None
+    assert index.lookup([*shared, *[3] * BLOCK_SIZE, 5]) is None and index.lookup([*shared, 5]) is None
+    check_prefixes(index)
+
+
+def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
+    index = PrefixIndex(10_000, trimmable=False)
+    tokens = list(range(BLOCK_SIZE * 3))
+    assert index.save_point(len(tokens)) == BLOCK_SIZE * 2
+    assert index.save(tokens[:BLOCK_SIZE * 2])
+    hit = index.lookup(tokens)
+    assert hit and hit.length == BLOCK_SIZE * 2
+    assert index.lookup(tokens[:BLOCK_SIZE + 5]) is None
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    index = PrefixIndex(10_000)
+    tokens = list(range(BLOCK_SIZE * 2))
+    index.save(tokens)
+    hit = index.lookup(tokens)
+    assert hit and hit.length == BLOCK_SIZE
+
+
+def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -> None:
+    index = PrefixIndex(BLOCK_SIZE * 4)
+    prompts = [[i] * BLOCK_SIZE for i in range(4)]
+    keys = [snapshot.key for prompt in prompts if (snapshot := index.save(prompt))]
+    index.lookup([*prompts[0], 9])
+    index.save([7] * BLOCK_SIZE)
+    assert index.take_evicted() == [keys[1]]
+    index.shrink(BLOCK_SIZE + 1)
+    assert index.positions == BLOCK_SIZE * 2
+    index.shrink(-5)
+    assert index.positions == BLOCK_SIZE * 2
+    index.clear()
+    assert not index._snapshots and index.positions == 0
+
+
+def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:
+    index = PrefixIndex(1000)
+    chat = list(range(BLOCK_SIZE * 10))
+    index.save(chat)
+    assert index.reserve(block_hashes([7] * BLOCK_SIZE * 20))
+    assert index.save([*chat, *range(5000, 5000 + BLOCK_SIZE * 4)]) is None
+    assert index.reserve(block_hashes([8] * BLOCK_SIZE * 20)) is None
+    hit = index.lookup([*chat, 1])
+    assert hit and hit.length == BLOCK_SIZE * 10 and index.take_evicted() == []
+
+
+def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others() -> None:
+    class Counted(OrderedDict):
+        looks = 0
+
+        def __getitem__(self, key):
+            Counted.looks += 1
+            return super().__getitem__(key)
+
+    index = PrefixIndex(10**6)
+    index._snapshots = Counted()
+    system = [1] * BLOCK_SIZE * 8
+    for other in range(50):
+        assert index.save(system + [2 + other] * BLOCK_SIZE)
+    Counted.looks = 0
+    longer = index.save(system + [2] * BLOCK_SIZE * 2)
+    assert longer and index.take_evicted() == ["p0"]
+    assert Counted.looks < 10
+    check_prefixes(index)
+
+
+def test_room_is_spared_for_prefixes_once_prompts_share_them() -> None:
+    index = PrefixIndex(BLOCK_SIZE * 8)
+    for number in range(20):
+        index.lookup([number] * BLOCK_SIZE * 4)
+    assert index.spared == 0
+    for number in range(20):
+        index.lookup([99] * BLOCK_SIZE * 2 + [number] * BLOCK_SIZE * 2)
+    assert index.spared == BLOCK_SIZE * 4
+    index.limit(BLOCK_SIZE)
+    assert index.save([5] * BLOCK_SIZE) and index.save([6] * BLOCK_SIZE * 2) is None
+    index.limit(10**6)
+    assert index.save([6] * BLOCK_SIZE * 2)
+
+
+def test_off_means_off() -> None:
+    index = PrefixIndex(0)
+    assert not index.enabled and index.save([1] * 100) is None and index.lookup([1] * 100) is None
+
+
+def test_hashes_chain() -> None:
+    tokens = list(range(BLOCK_SIZE * 2))
+    assert block_hashes(tokens)[0] == block_hashes(tokens[:BLOCK_SIZE])[0]
+    assert block_hashes([99, *tokens[1:]])[1] != block_hashes(tokens)[1]
+
+
+def test_capacity_and_batch_shape() -> None:
+    assert kv_capacity(1000, 0.5, [(100, 10), (100, 10)]) == 15
+    assert kv_capacity(100, 0.5, [(100, 10)]) == 0
+    assert batch_positions([3, 7, 1]) == 21 and batch_positions([]) == 0
+
+
+def test_snapshots_of_states_cost_more_than_their_positions() -> None:
+    index = PrefixIndex(BLOCK_SIZE * 4, trimmable=False, extra=BLOCK_SIZE)
+    first, second = ([n] * (BLOCK_SIZE * 2) for n in (1, 2))
+    assert index.save(first) is not None and index.positions == BLOCK_SIZE * 3
+    assert index.save(second) is not None and index.take_evicted() == ["p0"], "both do not fit"
+    assert index.save([3] * (BLOCK_SIZE * 4)) is None, "longer than the budget with its state"
+    check_prefixes(index)
+    assert not PrefixIndex(BLOCK_SIZE, extra=1).enabled
+    serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9),
+                                     PrefixIndex(BLOCK_SIZE, extra=9))]
+    assert serves == ["blocks", "any length", "off", "off: a snapshot of its states takes as much memory as 9 tokens"]
