@@ -35,7 +35,7 @@ class Seldom:
         self._seen: dict[str, tuple[float, int]] = {}
 
     def log(self, level: int, message: str, *arguments: object, kind: str = "") -> None:
-        """As of a logger; lines of one `kind`, by default of one `message`, count as the same."""
+        """Log a line unless one of its `kind` (by default its `message`) was logged lately."""
         now, kind = time.monotonic(), kind or message
         until, left_out = self._seen.get(kind, (0.0, 0))
         if now < until:

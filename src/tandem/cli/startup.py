@@ -23,7 +23,7 @@ class Starting(Protocol):
 
     @property
     def detail(self) -> str:
-        """Its current task."""
+        """Current task of the rank."""
 
 
 Show = Callable[[Mapping[int, Starting | None]], None]

@@ -12,7 +12,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,12 @@ POLLING_CORES = 4
 """Cores for each rank from which on a ring's sockets are polled."""
 _WAIT_US = 4000
 """Longest sleep of a thread that both sends and receives while the other direction has work."""
+
+
+def dispatch(*trees: object) -> None:
+    """Start computing arrays, or trees of them; returns at once."""
+    start: Callable[..., None] = mx.async_eval
+    start(*trees)
 
 
 def join_group(backend: str, size: int) -> mx.distributed.Group:
@@ -103,7 +109,7 @@ class RingLink:
     def send(self, array: mx.array, step_id: int) -> None:
         """Start sending; returns before the peer has received."""
         mx.eval(array)
-        mx.async_eval(mx.distributed.send(array, self._next, group=self._group, stream=self._outbound))
+        dispatch(mx.distributed.send(array, self._next, group=self._group, stream=self._outbound))
 
     def flush(self) -> None:
         """Wait until the peer has received everything."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["prefill", "decode", "both"]
-"""What a replica is for."""
+"""Part of a request that a replica takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ModelSettings:
     generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens); none: from nowhere;
     or a directory with such a file."""
     override_generation_config: str | None = None
-    """The same as JSON, in place of what the file says, such as '{"temperature": 0.2, "max_new_tokens": 512}'."""
+    """Defaults as JSON, which replace those of the file, such as '{"temperature": 0.2, "max_new_tokens": 512}'."""
     pooling: Literal["auto", "last", "mean"] = "auto"
     """How /v1/embeddings makes one vector of a text: last: the final hidden state of its last token; mean: the mean of
     all. auto: as the model's 1_Pooling/config.json says, else last."""
@@ -66,7 +66,7 @@ class ParallelSettings:
     """Copies of the model (replicas) behind one address, each laid out as the other options say; they share this
     machine's cores and memory. Only `tandem serve` has several."""
     roles: tuple[Role, ...] | None = None
-    """What each replica is for, such as prefill,decode: long prompts are computed by those that prefill and go on, over
+    """Role of each replica, such as prefill,decode: long prompts are computed by those that prefill and go on, over
     `kv_disk`, at those that decode; both: either (docs/kv.md). By default all do both."""
     parallel: tuple[int, ...] | None = None
     """Ranks of each stage, where they differ: 2,1 is a stage of two ranks and a stage of one."""
@@ -204,8 +204,8 @@ class SpeculationSettings:
     prompt_lookup_min: int = 2
     """Fewest last tokens that must stand before a place to copy from."""
     speculative_config: str | None = None
-    """The same as JSON in vLLM's words, such as '{"method": "ngram", "num_speculative_tokens": 5}'. What it names
-    replaces the options above."""
+    """Speculative decoding in vLLM's JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'. Its entries
+    replace the options above."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
+from tandem.comm.group import dispatch
 from tandem.errors import TransportError
 from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
 from tandem.kv.remote import Lenders, Lending, PieceServer
-from tandem.loading.parcel import carrier, dispatch, dtype_name
+from tandem.loading.parcel import carrier, dtype_name
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,12 +111,6 @@ def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals |
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
     return Residuals(layers)
-
-
-def dispatch(*trees: object) -> None:
-    """Start computing arrays, or trees of them; returns at once."""
-    start: Callable[..., None] = mx.async_eval
-    start(*trees)
 
 
 def carrier(dtype: mx.Dtype) -> mx.Dtype:

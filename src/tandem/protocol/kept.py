@@ -17,7 +17,7 @@ class QueryCache(Struct, frozen=True, tag=True):
     tokens: list[int] = []
     """A prompt, of which the report says how much is kept."""
     drop: Literal["", "memory", "all"] = ""
-    """Let go first what is kept in memory, or there and on disk."""
+    """Drop prefixes before the report is made: those in memory, or those on disk too."""
 
 
 class KeptPrefix(Struct, frozen=True):
@@ -25,7 +25,7 @@ class KeptPrefix(Struct, frozen=True):
 
     tokens: int
     disk_tokens: int
-    """From its beginning, so many are on disk too."""
+    """Leading tokens that are also on disk."""
     hits: int
     """Requests that it has served."""
 
@@ -35,7 +35,7 @@ class DiskReport(Struct, frozen=True):
 
     directory: str
     limit_bytes: int
-    """Of one machine's directory."""
+    """Upper bound of one machine's directory."""
     tokens: int
     """Positions of prefixes that every rank has its part of."""
     bytes: int
@@ -55,20 +55,20 @@ class CacheReport(Struct, frozen=True, tag=True):
 
     query_id: int
     trouble: str = ""
-    """Why it cannot say, or has dropped nothing."""
+    """Reason why the report is empty, or nothing was dropped."""
     serves: str = ""
-    """As `EngineStatus.prefix_cache`,"""
+    """Equal to `EngineStatus.prefix_cache`."""
     kv_disk: str = ""
-    """and `EngineStatus.kv_disk`."""
+    """Equal to `EngineStatus.kv_disk`."""
     prefixes: list[KeptPrefix] = []
     """The most recently used first, at most `MOST_PREFIXES`."""
     count: int = 0
-    """All of them."""
+    """Number of cached prefixes."""
     tokens: int = 0
     """Positions in memory."""
     limit_tokens: int = 0
     nbytes: int = 0
-    """Of all ranks' memory."""
+    """Bytes in the memory of all ranks."""
     queries: int = 0
     hits: int = 0
     hit_tokens: int = 0
@@ -76,10 +76,10 @@ class CacheReport(Struct, frozen=True, tag=True):
     disk: DiskReport | None = None
     """None where nothing is kept on disk."""
     memory_has: int = 0
-    """Tokens of the prompt asked about that are in memory,"""
+    """Tokens of the prompt that are cached in memory."""
     disk_has: int = 0
-    """and on disk."""
+    """Tokens of the prompt that are cached on disk."""
     dropped_tokens: int = 0
-    """Let go from memory,"""
+    """Positions dropped from memory."""
     dropped_bytes: int = 0
-    """and deleted from disks."""
+    """Bytes deleted from disks."""

@@ -22,7 +22,7 @@ class StoreOp(Struct, frozen=True, array_like=True):
     pieces: list[tuple[int, bytes]]
     """Number of each piece within the prefix, and its name."""
     awaited: bool = False
-    """Somebody goes on elsewhere once they are written."""
+    """True if a migration waits for the write."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
@@ -62,14 +62,14 @@ class Surveyed(Struct, frozen=True, tag=True):
     names: list[bytes]
     """Pieces that it can put together; no others, but those that nobody asked for."""
     lent: list[bytes] = []
-    """Those of them for which it needs what others lend."""
+    """Part of these that needs files of other machines."""
     nbytes: int = 0
-    """Of the files of this model, adapter and type; or of those that this rank has deleted. 0 where it looked for
-    some pieces alone, as is the next."""
+    """Bytes of the files of this model, adapter and type, or of the deleted ones. 0, as is `total_bytes`, if only some
+    pieces were asked for."""
     total_bytes: int = 0
-    """Of all files in the directory."""
+    """Bytes of all files in the directory."""
     wanted: list[bytes] | None = None
-    """As in the question."""
+    """Value of the question."""
 
 
 class Fetched(Struct, frozen=True, tag=True):
@@ -82,9 +82,9 @@ class Fetched(Struct, frozen=True, tag=True):
     seconds: float = 0.0
     nbytes: int = 0
     brought_bytes: int = 0
-    """Of files that came from other machines."""
+    """Bytes fetched from other machines."""
     late: bool = False
-    """They came too slowly; what came is on this rank's disk."""
+    """True if the transfer was too slow; files that came are on this rank's disk."""
 
 
 class Written(Struct, frozen=True, tag=True):

@@ -66,7 +66,7 @@ class ReplicaInfo(Struct, frozen=True):
     """`running` (its process is), `draining`, `restarting` (its process has died and is to be replaced), or `failed`
     (it did so too often, and is tried again at long intervals)."""
     pid: int | None
-    """Of its engine process."""
+    """Process id of the engine; None if it does not run."""
     restarts: int
     """Times that its process was replaced."""
     model: str = ""
@@ -74,7 +74,7 @@ class ReplicaInfo(Struct, frozen=True):
     detail: str = ""
     """Why its process does not run, and what follows."""
     role: Role = "both"
-    """What it is for."""
+    """Part of a request that it takes."""
 
 
 class ModelInfo(Struct, frozen=True):
@@ -90,7 +90,7 @@ class ModelInfo(Struct, frozen=True):
     """Bytes that it takes on each machine by the memory plan; empty where there is no plan."""
     max_context: int
     keep: bool
-    """It is never unloaded."""
+    """True if the model is never unloaded."""
     unload_after: float | None
     """Seconds without a request after which it is unloaded; None for never."""
 
@@ -123,7 +123,7 @@ class Done(Struct, frozen=True, tag="ReplicaChanged"):
 
 
 class ControlRefused(Struct, frozen=True, tag=True):
-    """It cannot be done; `message` says why, in one line."""
+    """Refuse a request; `message` has the reason, in one line."""
 
     message: str
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync
-from tandem.loading.parcel import dispatch
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted

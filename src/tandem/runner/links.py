@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from tandem.borders import start_thread
-from tandem.loading.parcel import carrier, dispatch, dtype_name
+from tandem.comm.group import dispatch
+from tandem.loading.parcel import carrier, dtype_name
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import FrameHeader, TcpChannel
 

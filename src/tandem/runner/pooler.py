@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from tandem.loading.parcel import dispatch
+from tandem.comm.group import dispatch
 from tandem.protocol.step import PrefillOp
 
 PADDING = 1.25

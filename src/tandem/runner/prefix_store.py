@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache
 
+from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync
 from tandem.kv.store import KVDisk
-from tandem.loading.parcel import dispatch
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.protocol.pieces import StoreOp
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from tandem.loading.parcel import dispatch
+from tandem.comm.group import dispatch
 from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import PromptLogprobs
 from tandem.runner.filters import largest

@@ -10,11 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from tandem.comm.group import StageGroup
+from tandem.comm.group import StageGroup, dispatch
 from tandem.errors import BatchDesync
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
-from tandem.loading.parcel import dispatch
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
 from tandem.protocol.logprobs import TokenLogprob
