@@ -1,5 +1,5 @@
-"""Where threads and tasks that live for long end: what one raises is logged, and ends the process that cannot do
-without it, so that whoever watches that process starts another. A thread that is gone without a word is worse.
+"""Crash guard of threads and tasks that live for long: what one raises is logged, and ends the process that cannot do
+without it, so that its supervisor starts another. A thread that ends without a word is worse.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,8 +18,6 @@ log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 70
 """Exit code of a process that a thread or task of its own has broken (EX_SOFTWARE)."""
-QUIET_S = 60.0
-"""Seconds between two log lines about the same failure of the event loop."""
 
 T = TypeVar("T")
 OnFailure = Callable[[BaseException], object]
@@ -37,7 +34,7 @@ def own_process() -> None:
 
 
 def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure | None = None) -> threading.Thread:
-    """A daemon thread that does `work`. An exception is logged and handed to `on_failure`, or else ends the process.
+    """Start a daemon thread that does `work`. An exception is logged and handed to `on_failure`, or ends the process.
 
     What `on_failure` raises ends the process too.
     """
@@ -68,25 +65,6 @@ def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure
     return task
 
 
-def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Log what callbacks of an event loop raise: where it happened, and each kind once in a while."""
-    quiet: dict[str, float] = {}
-
-    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error, message = context.get("exception"), context.get("message", "an error")
-        kind = f"{message.partition('(')[0]} {type(error).__name__}"
-        now = time.monotonic()
-        if now < quiet.get(kind, 0.0):
-            return
-        if len(quiet) > 100:
-            quiet.clear()
-        quiet[kind] = now + QUIET_S
-        log.error("event loop: %s; what it concerned (a connection, a request) has ended, the rest goes on; please "
-                  "report it (others like it are not logged for a while)\n%s", kind, _places(error))
-
-    loop.set_exception_handler(on_error)
-
-
 def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> None:
     if on_failure is not None:
         try:
@@ -110,6 +88,6 @@ def end_process() -> None:
     os._exit(EXIT_BROKEN)
 
 
-def _places(error: BaseException | None) -> str:
-    """Where it was raised. Its message is left out: that of a foreign exception may quote a prompt."""
-    return "" if error is None else "".join(traceback.format_tb(error.__traceback__)).rstrip()
+def _places(error: BaseException) -> str:
+    """Return where it was raised. Its message is left out: that of a foreign exception may quote a prompt."""
+    return "".join(traceback.format_tb(error.__traceback__)).rstrip()

@@ -112,11 +112,7 @@ def cache_dir() -> Path:
 
     TANDEM_CACHE, else `tandem` in XDG_CACHE_HOME, else ~/.cache/tandem.
     """
-    if (own := variable("TANDEM_CACHE")) is not None:
-        return Path(own).expanduser()
-    if (base := variable("XDG_CACHE_HOME")) is not None:
-        return Path(base).expanduser() / "tandem"
-    return Path.home() / ".cache" / "tandem"
+    return _user_dir("TANDEM_CACHE", "XDG_CACHE_HOME", "~/.cache")
 
 
 def state_dir() -> Path:
@@ -124,8 +120,9 @@ def state_dir() -> Path:
 
     TANDEM_STATE_DIR, else `tandem` in XDG_STATE_HOME, else ~/.local/state/tandem.
     """
-    if (own := variable("TANDEM_STATE_DIR")) is not None:
-        return Path(own).expanduser()
-    if (base := variable("XDG_STATE_HOME")) is not None:
-        return Path(base).expanduser() / "tandem"
-    return Path.home() / ".local" / "state" / "tandem"
+    return _user_dir("TANDEM_STATE_DIR", "XDG_STATE_HOME", "~/.local/state")
+
+
+def _user_dir(own: str, base: str, usual: str) -> Path:
+    """Return the directory that the variable `own` names, else `tandem` in that of `base`, else in `usual`."""
+    return Path(variable(own) or f"{variable(base) or usual}/tandem").expanduser()

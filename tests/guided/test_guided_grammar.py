@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jsonschema
 import pytest
 
 from tandem.errors import UnavailableError
-from tandem.guided import probe
+from tandem.guided import check as check_module
 from tandem.guided.check import GrammarCheck
 from tandem.guided.grammar import grammar_of, preceded
 from tandem.protocol.request import StructuredOutputs
@@ -139,13 +140,21 @@ def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: Grammar
         check.accept(form)
 
 
-def test_a_grammar_whose_masks_take_longer_than_one_may_is_refused(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    form, lower = StructuredOutputs(regex="a{50000}"), tmp_path / "probe.py"
-    lower.write_text(Path(probe.__file__).read_text().replace("MASK_SECONDS = 0.05", "MASK_SECONDS = 0.0005"))
-    monkeypatch.setattr("tandem.guided.probe.__file__", str(lower))
+@pytest.fixture
+def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have grammars tried by a probe of other words."""
+    def replace(source: str) -> None:
+        (tmp_path / "odd_probe.py").write_text(source)
+        monkeypatch.setattr(check_module, "PROBE", "odd_probe")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+
+    return replace
+
+
+def test_a_grammar_whose_masks_take_longer_than_one_may_is_refused(tokenizer: Tokenizer, odd: Any) -> None:
+    odd("from tandem.guided import probe\nprobe.MASK_SECONDS = 0.0005\ntried = probe.tried\n")
     with pytest.raises(ValueError, match="steps take too long"):
-        GrammarCheck(tokenizer).accept(form)
+        GrammarCheck(tokenizer).accept(StructuredOutputs(regex="a{50000}"))
 
 
 def test_a_large_ordinary_grammar_is_taken(check: GrammarCheck) -> None:
@@ -172,44 +181,35 @@ def test_a_grammar_that_fails_after_its_first_steps_is_refused(check: GrammarChe
     "import no_such_module",
 ], ids=["too slow", "killed", "broken"])
 def test_a_grammar_that_could_not_be_tried_is_tried_again(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any, what: str) -> None:
     check, form = GrammarCheck(tokenizer), StructuredOutputs(regex="again")
-    (tmp_path / "probe.py").write_text(what)
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.guided.check.TIMEOUT_S", 1.0)
-        patch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
+        patch.setattr(check_module, "TIMEOUT_S", 2.0)
+        odd(what)
         with pytest.raises(UnavailableError, match="could not be tried"):
             check.accept(form)
-    check.accept(form)
+        patch.setattr(check_module, "PROBE", "tandem.guided.probe")
+        patch.setattr(check_module, "TIMEOUT_S", 240.0)
+        check.accept(form)
 
 
 def test_a_grammar_that_uses_up_its_time_is_remembered(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any) -> None:
     check = GrammarCheck(tokenizer)
-    (tmp_path / "probe.py").write_text(Path(probe.__file__).read_text().replace("SECONDS = 5", "SECONDS = 1")
-                                       .replace('trouble(task["grammar"], task["special"])', "all(iter(lambda: 1, 0))"))
-    with monkeypatch.context() as patch:
-        patch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
-        with pytest.raises(ValueError, match="too complex"):
-            check.check("start: /a/")
+    monkeypatch.setattr(check_module, "CPU_S", 1)
+    odd("def tried(grammar: str, special: dict[str, int]) -> str:\n    while True: pass\n")
+    with pytest.raises(ValueError, match="too complex"):
+        check.check("start: /a/")
+    monkeypatch.setattr(check, "task", lambda grammar: pytest.fail("asked again"))
     with pytest.raises(ValueError, match="too complex"):
         check.check("start: /a/")
 
 
-def test_a_trial_ends_when_nobody_waits_for_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
-                                               tmp_path: Path) -> None:
-    (tmp_path / "probe.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
-    trial = GrammarCheck(tokenizer).trial("start: /a/")
-    with ThreadPoolExecutor(1) as pool:
-        outcome = pool.submit(trial.run)
-        trial.end()
-        with pytest.raises(UnavailableError):
-            outcome.result(240)
-
-
-def test_the_same_grammar_is_tried_once(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_tried_once_and_by_one_process(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutputs(regex="once")
     check.accept(form)
-    monkeypatch.setattr(check, "trial", lambda grammar: pytest.fail("asked again"))
+    process = check._sandbox
+    check.accept(StructuredOutputs(regex="and another"))
+    assert process is not None and check._sandbox is process
+    monkeypatch.setattr(check, "task", lambda grammar: pytest.fail("asked again"))
     check.accept(form)

@@ -14,12 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.config.settings import ModelSettings
+from tandem.processes.sandbox import MODULE
 from tandem.server.anthropic.schemas import MessagesRequest
 from tandem.server.chats.prompt import plain_messages
 from tandem.server.openai.schemas import ChatRequest, DetokenizeRequest
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
-from tandem.server.workers.pool import MODULE
 
 SCHEMAS = {"/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest,
            "/detokenize": DetokenizeRequest}

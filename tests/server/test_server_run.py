@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from tandem.errors import ConfigError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.payloads import ApiPayload
 from tandem.server.listener import listen
-from tandem.server.run import engine_endpoint
+from tandem.server.run import _report, engine_endpoint
 
 CHILD = """
 import sys
@@ -190,3 +191,21 @@ def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_pa
 def test_prompts_to_warm_that_are_gone_keep_no_later_api_from_serving(tmp_path):
     with next_api(warm=(str(tmp_path / "gone.txt"),)) as (client, _):
         assert client.get("/health").json()["status"] == "unreachable", "only the engine is missing"
+
+
+def test_what_a_callback_of_the_loop_raises_is_logged_once(caplog):
+    words = "-".join(("a", "prompt"))
+
+    def fail():
+        raise ValueError(words)
+
+    async def scene():
+        asyncio.get_running_loop().set_exception_handler(_report)
+        for _ in range(20):
+            asyncio.get_running_loop().call_soon(fail)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scene())
+    [record] = caplog.records
+    assert "ValueError" in record.getMessage()
+    assert words not in record.getMessage()

@@ -1,87 +1,29 @@
-"""Is a grammar fit to be sent to the ranks? Asked before a request is accepted."""
+"""Trials of grammars before a request is accepted: only what compiles soon is sent to the ranks."""
 
 from __future__ import annotations
 
-import json
 import logging
-import signal
 import subprocess
 import threading
+import weakref
 from collections import OrderedDict
-from pathlib import Path
 
-from tandem.env import child_environment
 from tandem.errors import UnavailableError
-from tandem.guided import probe
 from tandem.guided.grammar import grammar_of
-from tandem.processes.interpreter import script_command
+from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+PROBE = "tandem.guided.probe"
+CPU_S = 5
+MEMORY_BYTES = 2 * 1024**3
 TIMEOUT_S = 30.0
-"""Seconds on the clock that a process which tries a grammar may take; its own limit is one of processor time."""
+"""Seconds on the clock that a process which tries a grammar may take."""
 REMEMBERED = 512
 MAX_WORDS = 400
 TOO_COMPLEX = "it is too complex to be compiled"
-OWN_ENDS = frozenset({-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL,
-                      -signal.SIGTRAP})
-"""Exit codes of a process that the grammar itself has ended: its time is used up, its stack or memory full."""
-
-
-class Trial:
-    """One grammar, tried in a process of its own."""
-
-    def __init__(self, grammar: str, special: dict[str, int]) -> None:
-        self._task = json.dumps({"grammar": grammar, "special": special})
-        self._process: subprocess.Popen[str] | None = None
-        self._ended = False
-        self._lock = threading.Lock()
-
-    def run(self) -> str:
-        """Return what is wrong with the grammar, or nothing. Raises UnavailableError when it could not be tried."""
-        # A script, which imports nothing of Tandem's; the environment must find llguidance as it does here.
-        command = script_command(str(Path(probe.__file__)))
-        try:
-            with self._lock:
-                if self._ended:
-                    raise _untried()
-                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                 stderr=subprocess.PIPE, text=True, env=child_environment())
-            with self._process as process:
-                try:
-                    output, errors = process.communicate(self._task, TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    raise _untried() from None
-        except OSError as error:  # no memory, no descriptor
-            log.error("a grammar could not be tried: %s; its request is refused with 503", error)
-            raise _untried() from None
-        if process.returncode in OWN_ENDS:
-            return TOO_COMPLEX
-        try:
-            [trouble] = json.loads(output)
-        except ValueError:
-            if "MemoryError" in errors or "PanicException" in errors:
-                return TOO_COMPLEX
-            if not self._ended:
-                log.error("a grammar could not be tried, exit code %d: %s; its request is refused with 503",
-                          process.returncode, errors.strip()[-MAX_WORDS:])
-            raise _untried() from None
-        return " ".join(str(trouble).split())[:MAX_WORDS]
-
-    def end(self) -> None:
-        """End the trial: its caller has left."""
-        with self._lock:
-            self._ended = True
-            if self._process is not None:
-                self._process.kill()
-
-
-def _untried() -> UnavailableError:
-    return UnavailableError("The grammar could not be tried now, as the machine is busy; try again shortly.",
-                            retry_after=5.0, code="grammar_untried")
 
 
 class GrammarCheck:
@@ -93,9 +35,11 @@ class GrammarCheck:
         """Ids of special tokens by their text. A grammar may name them, as `<|name|>` or `<[id]>`."""
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
+        self._sandbox: Sandbox | None = None
+        self._trying = threading.Lock()
 
     def accept(self, form: StructuredOutputs) -> StructuredOutputs:
-        """`form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
+        """Return `form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
         UnavailableError when it could not be tried.
         """
         self.require_bytes()
@@ -115,23 +59,47 @@ class GrammarCheck:
         """
         trouble = self.known(grammar)
         if trouble is None:
-            trouble = self.trial(grammar).run()
-            self.remember(grammar, trouble)
+            trouble = self.judge(grammar, self._ask(self.task(grammar)))
         if trouble:
             raise ValueError(trouble)
 
-    def trial(self, grammar: str) -> Trial:
-        """A trial of the grammar, to be run."""
-        return Trial(grammar, self.special)
+    def _ask(self, task: SandboxTask) -> TaskReply | SandboxEnded:
+        """Run a task in the sandbox of this check, which is kept for more."""
+        with self._trying:
+            if self._sandbox is None or not (self._sandbox.usable and self._sandbox.alive):
+                self._sandbox = Sandbox(subprocess.DEVNULL)
+                weakref.finalize(self, self._sandbox.end)
+            return self._sandbox.ask(task.encoded(), task.wall_s)
+
+    def task(self, grammar: str) -> SandboxTask:
+        """Return the task that tries the grammar."""
+        arguments: dict[str, object] = {"grammar": grammar, "special": self.special}
+        return SandboxTask(PROBE, "tried", arguments, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
 
     def known(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar, empty if nothing; None when it was not tried lately."""
+        """Return what is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
         with self._lock:
             return self._known.get(grammar)
 
-    def remember(self, grammar: str, trouble: str) -> None:
-        """Keep the outcome of a trial."""
+    def judge(self, grammar: str, reply: TaskReply | SandboxEnded) -> str:
+        """Return what is wrong with the grammar of that task, empty if nothing, and remember it. Raises
+        UnavailableError when it could not be tried."""
+        match reply:
+            case TaskDone():
+                trouble = " ".join(reply.decoded(str).split())[:MAX_WORDS]
+            case SandboxEnded(over_limits=True) | TaskBroken(name="MemoryError" | "PanicException"):
+                trouble = TOO_COMPLEX
+            case SandboxEnded() | TaskBroken() | TaskRefused():
+                how = "refused it"  # what an exception says may quote the grammar
+                if not isinstance(reply, TaskRefused):
+                    how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.name}"
+                if how:
+                    log.error("a grammar could not be tried, its process %s; its request is refused with 503",
+                              how[-MAX_WORDS:])
+                raise UnavailableError("The grammar could not be tried now, as the machine is busy; try again shortly.",
+                                       retry_after=5.0, code="grammar_untried")
         with self._lock:
             self._known[grammar] = trouble
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
+        return trouble

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
@@ -24,7 +23,7 @@ r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
 
 
 def grammar_of(form: StructuredOutputs) -> str:
-    """llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
+    """Return llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
     for text in (form.json, form.regex, form.grammar):
         if isinstance(text, str) and len(text) > (MAX_CHARS if text is form.regex else MAX_TEXT):
             raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
@@ -38,12 +37,12 @@ def grammar_of(form: StructuredOutputs) -> str:
 
 
 def preceded(grammar: str, lark: str) -> str:
-    """`grammar`, as `grammar_of` gives it, after something else: `lark` says what and refers to it as `@answer`."""
+    """Return `grammar`, a result of `grammar_of`, after something else: `lark`, which refers to it as `@answer`."""
     answer, *others = json.loads(grammar)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
 
 
-def _described(form: StructuredOutputs) -> dict[str, Any]:
+def _described(form: StructuredOutputs) -> dict[str, object]:
     if form.json is not None:
         return {"grammars": [{"json_schema": json_schema(form.json)}]}
     if form.json_object:
@@ -59,22 +58,21 @@ def _described(form: StructuredOutputs) -> dict[str, Any]:
     return _context_free(form.grammar or "")
 
 
-def _lark(text: str) -> dict[str, Any]:
+def _lark(text: str) -> dict[str, object]:
     return {"grammars": [{"lark_grammar": text}]}
 
 
-def json_schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the whitespace that outputs may have. Raises ValueError when it is not an object."""
-    given = json.loads(schema) if isinstance(schema, str) else schema
-    if not isinstance(given, Mapping):
+def json_schema(schema: str | Mapping[str, object]) -> dict[str, object]:
+    """Return a schema with the whitespace that outputs may have. Raises ValueError when it is not an object."""
+    content = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(content, Mapping):
         raise ValueError("a JSON schema must be an object")
-    options = given.get("x-guidance")
-    if options is not None:
+    if content.get("x-guidance") is not None:
         raise ValueError("'x-guidance' is not allowed in it")
-    return {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    return {**content, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def _context_free(text: str) -> dict[str, Any]:
+def _context_free(text: str) -> dict[str, object]:
     if not text.lstrip().startswith("{"):
         if len(text) > MAX_CHARS:
             raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
@@ -82,9 +80,8 @@ def _context_free(text: str) -> dict[str, Any]:
             return _lark(any_to_lark(text))
         except Exception as error:  # a parser in Python, which raises whatever comes
             raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
-    given = json.loads(text)
-    found = given.get("grammars") if isinstance(given, dict) else None
-    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+    description = json.loads(text)
+    grammars = description.get("grammars") if isinstance(description, dict) else None
+    if not isinstance(grammars, list) or not grammars or not all(isinstance(grammar, dict) for grammar in grammars):
         raise ValueError("a grammar in JSON must have a list 'grammars' of objects")
-    grammars: dict[str, Any] = given
-    return grammars
+    return {**description}

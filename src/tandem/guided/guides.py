@@ -1,4 +1,4 @@
-"""Where each constrained sequence of a lane stands in its grammar, and which tokens may come next. NumPy, no MLX."""
+"""State of each constrained sequence in its grammar, and masks of the tokens that may come next. NumPy, no MLX."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Guides:
         return request_id in self._building or request_id in self._matchers
 
     def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile, and `Vocabulary.ready`
-        told."""
+        """Begin a sequence that has produced these tokens. Its grammar is compiled in a thread, which then calls
+        `Vocabulary.ready`."""
         building = self._building[request_id] = self._vocabulary.matcher(form, produced)
         # One that was begun for an earlier insertion tells nothing of this one.
         building.add_done_callback(
@@ -58,7 +58,7 @@ class Guides:
         self._matchers.pop(request_id, None)
 
     def advance(self, request_id: str, token: int) -> None:
-        """`token` was sampled. Unknown sequences, which have left meanwhile, are ignored."""
+        """Follow a sampled token. Sequences that have been removed meanwhile are ignored."""
         matcher = self._matchers.get(request_id)
         if matcher is None:
             return
@@ -69,7 +69,7 @@ class Guides:
             self._matchers[request_id] = None
 
     def masks(self, ids: Sequence[str]) -> Masks:
-        """Which tokens those of `ids` may take that follow a grammar. Waits for grammars that are being compiled.
+        """Return the masks of those of `ids` that follow a grammar. Waits for grammars that are being compiled.
 
         Rows of other sequences, of those that are over, and of those given up have no mask.
         """
@@ -79,13 +79,13 @@ class Guides:
                 self._matchers[request_id] = _built(self._building.pop(request_id))
                 if self._matchers[request_id] is None:
                     given_up[row] = NO_GRAMMAR
-        live = [(row, matcher) for row, one in enumerate(ids) if (matcher := self._matchers.get(one)) is not None]
+        live = [(row, matcher) for row, name in enumerate(ids) if (matcher := self._matchers.get(name)) is not None]
         bits = allocate_token_bitmask(len(live), self._vocabulary.vocab_size)
         if working := [(matcher, i) for i, (_, matcher) in enumerate(live) if not matcher.is_stopped()]:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
         for i, (row, matcher) in enumerate(live):
             if matcher.is_error():
-                log.warning("gave up a grammar: %s; its request ends with an error",
+                log.warning("grammar given up: %s; its request ends with an error",
                             matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 given_up[row] = NO_CONTINUATION
@@ -96,7 +96,7 @@ class Guides:
 
 
 def _built(future: Future[LLMatcher]) -> LLMatcher | None:
-    """The matcher; None when it could not be built, whatever the reason: one request must not end a rank."""
+    """Return the matcher; None where it could not be built: one request must not end a rank."""
     error = future.exception()
     if error is not None:
         log.error("a grammar that was accepted cannot be used: %s: %s; its request ends with an error",

@@ -1,24 +1,18 @@
-"""Compiles one grammar in a process of its own, which may hang, crash or eat memory without harm to anybody.
+"""Compiles one grammar in a sandbox, which it may hang, crash or fill without harm to anybody.
 
-Run as a script with `{"grammar": ..., "special": {name: id}}` on standard input; prints what is wrong with the grammar,
-or nothing. It does what ranks do with a grammar, over a vocabulary of single bytes and with a smaller stack, so that
-what compiles here compiles there, and it measures what a step costs: on ranks all sequences wait for the slowest mask.
-Imports nothing of Tandem, to start quickly.
+It does what ranks do with a grammar, over a vocabulary of single bytes and with a smaller stack, so that what compiles
+here compiles there, and it measures what a step costs: on ranks all sequences wait for the slowest mask. Imports
+nothing of Tandem, to start quickly.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import resource
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-SECONDS = 5
-MEMORY_BYTES = 2 * 1024**3
 STACK_BYTES = 8 * 1024**2
 WALK = 16
 """Steps whose masks are measured. What lexemes cost later shows at the first: all of them are prepared."""
@@ -27,7 +21,7 @@ FURTHER, FURTHER_SECONDS = 400, 1.2
 BYTES_A_MASK = 16
 """Bytes of tokens that a mask may follow on ranks, each of which costs as much as a step here. There may be more."""
 MASK_SECONDS = 0.05
-"""Processor time that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
+"""Processor seconds that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
 TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
 
 
@@ -49,7 +43,7 @@ class _Bytes:
 
 
 def limits() -> LLParserLimits:
-    """What a grammar may cost, here and on ranks: about 20 ms a step, and 50 MB."""
+    """Return the limits of a grammar, here and on ranks: about 20 ms a step, and 50 MB."""
     return LLParserLimits(max_lexer_states=25_000, initial_lexer_fuel=400_000, verbose_errors=False)
 
 
@@ -96,21 +90,11 @@ def _last(mask: bytes, eos: int) -> int | None:
     return allowed.bit_length() - 1 if allowed else None
 
 
-def main() -> None:
-    """Read a task, write the answer."""
-    # One second between SIGXCPU, by which the parent knows this end, and SIGKILL, which anybody may have sent.
-    for kind, most, last in ((resource.RLIMIT_CPU, SECONDS, SECONDS + 1),
-                             (resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES), (resource.RLIMIT_CORE, 0, 0)):
-        with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space; the parent's clock is left
-            resource.setrlimit(kind, (most, last))
-    task = json.load(sys.stdin)
-    found: list[str] = []
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=lambda: found.append(trouble(task["grammar"], task["special"])))
-    thread.start()
-    thread.join()
-    sys.stdout.write(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def tried(grammar: str, special: dict[str, int]) -> str:
+    """Return `trouble` of the grammar, found in a thread with a small stack."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(trouble, grammar, special).result()
+    finally:
+        threading.stack_size(before)

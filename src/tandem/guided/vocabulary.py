@@ -1,4 +1,4 @@
-"""The model's vocabulary as llguidance wants it, and grammars compiled over it: what a rank keeps for all its lanes."""
+"""The model's vocabulary in llguidance's form, and grammars compiled over it; a rank keeps one for all its lanes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Vocabulary:
         self.vocab_size = vocab_size
         self.eos = tuple(token for token in eos if token < vocab_size)
         self.ready = ready
-        """Tell that a request need not wait for its matcher."""
+        """Called with the id of a request that need not wait for its matcher."""
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._compiled = lru_cache(KEPT)(self._compile)
@@ -46,7 +46,7 @@ class Vocabulary:
         return LLExecutor(num_threads=THREADS)
 
     def matcher(self, form: StructuredOutputs, produced: Sequence[int]) -> Future[LLMatcher]:
-        """A matcher of `form` that has taken in the tokens `produced`; in an error state if that is impossible."""
+        """Return a matcher of `form` that has consumed the tokens `produced`; in error state if that fails."""
         before = threading.stack_size(4 * STACK_BYTES)  # more than the grammar was tried with
         try:
             return self._threads.submit(self._matcher, form, list(produced))
@@ -86,7 +86,7 @@ class Entries:
         self.fallback: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of text that a grammar forces, as the model would write it where the tokenizer allows that.
+        """Return the tokens of text that a grammar forces, as the model would write it where the tokenizer allows that.
 
         SentencePiece puts a space before a text, and any tokenizer takes the names of special tokens for those.
         """

@@ -1,15 +1,13 @@
 """Trial of an architecture without a row: is a tiny random model of it computed rightly over stages? (mlx)
 
-`python -m tandem.loading.trial DIRECTORY`, which `models/trial.py` starts, runs the model of a directory's config.json,
-cut down, whole and in two and three stages. Exit code 0 and a line of what was compared if all bits agree, else 1 and
-the line that differed.
+`tried`, which `models/trial.py` has called in a sandbox, runs the model of a directory's config.json, cut down, whole
+and in two and three stages.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
 from tandem.models.families.table import family_of, module_of
 from tandem.models.partition import split_layers, uncut
-from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.processes.sandbox import EXIT_MEMORY
 
 STEPS = (11, 16, 1, 1)
 """Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
@@ -71,7 +69,7 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     make_caches = Frame(model, range(layers), family).make_caches
     each = [_whole_logits(model, make_caches(), row) for row in rows]
     want = [mx.concatenate(list(calls)) for calls in zip(*each, strict=True)]
-    if not all(mx.all(mx.isfinite(one)).item() for one in want):
+    if not all(mx.all(mx.isfinite(logits)).item() for logits in want):
         raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
     fixed = uncut(text_config(config), layers)
     most = min(layers - len(fixed), 3)
@@ -87,8 +85,8 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
 
 
-def _distance(one: mx.array, other: mx.array) -> float:
-    by: Any = mx.max(mx.abs(one - other)).item()
+def _distance(a: mx.array, b: mx.array) -> float:
+    by: Any = mx.max(mx.abs(a - b)).item()
     return float(by)
 
 
@@ -98,9 +96,9 @@ def _calls(row: mx.array) -> list[mx.array]:
 
 
 def _whole_logits(model: nn.Module, caches: list[Any], row: mx.array) -> list[mx.array]:
-    found = [model(x, cache=caches) for x in _calls(row)]
-    mx.eval(found)
-    return found
+    logits = [model(x, cache=caches) for x in _calls(row)]
+    mx.eval(logits)
+    return logits
 
 
 def _staged_logits(frames: list[Frame], rows: mx.array) -> tuple[list[mx.array], list[mx.array]]:
@@ -155,22 +153,14 @@ def _end_when_large() -> None:
     while max(resident_bytes(), mx.get_peak_memory()) < most:
         time.sleep(0.05)
     os.write(1, f"it takes more than {MOST_BYTES / 1e9:g} GB, cut down as it is\n".encode())
-    os._exit(1)
+    os._exit(EXIT_MEMORY)
 
 
-def main() -> int:
-    """Try the config of the directory that is the only argument; the process that asks holds a lifeline."""
-    receive_payload()
-    watch_lifeline()
+def tried(path: str) -> str:
+    """Return what was compared of the config in the directory `path`. Raises TandemError. For a process of its own."""
     start_thread(_end_when_large, name="memory")
     import_models_only()
-    try:
-        passed, line = outcome(read_config(Path(sys.argv[1])))
-    except TandemError as error:
-        passed, line = False, error.message
-    sys.stdout.write(f"{line}\n")
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    passed, line = outcome(read_config(Path(path)))
+    if not passed:
+        raise UnsupportedModel(line)
+    return line

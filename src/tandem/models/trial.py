@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryFile
 
-from tandem.env import child_environment
 from tandem.errors import UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
-from tandem.processes.child import ChildProcess
+from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +29,7 @@ def require_trial(path: Path, description: ModelDescription) -> None:
 
 @cache
 def _tried(path: Path) -> str:
-    with TemporaryFile() as output:
-        child = ChildProcess("tandem.loading.trial", b"", arguments=(str(path),), env=child_environment(),
-                             name="trial of the architecture", output=output.fileno())
-        try:
-            ended = child.wait(TIMEOUT_S)
-        finally:
-            child.kill()
-            child.wait(TIMEOUT_S)
-        output.seek(0)
-        said = output.read().decode(errors="replace").splitlines()
-    if not ended:
-        raise UnsupportedModel(f"{path}: an unlisted architecture; its trial did not end within {TIMEOUT_S:g} s",
-                               param="model")
-    line = said[-1] if said and (child.poll() or 0) >= 0 else child.describe_exit()
-    if child.poll():
-        raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {line[:500]}", param="model")
-    return line
+    reply = run_once(SandboxTask("tandem.loading.trial", "tried", {"path": str(path)}, wall_s=TIMEOUT_S))
+    if isinstance(reply, TaskDone):
+        return reply.decoded(str)
+    raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {reply.why}", param="model")

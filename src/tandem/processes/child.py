@@ -47,8 +47,8 @@ class ChildProcess:
         self.tell(payload)
 
     def tell(self, payload: bytes) -> None:
-        """Send it a line more, without a newline in it; its `receive_payload` gets one after the other. One that has
-        ended hears nothing."""
+        """Send one more payload, without a newline in it, for the child's `receive_payload`. Does nothing for a child
+        that has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")
@@ -60,7 +60,7 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     @property
@@ -69,22 +69,22 @@ class ChildProcess:
         return self.poll() is None and process_state(self.pid) in ("T", "t")
 
     def describe_exit(self) -> str:
-        """How it ended, in words."""
+        """Return in words how the process ended."""
         code = self._process.returncode
         if code is None:
             return "is running"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), a stopped one too."""
+        """Send SIGKILL, which ends a stopped process too."""
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False if `timeout_s` seconds pass first. Closes the lifeline afterwards."""
+        """Wait for the end of the process; False if `timeout_s` seconds pass first. Closes the lifeline afterwards."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,16 +1,11 @@
-"""What MLX computes on here, asked of a process of its own, so that the one that asks need not load MLX."""
+"""Device that MLX computes on here, found by another process, so that this one need not load MLX."""
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 
-import msgspec
-
-from tandem.env import child_environment
 from tandem.errors import UsageError
-from tandem.processes.interpreter import module_command
-from tandem.protocol.codec import UNREADABLE
+from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 
 MODULE = "tandem.loading.device"
 
@@ -31,12 +26,7 @@ def this_device(device: str = "auto") -> Device:
 
     Raises UsageError with MLX's last words when it does not start.
     """
-    done = subprocess.run(module_command(MODULE, device), capture_output=True, text=True, check=False,
-                          env=child_environment())
-    if done.returncode:
-        words = done.stderr.strip() or f"exit code {done.returncode}"
-        raise UsageError(f"MLX does not start on this machine: {words.splitlines()[-1]}")
-    try:
-        return msgspec.json.decode(done.stdout, type=Device)
-    except UNREADABLE as error:
-        raise UsageError(f"what MLX prints on this machine cannot be read: {error}") from None
+    reply = run_once(SandboxTask(MODULE, "describe_device", {"device": device}))
+    if isinstance(reply, TaskDone):
+        return reply.decoded(Device)
+    raise UsageError(f"MLX does not start on this machine: {reply.why}")

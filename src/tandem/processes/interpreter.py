@@ -1,4 +1,4 @@
-"""How a Python of ours is started: never with the working directory among the places that modules are imported from.
+"""Commands that start a Python of ours: never with the working directory among the places of modules.
 
 Python puts it first for `-m` and `-c`. Whoever serves a downloaded model from within its directory would then run that
 model's `random.py` in place of the library's. `-P` leaves it out; PYTHONPATH counts as ever.
@@ -19,11 +19,6 @@ def module_command(module: str, *arguments: str, python: str | None = None) -> l
 def code_command(code: str, *arguments: str) -> list[str]:
     """`python -c code arguments...`."""
     return [sys.executable, SAFE, "-c", code, *arguments]
-
-
-def script_command(path: str, *arguments: str) -> list[str]:
-    """`python path arguments...`; modules beside the script are not found either."""
-    return [sys.executable, SAFE, path, *arguments]
 
 
 def leave_working_directory(path: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Temporary files of processes that were killed: the next process that makes some takes them away."""
+"""Temporary files of processes that were killed; the next process that makes some removes them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from contextlib import suppress
 from pathlib import Path
 
 KEPT_S = 3600.0
-"""Seconds that they are kept at least: in a container the maker's process may not be seen."""
+"""Seconds that files are kept at least: in a container their maker's process may not be visible."""
 _NAME = re.compile(r"tandem-[a-z]+-(\d+)-.*")
 
 
 def temporary_prefix(kind: str) -> str:
-    """For names that `tempfile` makes: it tells who made the file. Takes leftovers of this user away first."""
+    """Return a prefix for names of `tempfile` that tells who made the file. Removes leftovers of this user first."""
     sweep(Path(tempfile.gettempdir()))
     return f"tandem-{kind}-{os.getpid()}-"
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that are no more have left in `directory`."""
+    """Remove what processes that have ended left in `directory`."""
     with suppress(OSError):
         for entry in os.scandir(directory):
-            found = _NAME.fullmatch(entry.name)
+            match = _NAME.fullmatch(entry.name)
             with suppress(OSError):
                 info = entry.stat(follow_symlinks=False)
-                if found and info.st_uid == os.getuid() and time.time() - info.st_mtime > KEPT_S \
-                        and not _runs(int(found[1])):
+                if match and info.st_uid == os.getuid() and time.time() - info.st_mtime > KEPT_S \
+                        and not _runs(int(match[1])):
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry.path, ignore_errors=True)
                     else:

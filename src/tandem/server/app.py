@@ -27,9 +27,9 @@ from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
-from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
-from tandem.server.openapi import TandemApp
+from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
+from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
 from tandem.server.store import batch_routes, idempotency
@@ -68,7 +68,7 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
                    idempotency, responses, tokens):
-        app.include_router(module.router)
+        app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:

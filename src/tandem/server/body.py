@@ -1,4 +1,4 @@
-"""The body of a request: received, judged, and made a checked structure."""
+"""Bodies of requests: read and checked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from starlette.responses import Response
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import Api, get_api, get_group, unless_gone
+from tandem.server.context import Api, get_api, get_group, note_ignored, unless_gone
 from tandem.server.failures import ClientGone, error_response, refused
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
-from tandem.server.workers.tasks import Judge
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
@@ -26,7 +24,7 @@ Result = TypeVar("Result")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
+    """Return the whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -50,7 +48,7 @@ def _too_large(limit: int) -> TooLargeError:
 
 
 async def parse(request: Request, model: type[Model]) -> Model:
-    """The request's body as `model`. The request counts from here on.
+    """Return the request's body as `model`. The request counts from here on.
 
     Raises RequestError naming the first field at fault, OverloadedError when its client has used up what it may.
     """
@@ -68,8 +66,8 @@ async def _understood(request: Request, api: Api, raw: bytes, model: type[Model]
     request.scope["tandem.body_size"] = len(raw)
     unknown = api.settings.server.unknown_fields
     if len(raw) > LARGE_BODY:
-        judge = Judge(model.__name__, raw, unknown)
-        await unless_gone(request, api.workers.ask(get_group(request), judge, type(None)))
+        task = {"schema": model.__name__, "body": raw, "unknown": unknown}
+        await unless_gone(request, api.workers.ask(get_group(request), "judge", task, type(None)))
     fields, left_out = await off_loop(len(raw) > LARGE, parse_bytes, raw, model, unknown)
     if left_out:
         note_ignored(request, *left_out)
@@ -77,21 +75,21 @@ async def _understood(request: Request, api: Api, raw: bytes, model: type[Model]
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:
-    """What `work` makes of a request's fields: here, or in a thread when there are many of them."""
+    """Return what `work` makes of a request's fields: here, or in a thread where there are many of them."""
     return await off_loop(request.scope.get("tandem.body_size", 0) > LARGE_BODY, work)
 
 
 async def refuse_query(request: Request, error: Exception) -> Response:
-    """Say which query parameter is at fault. FastAPI checks them, and has a shape of its own for what it finds."""
+    """Answer a query parameter at fault. FastAPI checks them, and has a shape of its own for errors."""
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     detail["loc"] = detail["loc"][1:]  # without "query"
     return error_response(explain(detail), request.url.path)
 
 
-def require_known(given: Iterable[str], known: Collection[str]) -> None:
+def require_known(names: Iterable[str], known: Collection[str]) -> None:
     """Raises RequestError for a query parameter that there is not: what was meant would be passed over in silence."""
-    for name in given:
+    for name in names:
         if name not in known:
             raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
                                f"{', '.join(known)}.", param=name[:100])

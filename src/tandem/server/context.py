@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
@@ -15,23 +16,25 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, UnavailableError
+from tandem.log import Seldom
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
-from tandem.server.limits.quotas import Quotas
-from tandem.server.limits.usage import Lease
+from tandem.server.fields import told
+from tandem.server.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
-from tandem.server.workers.pool import AT_ONCE, Workers
+from tandem.server.workers.pool import Workers
 from tandem.server.workers.turns import Turns
 from tandem.version import __version__
 
 if TYPE_CHECKING:
     from tandem.server.generation import Running
 
+seldom = Seldom(logging.getLogger(__name__))
 Result = TypeVar("Result")
 FINGERPRINT = f"tandem-{__version__}"
 
@@ -44,24 +47,22 @@ class Api:
         self.client = client
         """The engines of all models together."""
         self.residents = client if isinstance(client, Residents) else None
-        """Where there are several models: which of them are loaded."""
+        """Loads and unloads models, where there are several."""
         self.served = client.served if isinstance(client, Residents) else [Served(settings, client)]
         """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
-        self.workers = Workers()
-        """For what is large or costly in requests."""
+        self.workers = Workers(settings.scheduler.max_queue)
+        """Sandboxes for what is large or costly in requests."""
         self.text_turns = Turns(THREADS - 1, settings.scheduler.max_queue)
-        """Whose texts are worked on next in a thread; one thread is left for what is read on the way there."""
-        self.grammar_turns = Turns(AT_ONCE, settings.scheduler.max_queue)
-        """Whose grammar is tried next."""
+        """Turns of texts in threads; one thread is left for what is read on the way there."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
         self.live: dict[str, Running] = {}
         """Generating HTTP requests, by their ids."""
         self.at_end: list[Callable[[RequestError], None]] = []
-        """Called with what whoever still waits is to be told."""
+        """Called at shutdown with the error for all that still waits."""
         self.draining = False
         self.heartbeat_s = 5.0
         """Seconds of silence after which a stream gets a comment."""
@@ -94,11 +95,11 @@ class Api:
         """The model of that name. Raises NotFoundError, which names those that there are."""
         if name is None or name == "default":
             return self.served[0]
-        for among in (lambda one: [one.settings.model.served_name], lambda one: one.names()):
-            for one in self.served:
-                if name in among(one):
-                    return one
-        names = ", ".join(one.name for one in self.served)
+        for names_of in (lambda served: [served.settings.model.served_name], lambda served: served.names()):
+            for served in self.served:
+                if name in names_of(served):
+                    return served
+        names = ", ".join(served.name for served in self.served)
         raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
                             code="model_not_found")
 
@@ -133,7 +134,7 @@ class Api:
 
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
-    """Return what `waiting` returns, unless the client leaves before. Raises ClientGone, and what `waiting` raises."""
+    """Return what `waiting` returns, but wait no longer than the client does. Raises ClientGone, and what it raises."""
     try:
         return await unless(gone(http), waiting)
     except Stopped:
@@ -158,20 +159,28 @@ def new_id(prefix: str, mark: str = "-") -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """Return the digest of an API key that is kept and compared, 32 bytes."""
+    """Return the digest by which an API key is kept and compared, 32 bytes."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 def key_group(key: str) -> str:
-    """The group of the requests that come with a key."""
+    """Return the group of the requests that come with a key."""
     return key_digest(key).hex()[:16]
 
 
 def get_api(request: Request) -> Api:
-    """The `Api` of the application that serves this request."""
+    """Return the `Api` of the application that serves this request."""
     return cast(Api, request.app.state.api)
 
 
 def get_group(request: Request) -> str:
-    """Return the client's group, for fairness: a digest of the API key, or of its address."""
+    """Return the client's group, for fairness: a digest of the API key, or the group of its address."""
     return cast(str, request.scope.get("tandem.group", ""))
+
+
+def note_ignored(request: Request, *names: str) -> None:
+    """Have the answer's headers, and the log, name fields of a request that have no effect."""
+    request.scope.setdefault("tandem.ignored", []).extend(names)
+    level = logging.WARNING if get_api(request).settings.server.unknown_fields == "warn" else logging.DEBUG
+    shown = told(names)
+    seldom.log(level, "%s: no effect of %s", request.url.path, shown, kind=shown)

@@ -58,18 +58,19 @@ def cancelled() -> RequestError:
 
 
 def envelope(error: RequestError) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_envelope(error: RequestError) -> dict[str, Any]:
-    """Anthropic's error object."""
+    """Return Anthropic's error object."""
     kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(error: RequestError, path: str = "") -> Response:
-    """The HTTP response of an error, in the shape that clients of `path` expect; Retry-After where waiting helps."""
+    """Return the HTTP response of an error in the shape that clients of `path` expect; Retry-After where waiting helps.
+    """
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
@@ -81,14 +82,19 @@ def error_response(error: RequestError, path: str = "") -> Response:
     return Response(msgspec.json.encode(shape(error)), error.status, headers, "application/json")
 
 
-def internal_error(error: BaseException, where: str) -> ServerError:
-    """Log an unexpected exception and return what the client may know of it.
+def unexpected(error: BaseException | None, where: str, follows: str) -> None:
+    """Log an unexpected exception, each kind once in a while; `follows` says what becomes of the work.
 
     Only the places in the code are logged: the message of a foreign exception may quote a prompt.
     """
-    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-    seldom.log(logging.ERROR, "unexpected %s in %s; it ends with status 500, all else goes on; please report it\n%s",
-               type(error).__name__, where, frames, kind=frames)
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip() if error is not None else ""
+    seldom.log(logging.ERROR, "unexpected %s in %s; %s; please report it\n%s", type(error).__name__, where, follows,
+               frames, kind=frames or where)
+
+
+def internal_error(error: BaseException, where: str) -> ServerError:
+    """Log an unexpected exception and return what the client may know of it."""
+    unexpected(error, where, "it ends with status 500, all else goes on")
     return ServerError("Internal server error", code="internal_error")
 
 

@@ -1,11 +1,10 @@
-"""What every HTTP request passes first: API key or origin, metrics, and the net under unexpected exceptions."""
+"""Middleware around all HTTP requests: API key or origin, metrics, answers to unexpected exceptions."""
 
 from __future__ import annotations
 
 import hmac
 import logging
 import time
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.errors import AuthenticationError, RequestError
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import ClientGone, error_response, internal_error
-from tandem.server.fields.policy import told
-from tandem.server.limits.quotas import group_of
+from tandem.server.fields import told
 from tandem.server.origins import Origins, check_content_type
+from tandem.server.quotas import group_of
 from tandem.server.status import page
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 IGNORED_HEADER = b"x-tandem-ignored-fields"
 """Names the fields of the request that have no effect."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
-"""Need no key; /health says less without one."""
+"""Paths that need no key; /health says less without one."""
 
 
 class Gate:
@@ -75,7 +74,7 @@ class Gate:
             self._account(scope, status, time.monotonic() - started)
 
     def _admit(self, scope: Scope) -> None:
-        """Note who is asking. Raises RequestError for a missing or wrong key, a page that may not, a strange body."""
+        """Note the client. Raises RequestError for a missing or wrong key, a foreign page, a strange body."""
         client = scope.get("client")
         scope["tandem.group"] = group_of(client[0]) if client else ""
         scope["tandem.trusted"] = True
@@ -126,7 +125,6 @@ def _presented_key(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
-def _route(scope: dict[str, Any] | Scope) -> str:
-    """The route's pattern, not the path, which anyone can make up without end."""
-    route: str = getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched")
-    return route
+def _route(scope: Scope) -> str:
+    """Return the route's pattern, not the path, which anyone can make up without end."""
+    return str(getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched"))

@@ -22,8 +22,8 @@ from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.context import get_api, get_group, gone, new_id
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone, internal_error
-from tandem.server.limits.usage import Lease
 from tandem.server.openai.schemas import SamplingFields
+from tandem.server.quotas import Lease
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer
 

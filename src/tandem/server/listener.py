@@ -11,7 +11,7 @@ from tandem.system.ports import is_shadowed
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address cannot be had."""
+    """Return a listening socket. Raises ConfigError when the address cannot be had."""
     try:
         if is_shadowed(host, port):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 100,
          usual: int = 20) -> Json:
-    """Items that stand in the order of their making as a page of OpenAI's lists: `order`, `limit`, `after`.
+    """Return a page of `items`, which stand in the order of their making, by OpenAI's `order`, `limit`, `after`.
 
     Raises RequestError naming the parameter at fault.
     """

@@ -33,8 +33,8 @@ class Origins:
     def __init__(self, listening: str, hosts: Collection[str], origins: Collection[str]) -> None:
         """`listening` is the address of this server, `hosts` are further names of it and `origins` pages, as set."""
         own = {listening.lower(), socket.gethostname().lower()}
-        self._hosts = frozenset(one.lower() for one in hosts) | own
-        self._origins = frozenset(one.lower().rstrip("/") for one in origins)
+        self._hosts = frozenset(host.lower() for host in hosts) | own
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in origins)
 
     def check(self, headers: Headers) -> None:
         """Raises RequestError (403) for a host that is not this server's, and for a page that may not use it."""
@@ -53,7 +53,7 @@ class Origins:
     def _is_own(self, name: str) -> bool:
         if name in self._hosts or "*" in self._hosts or _is_private(name):
             return True
-        return any(one.startswith("*.") and name.endswith(one[1:]) for one in self._hosts)
+        return any(host.startswith("*.") and name.endswith(host[1:]) for host in self._hosts)
 
     def _may(self, origin: str, host: str | None) -> bool:
         origin = origin.lower()
@@ -74,15 +74,15 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
 
     What `curl -d` says when it is told nothing is let pass, unless it comes from a page; so is silence.
     """
-    given = headers.get("content-type")
+    content_type = headers.get("content-type")
     if method not in ("POST", "PUT", "PATCH"):
         return
     if (encoding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
         raise refused(415, f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the "
                       "header 'Content-Encoding'.", code="unsupported_content_encoding")
-    if given is None:
+    if content_type is None:
         return
-    kind = given.partition(";")[0].strip().lower()
+    kind = content_type.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
@@ -91,12 +91,13 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
         return
     if kind == FORM and "origin" not in headers:
         return
-    raise refused(415, f"Unsupported content type: {given[:200]!r}. Send the body as JSON, with the header "
+    raise refused(415, f"Unsupported content type: {content_type[:200]!r}. Send the body as JSON, with the header "
                   "'Content-Type: application/json'.", code="unsupported_content_type")
 
 
 def _is_private(name: str) -> bool:
-    """No stranger can have the name in the public DNS: an address, a name without dots, or one of a private network."""
+    """Return whether no stranger can have the name in the public DNS: an address, a name without dots or of a private
+    network."""
     if name.endswith(PRIVATE_SUFFIXES) or (name and "." not in name):
         return True
     try:

@@ -11,25 +11,25 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from tandem.borders import watch_loop
 from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
-from tandem.env import runtime_dir
+from tandem.env import engine_socket_path
 from tandem.errors import UnavailableError, UsageError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
-from tandem.server.connections.connection import Connection, Slices
+from tandem.server.connections.connection import Connection
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
-from tandem.server.failures import error_response
+from tandem.server.failures import error_response, unexpected
 from tandem.server.listener import listen
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,13 @@ class ApiServer(uvicorn.Server):
         server = api.settings.server
         self._certificate = Certificate(server.tls_cert, server.tls_key) if server.tls_cert is not None else None
         self._acceptors: list[Acceptor] = []
-        self._slices = Slices()
+        self._slice_turn = asyncio.Lock()
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
         self.announces = True
-        """False for one whose supervisor does so."""
+        """False where the supervisor announces the address."""
         self._addresses: list[str] = []
-        """Where it listens, until that is announced."""
+        """Addresses that are still to be announced."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; on a second signal, stop."""
@@ -73,44 +73,43 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start taking connections; where is said when requests can be served."""
-        watch_loop(asyncio.get_running_loop())
+        asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup([])  # connections are taken by our own acceptor
         most = most_connections(self._api.settings.server.max_connections)
         most_each = self._api.settings.server.max_connections_per_address or max(most // 2, 1)
         scheme = "http" if self._certificate is None else "https"
         for listener in sockets or ():
-            acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls,
-                                clients=self._clients)
+            acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls)
             acceptor.start()
             self._acceptors.append(acceptor)
             host, port = listener.getsockname()[:2]
             self._addresses.append(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
 
     def _announce(self) -> None:
-        """Once, in the words that people search logs for."""
+        """Log the addresses once, in the words that people search logs for."""
         for address in self._addresses:
             logger.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         self._addresses.clear()
 
     def _connection(self) -> Connection:
         made = Connection(self.config, self.server_state, self.lifespan.state)
-        made.slices = self._slices
+        made.slice_turn = self._slice_turn
         return made
 
     def _clients(self) -> list[Connection]:
-        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+        return [client for client in self.server_state.connections if isinstance(client, Connection)]
 
     def _tls(self) -> ssl.SSLContext | None:
         return self._certificate.context if self._certificate is not None else None
 
     async def on_tick(self, counter: int) -> bool:
-        """True when it is time to exit; called about each 0.1 s."""
+        """Return whether it is time to exit; called about each 0.1 s."""
         if self.announces and self._addresses and self._api.ready():
             self._announce()
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
-            for one in self._clients():
-                one.look(now)
+            for client in self._clients():
+                client.look(now)
         if self._certificate is not None and counter % int(LOOK_S * _TICKS) == 0:
             self._certificate.look()
         if self._drain_until is not None and not self.should_exit:
@@ -132,13 +131,13 @@ class ApiServer(uvicorn.Server):
 
 
 def engine_endpoint(settings: Settings) -> str:
-    """zmq address of the engine: the configured socket, or the one in the runtime directory that the port names."""
-    path = settings.process.engine_socket or str(runtime_dir() / f"engine-{settings.server.port}.sock")
+    """Return the engine's zmq address: the configured socket, or that of the port in the runtime directory."""
+    path = settings.process.engine_socket or str(engine_socket_path(settings.server.port))
     return path if "://" in path else f"ipc://{path}"
 
 
 def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
-    """A uvicorn server for `app` that logs through our own loggers and drains on signals.
+    """Return a uvicorn server for `app` that logs through our own loggers and drains on signals.
 
     Raises ConfigError for a certificate that cannot be used.
     """
@@ -162,9 +161,9 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
 
 
 def _as_ipv6(networks: Iterable[str]) -> list[str]:
-    """IPv4 networks as a socket shows their addresses that listens for IPv6 too."""
+    """Return IPv4 networks as a socket that listens for IPv6 too shows their addresses."""
     known = [ipaddress.ip_network(network) for network in networks]
-    return [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in known if one.version == 4]
+    return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 
 
 def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,
@@ -222,6 +221,13 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
             asyncio.run(serve())
         except UsageError:  # of the certificate: nobody can be told
             time.sleep(seconds)
+
+
+def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a callback of the event loop raises."""
+    message = str(context.get("message", "an error")).partition("(")[0]
+    unexpected(context.get("exception"), f"the event loop ({message.strip()})",
+               "what it concerned (a connection, a request) has ended, the rest goes on")
 
 
 def _ignore(_: int, __: FrameType | None) -> None:

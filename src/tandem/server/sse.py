@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_json(value: object) -> bytes:
-    """JSON that is one line for whoever splits it."""
+    """Return JSON that is one line for all ways to split lines."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS.items():
         if end in data:
@@ -43,7 +43,7 @@ def encode_json(value: object) -> bytes:
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:
-    """An answer in one piece."""
+    """Return an answer in one piece."""
     return Response(encode_json(body), status, media_type="application/json")
 
 
@@ -51,34 +51,34 @@ class AnswerWriter(Protocol):
     """Writes a stream in the shape of one endpoint, as complete events."""
 
     def head(self) -> bytes:
-        """Events before the first text."""
+        """Return the events before the first text."""
 
     def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
-        """Events for new text. `extras` are fields of the last chunk that has choices."""
+        """Return the events for new text. `extras` are fields of the last chunk that has choices."""
 
     def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
-        """The event with the usage."""
+        """Return the event with the usage."""
 
     async def end(self) -> None:
-        """All text is there; whatever must be done before the last event is told."""
+        """Do what must be done between the last text and the last event."""
         return None
 
     def done(self) -> bytes:
-        """Return the end of the stream."""
+        """Return the last bytes of a stream."""
         return DONE
 
     def error(self, error: RequestError) -> bytes:
-        """Return the end of a stream that failed."""
+        """Return the last bytes of a stream that failed."""
         return failed_stream(error)
 
 
 def failed_stream(error: RequestError) -> bytes:
-    """The events that end a stream in OpenAI's form that failed."""
+    """Return the events that end a failed stream in OpenAI's form."""
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
 def named_event(data: Mapping[str, Any]) -> bytes:
-    """An event whose name is its `type`."""
+    """Return an event whose name is its `type`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 
 
@@ -93,7 +93,7 @@ class Envelope:
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunk(self, choice: Mapping[str, object], extras: Mapping[str, object] | None = None) -> bytes:
-        """One event with one choice."""
+        """Return an event with one choice."""
         end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
             return b"".join((self._start, encode_json(choice), end))
@@ -101,7 +101,7 @@ class Envelope:
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
     def without_choice(self, fields: Mapping[str, object]) -> bytes:
-        """An event with no choice but other fields."""
+        """Return an event with no choice but other fields."""
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
@@ -188,7 +188,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
 
     async def _write(self, deltas: list[Delta]) -> bytes:
-        of_prompts = sum(len(one.prompt) * (one.prompt.k + 1) for one in deltas if one.prompt is not None)
+        of_prompts = sum(len(delta.prompt) * (delta.prompt.k + 1) for delta in deltas if delta.prompt is not None)
         return await off_loop(of_prompts > LARGE, self._written, deltas)
 
     def _written(self, deltas: list[Delta]) -> bytes:

@@ -14,20 +14,20 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tandem.errors import RequestError
-from tandem.server.fields.policy import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
+from tandem.server.fields import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
 """Bytes from which on a body is judged in a worker process before anything is made of it here."""
 MAX_VALUES = 100_000
 """Texts, objects, lists and names of fields in a large body: making each costs a tenth of a microsecond or more."""
 MAX_NUMBERS = 2**20
-"""Numbers in one: they are token ids."""
+"""Numbers in a large body: they are token ids."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> tuple[Model, list[str]]:
-    """A JSON body as `model`, and the names of fields that were left out. `unknown` as --unknown-fields has it.
+    """Return a JSON body as `model`, and the names of fields that were left out. `unknown`: value of --unknown-fields.
 
     Raises RequestError naming the first field at fault.
     """
@@ -53,14 +53,15 @@ def _count(data: Any) -> None:
     """Raises RequestError when there is more in it than a request can need."""
     values, numbers, left = MAX_VALUES, MAX_NUMBERS, [data]
     while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            values -= 2 * len(one)
-            parts = list(one.values()) if values >= 0 else []
+        container = left.pop()
+        if isinstance(container, dict):
+            values -= 2 * len(container)
+            parts = list(container.values()) if values >= 0 else []
         else:
-            others = [part for part in one if type(part) is not int] if len(one) <= numbers + values else one
+            large = len(container) > numbers + values
+            others = container if large else [part for part in container if type(part) is not int]
             values -= len(others)
-            numbers -= len(one) - len(others)
+            numbers -= len(container) - len(others)
             parts = others if values >= 0 else []
         if values < 0 or numbers < 0:
             raise RequestError(f"The request body holds too much: at most {MAX_VALUES} values and {MAX_NUMBERS} token "
@@ -70,7 +71,7 @@ def _count(data: Any) -> None:
 
 def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse",
             left_out: list[str] | None = None) -> Model:
-    """`data` as `model`; unknown fields within others are left out where that is wanted, and added to `left_out`.
+    """Return `data` as `model`; unknown fields within others are left out where wanted, and added to `left_out`.
 
     Raises RequestError naming the first field at fault.
     """
@@ -110,7 +111,7 @@ def _path(detail: ErrorDetails) -> str:
 
 
 def explain(detail: ErrorDetails, model: type[BaseModel] | None = None) -> RequestError:
-    """One line in OpenAI's words for one of pydantic's errors, found in a body of this schema."""
+    """Return one of pydantic's errors, found in a body of this schema, in OpenAI's words."""
     kind, path = detail["type"], _path(detail)
     if kind == "extra_forbidden":
         return unknown_field(path, fields_beside(model, detail["loc"]) if model is not None else ())

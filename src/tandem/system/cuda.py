@@ -1,4 +1,4 @@
-"""CUDA's settings for ranks that wait for one another. Without mlx."""
+"""CUDA set up for ranks that wait for one another. Without mlx."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODULE_LOADING = "CUDA_MODULE_LOADING"
 def uses_cuda(device: str) -> bool:
     """Whether ranks with this `--device` compute on NVIDIA GPUs, if this machine has any: they are not told to leave
     them, and the MLX that is installed is one of those for CUDA (mlx-cuda-12, mlx-cuda-13)."""
-    return device != "cpu" and any((one.name or "").startswith("mlx-cuda") for one in distributions())
+    return device != "cpu" and any((package.name or "").startswith("mlx-cuda") for package in distributions())
 
 
 def prepare_cuda() -> None:

@@ -32,7 +32,7 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     """A file to read bytes from, opened with `flags` too. Raises OSError, NotRegular for what is none: a pipe would be
     waited for without end, and a device may have no end."""
     file = open(  # noqa: SIM115 - the caller closes it
-        path, "rb", opener=lambda name, given: os.open(name, given | flags | os.O_NONBLOCK))
+        path, "rb", opener=lambda name, usual: os.open(name, usual | flags | os.O_NONBLOCK))
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()

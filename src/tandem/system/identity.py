@@ -23,15 +23,15 @@ def machine_id() -> str:
     container counts as a machine. The host's name where a system tells neither.
     """
     if sys.platform == "darwin":
-        found = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
-        return found[1] if found else socket.gethostname()
+        match = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
+        return match[1] if match else socket.gethostname()
     with suppress(OSError):
         return f"{boot_id()}/{os.stat('/proc/self/ns/mnt').st_ino}"
     return socket.gethostname()
 
 
 def boot_id() -> str:
-    """Another one each time this machine starts; empty where the system does not tell."""
+    """Return the id of this start of the machine; empty where the system does not tell."""
     if sys.platform == "darwin":
         return sysctl("kern.bootsessionuuid")
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Metal's memory, and the ways in which it fails. Without mlx."""
+"""Metal's memory, fences and failures. Without mlx."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def prepare_metal(fast_fences: bool = False) -> None:
 
 def _at_most(name: str, most: int) -> str:
     """A variable's number if the user has set a smaller one, else `most`."""
-    given = variable(name) or ""
-    return given if given.isdecimal() and 0 < int(given) < most else str(most)
+    own = variable(name) or ""
+    return own if own.isdecimal() and 0 < int(own) < most else str(most)
 
 
 def fault_of(text: str) -> Fault | None:
-    """What a GPU's error means, from its words: its memory was full, or it waited longer than the system allows.
+    """Return what a GPU's error means, from its words: memory was full, or a wait was longer than the system allows.
 
     Metal ends a command buffer that takes more than some seconds; with tensor parallelism it may have waited for
     another rank all that time.

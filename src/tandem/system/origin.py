@@ -1,4 +1,4 @@
-"""Where this installation of Tandem came from, and itself as a wheel, so that other machines can have the same."""
+"""Source of this installation of Tandem, and a wheel of it, so that other machines can have the same."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _direct_url() -> dict[str, Any]:
         text = distribution(PACKAGE).read_text("direct_url.json")
     except PackageNotFoundError:
         return {}
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
+    content = json.loads(text or "{}")
+    return content if isinstance(content, dict) else {}
 
 
 def write_wheel(directory: Path) -> Path:

@@ -14,7 +14,7 @@ LOCAL_NETWORK = ("macOS withholds the local network from the app that started th
                  "agent need a permission, Terminal and ssh do not): System Settings, Privacy & Security, Local "
                  "Network, turn it on there; or start it from Terminal or over ssh")
 LOCAL_NETWORK_PANE = "x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork"
-"""What `open` opens that page of the settings with."""
+"""Address of that page of the settings, for `open`."""
 _INET = re.compile(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""What a process does just now, as its kernel tells."""
+"""State of a process, from the kernel."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def find_tool(name: str) -> str | None:
 
 
 def output_of(words: Sequence[str]) -> str | None:
-    """What a command prints, its complaints included; None if it is not installed or does not come to an end."""
+    """Return what a command prints, on stderr if nothing else; None if it is not installed or does not end."""
     done = _run(words)
     return None if done is None else (done.stdout or done.stderr).decode(errors="replace")
 

@@ -69,7 +69,7 @@ class Scheme:
         return piece.replace("\u2581", " ").encode("utf-8", errors="replace")
 
 
-def scheme_of(decoder: Any, added: Mapping[int, str]) -> Scheme:
+def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
     """The scheme of tokenizer.json's `decoder` section."""
     steps = _decoder_steps(decoder)
     kinds = [step.get("type") for step in steps]
@@ -89,7 +89,7 @@ def scheme_of(decoder: Any, added: Mapping[int, str]) -> Scheme:
     return Scheme(kind="library", added=added)
 
 
-def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+def _decoder_steps(decoder: object) -> list[dict[str, Any]]:
     if not isinstance(decoder, dict):
         return []
     if decoder.get("type") == "Sequence":
@@ -143,11 +143,11 @@ def _knows_all_bytes(model: Mapping[str, Any], scheme: Scheme, known: set[str]) 
     return bool(model.get("byte_fallback")) and {f"<0x{byte:02X}>" for byte in range(256)} <= known
 
 
-def _steps(part: Any, inner: str) -> list[Mapping[str, Any]]:
+def _steps(part: object, inner: str) -> list[Mapping[str, Any]]:
     if not isinstance(part, Mapping):
         return []
     if part.get("type") == "Sequence":
-        return [step for one in part.get(inner, ()) for step in _steps(one, inner)]
+        return [step for nested in part.get(inner, ()) for step in _steps(nested, inner)]
     return [part]
 
 
@@ -164,10 +164,10 @@ class FastBackend:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
-            given = json.loads(text)
-            self.scheme: Scheme = scheme_of(given.get("decoder"), {i: token.content for i, token in added.items()})
+            content = json.loads(text)
+            self.scheme: Scheme = scheme_of(content.get("decoder"), {i: token.content for i, token in added.items()})
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            self.longest_token = longest_token(given, self.scheme, vocabulary)
+            self.longest_token = longest_token(content, self.scheme, vocabulary)
         except BaseException as error:
             if not _is_the_librarys(error):
                 raise
@@ -204,7 +204,7 @@ def _is_the_librarys(error: BaseException) -> bool:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What the library raises ends one request. Its words may quote a prompt, and are neither logged nor sent."""
+    """Turn what the library raises into ServerError. Its words may quote a prompt: they are neither logged nor sent."""
     try:
         yield
     except BaseException as error:

@@ -36,18 +36,18 @@ class TextStream:
         self._stop = tuple(s for s in stop if s)
         self._held = ""
         self.stopped = False
-        """A stop string has been found; no more text follows."""
+        """True after a stop string; no more text follows."""
         self.matched: str | None = None
-        """The stop string that was found."""
+        """Stop string that ended the text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the text that is now safe to show, perhaps empty."""
+        """Add tokens and return the text that is now safe to show, perhaps empty."""
         if self.stopped:
             return ""
         return self._scan(self._pieces.push(token_ids))
 
     def finish(self) -> str:
-        """No more tokens come: return the rest, incomplete characters as U+FFFD."""
+        """Return the rest of the text, incomplete characters as U+FFFD."""
         if self.stopped:
             return ""
         text = self._scan(self._pieces.finish())
@@ -57,8 +57,8 @@ class TextStream:
 
     def _scan(self, new: str) -> str:
         text = self._held + new
-        if found := self._first_stop(text):
-            start, stop = found
+        if first := self._first_stop(text):
+            start, stop = first
             self.stopped, self.matched, self._held = True, stop, ""
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
@@ -68,10 +68,10 @@ class TextStream:
     def _first_stop(self, text: str) -> tuple[int, str] | None:
         """Start and text of the stop string whose first occurrence ends first (the longest of those)."""
         starts = ((text.find(stop), stop) for stop in self._stop)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        if not found:
+        occurrences = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if not occurrences:
             return None
-        _, start, stop = min(found)
+        _, start, stop = min(occurrences)
         return start, stop
 
 

@@ -64,7 +64,7 @@ class ChatTemplate:
 
         With `quick`, where others wait meanwhile, raises TooExpensive when it takes more than a moment.
         """
-        given = {
+        context = {
             **self._variables,
             "documents": None,
             **(variables or {}),
@@ -73,8 +73,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with Budget(given, quick=quick):
-                return self._template.render(given)
+            with Budget(context, quick=quick):
+                return self._template.render(context)
         except Exception as error:
             if quick and isinstance(error, TooExpensive):
                 raise
@@ -85,10 +85,10 @@ class ChatTemplate:
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Templates read a message's reasoning under several names: offer it under the two that are in use."""
     copy = dict(message)
-    found = next((copy[name] for name in _REASONING if copy.get(name)), None)
-    if found is not None:
-        copy.setdefault("reasoning_content", found)
-        copy.setdefault("thinking", found)
+    reasoning = next((copy[name] for name in _REASONING if copy.get(name)), None)
+    if reasoning is not None:
+        copy.setdefault("reasoning_content", reasoning)
+        copy.setdefault("thinking", reasoning)
     return copy
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -48,6 +48,7 @@ _TO_ITEMS = frozenset(("list", "sort", "unique", "map", "select", "reject", "sel
 _REFUSED_METHODS = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "encode"))
 _WIDE = re.compile(r"\{[^{}]*(\d{4}|\{)|%(\([^)]{0,100}\))?[^a-zA-Z%]*(\d{4}|\*)")
 """A format with a width of four digits or more, or one that is taken from an argument."""
+Result = TypeVar("Result")
 _budget: ContextVar[Budget] = ContextVar("budget")
 
 
@@ -56,16 +57,16 @@ class TooExpensive(SecurityError):
 
 
 class Budget:
-    """What one rendering may still use. A context manager: within it, the environment's operations are charged."""
+    """Time, steps and sizes left to one rendering. As a context manager it has the environment's operations charged."""
 
-    def __init__(self, *given: Any, quick: bool = False) -> None:
-        """`given` is what the template works on. `quick`: others wait meanwhile."""
+    def __init__(self, *inputs: object, quick: bool = False) -> None:
+        """`inputs`: what the template works on. `quick`: others wait meanwhile."""
         self._seconds = QUICK_SECONDS if quick else MAX_SECONDS
         self._deadline = time.monotonic() + self._seconds
         self._steps = self._most_steps = QUICK_STEPS if quick else MAX_STEPS
-        self._known: dict[int, tuple[Any, int, int]] = {}
+        self._known: dict[int, tuple[object, int, int]] = {}
         """By id: a container, its `deep` size and its depth. It is kept alive, so that the id stays its own."""
-        self._limit = (QUICK_SIZE if quick else MAX_SIZE) + PER_INPUT * sum(map(self.deep, given))
+        self._limit = (QUICK_SIZE if quick else MAX_SIZE) + PER_INPUT * sum(map(self.deep, inputs))
         self._size = self._limit
 
     def __enter__(self) -> None:
@@ -83,12 +84,12 @@ class Budget:
         if self._steps < 0 or time.monotonic() > self._deadline:
             raise TooExpensive(f"it takes more than {self._most_steps} steps or {self._seconds:g} s")
 
-    def result(self, value: Any) -> Any:
+    def result(self, value: Result) -> Result:
         """Charge a result, which is returned."""
         self.step(self.size(value))
         return value
 
-    def size(self, value: Any) -> int:
+    def size(self, value: object) -> int:
         """Size of a value without what its items hold; refuses containers that unfold to too much."""
         if isinstance(value, str):
             return len(value)
@@ -97,11 +98,11 @@ class Budget:
             return ITEM * len(value)
         return 0
 
-    def deep(self, value: Any) -> int:
+    def deep(self, value: object) -> int:
         """Size of a value when it is written out, in which shared parts count as often as they occur."""
         return self._deep(value, 0)[0]
 
-    def _deep(self, value: Any, level: int) -> tuple[int, int]:
+    def _deep(self, value: object, level: int) -> tuple[int, int]:
         if isinstance(value, str):
             return len(value), 0
         if not isinstance(value, list | tuple | dict):
@@ -120,7 +121,7 @@ class Budget:
         return known[1:]
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: list[object] | tuple[object, ...] | dict[object, object]) -> Iterable[object]:
     return (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
 
 
@@ -154,12 +155,12 @@ class _Charges(jinja2.ext.Extension):
         return ""
 
     @staticmethod
-    def made(value: Any) -> Any:
+    def made(value: Result) -> Result:
         """A list, tuple or dict that is written out in the template, a slice, or a comparison."""
         return _budget.get().result(value)
 
     @staticmethod
-    def joined(*values: Any) -> str:
+    def joined(*values: object) -> str:
         """The operator ~."""
         texts = [_text(value) for value in values]
         _budget.get().step(sum(map(len, texts)))
@@ -210,7 +211,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         assert isinstance(charges, _Charges)
         return charges.rewrite(super()._parse(source, name, filename))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         """No methods of texts whose results are not foreseen here, and none of numbers."""
         if isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in _REFUSED_METHODS):
             return False
@@ -263,7 +264,7 @@ class _Opaque(Namespace):
         return "<Namespace>"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """`str(value)`, charged before it is made."""
     if isinstance(value, str):
         return value
@@ -272,7 +273,7 @@ def _text(value: Any) -> str:
 
 
 @jinja2.pass_context  # so that Jinja does not call it while it compiles
-def _output(_: Any, value: Any) -> Any:
+def _output(_: object, value: object) -> object:
     """Jinja's `finalize`: a value that is put out."""
     if not isinstance(value, jinja2.Undefined):
         value = _text(value)
@@ -280,7 +281,7 @@ def _output(_: Any, value: Any) -> Any:
     return value
 
 
-def _before_text(name: str, text: str, args: tuple[Any, ...]) -> None:
+def _before_text(name: str, text: str, args: tuple[object, ...]) -> None:
     """Charge what a method or filter makes of a text."""
     budget = _budget.get()
     size = len(text)
@@ -314,7 +315,7 @@ def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _before_filter(name: str, value: Any, more: tuple[Any, ...]) -> None:
+def _before_filter(name: str, value: object, more: tuple[object, ...]) -> None:
     budget = _budget.get()
     size = budget.deep(value)
     if name in ("replace", "format"):
@@ -335,7 +336,7 @@ def _before_filter(name: str, value: Any, more: tuple[Any, ...]) -> None:
     budget.step(size)
 
 
-def _counted(values: Iterator[Any]) -> Iterator[Any]:
+def _counted(values: Iterator[Result]) -> Iterator[Result]:
     """Charges each item for what it holds."""
     budget = _budget.get()
     for value in values:

@@ -26,7 +26,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 class Backend(Protocol):
-    """What `Tokenizer` needs from the library below it."""
+    """Interface of the library below `Tokenizer`."""
 
     vocab_size: int
     """One more than the largest id."""
@@ -87,7 +87,7 @@ class Tokenizer:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What tokenizer_config.json says, special tokens as plain texts (None for one that is not there), with the
+        """Content of tokenizer_config.json, special tokens as plain texts (None for one that is not there), with the
         chat template that is in use."""
         names = {name: _token_string(self._config.get(name)) for name in _NAMES}
         return {**self._config, **names, "chat_template": self.chat_template or None}
@@ -189,7 +189,7 @@ def load_tokenizer(
     tokens = {name: text for name in _NAMES if (text := _token_string(config.get(name))) is not None}
     source: str | None
     if chat_template_file is not None:
-        source, origin = _given_template(chat_template_file), _flag(chat_template_file)
+        source, origin = _read_template(chat_template_file), _flag(chat_template_file)
     else:
         source, origin = _template_source(files.path, config), str(files.path)
     ids = {name: _only_id(backend, text) for name, text in tokens.items() if name in ("bos_token", "eos_token")}
@@ -216,7 +216,7 @@ def _config(path: Path) -> dict[str, Any]:
     return merged
 
 
-def _token_string(value: Any) -> str | None:
+def _token_string(value: object) -> str | None:
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
 
@@ -226,20 +226,20 @@ def _only_id(backend: Backend, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def check_template_file(given: str | Path) -> None:
+def check_template_file(file: str | Path) -> None:
     """Raise UsageError for a file of `--chat-template` that cannot be read, BrokenModel for one that is no template."""
-    ChatTemplate(_given_template(given), {}, origin=_flag(given))
+    ChatTemplate(_read_template(file), {}, origin=_flag(file))
 
 
-def _flag(given: str | Path) -> str:
-    return f"--chat-template {given}"
+def _flag(file: str | Path) -> str:
+    return f"--chat-template {file}"
 
 
-def _given_template(given: str | Path) -> str:
+def _read_template(file: str | Path) -> str:
     try:
-        return read_text(Path(given).expanduser())
+        return read_text(Path(file).expanduser())
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{_flag(given)}: cannot be read: {getattr(error, 'strerror', None) or error}",
+        raise UsageError(f"{_flag(file)}: cannot be read: {getattr(error, 'strerror', None) or error}",
                          param="chat_template") from error
 
 

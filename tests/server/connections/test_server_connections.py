@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tandem.server.connections import acceptor, connection
-from tandem.server.connections.acceptor import SHARE, Acceptor, most_connections
-from tandem.server.limits.quotas import group_of
+from tandem.server.connections.acceptor import Acceptor, most_connections
+from tandem.server.quotas import group_of
 
 PATIENCE_S = 120.0
 
@@ -250,29 +250,7 @@ def test_a_flood_of_idle_connections_shuts_out_nobody(serve, wait_until):
     for one in flood:
         one.close()
     [door] = server.server._acceptors
-    wait_until(lambda: not door._open and not door._shaking)
-
-
-def test_a_flood_is_looked_through_for_idle_connections_now_and_then_only(serve, wait_until, monkeypatch):
-    """Each look takes time for every connection that there is; one for each new one made the api stand still."""
-    looks = []
-    make_room = Acceptor._make_room
-
-    def counted(self, most, **where):
-        looks.append(most)
-        return make_room(self, most, **where)
-
-    monkeypatch.setattr(Acceptor, "_make_room", counted)
-    server = serve(max_connections_per_address=320)
-    server.http.close()
-    flood = [server.raw(b"") for _ in range(960)]
-    with server.raw(LOOK) as client:
-        assert answer(client).startswith(b"HTTP/1.1 200")
-    assert 0 < len(looks) <= (960 - 320) / (320 // SHARE) + 5, "not one for each that came"
-    for one in flood:
-        one.close()
-    [door] = server.server._acceptors
-    wait_until(lambda: not door._open and not door._leaving)
+    wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))
 
 
 class Starved:
@@ -298,7 +276,7 @@ def test_without_descriptors_accepting_pauses_with_one_line_and_goes_on(caplog, 
     async def scene():
         with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
             starved = Starved(listener)
-            door = Acceptor(starved, None, most=10, most_each=10, tls=lambda: None, clients=lambda: [])
+            door = Acceptor(starved, None, most=10, most_each=10, tls=lambda: None)
             monkeypatch.setattr(door, "_admit", lambda client, group: admitted.append((client.close(), group)))
             door.start()
             await asyncio.sleep(0.3)
@@ -340,6 +318,4 @@ def test_a_lost_connection_gives_its_place_back(serve, wait_until):
             assert client.get("/health/live").status_code == 200
     server.http.close()
     [door] = server.server._acceptors
-    wait_until(lambda: door.count == 0)
-    assert not door._open
-    assert not door._shaking
+    wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))

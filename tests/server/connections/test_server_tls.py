@@ -87,7 +87,7 @@ def test_handshakes_that_do_not_come_make_room_for_those_that_do(serve, pair, wa
     for one in flood:
         one.close()
     [door] = server.server._acceptors
-    wait_until(lambda: not door._open and not door._shaking)
+    wait_until(lambda: not door.slots.open.total() and not any(door.slots.idle.values()))
 
 
 def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):

@@ -167,7 +167,8 @@ def test_cors_only_for_configured_origins(server, serve):
 def test_openapi_describes_bodies(server):
     schema = server.http.get("/openapi.json").json()
     body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "messages" in body["properties"]
+    assert body == {"$ref": "#/components/schemas/ChatRequest"}
+    assert "messages" in schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert "Message" in schema["components"]["schemas"]
     references = [text.split('"')[0] for text in msgspec.json.encode(schema).decode().split('"$ref":"#/')[1:]]
     for reference in references:

@@ -19,7 +19,7 @@ from tandem.server.cache.warming import warm
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
-from tandem.server.limits.usage import Lease, Usage
+from tandem.server.quotas import Lease, Usage
 from tandem.server.store.calls import post_scope
 from tandem.server.validation import parse_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.openai.messages import Conversation
@@ -14,7 +14,7 @@ from tandem.server.openai.schemas import ChatRequest, normalise_prompt
 class WarmRequest(ChatRequest):
     """A chat request as it will be sent, of which only what makes the prompt counts; or prompts of completions."""
 
-    messages: Conversation = []
+    messages: Conversation = Field(default_factory=list)
     prompt: Annotated[list[Any] | None, BeforeValidator(normalise_prompt)] = None
     """Strings or lists of token ids, as /v1/completions takes them."""
     unfinished: bool = False

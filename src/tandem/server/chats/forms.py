@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from msgspec.structs import asdict
 from pydantic_core import to_json
 
@@ -14,7 +12,6 @@ from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.openai.schemas import SamplingFields
-from tandem.server.workers.tasks import Describe
 
 
 async def form_of(texts: RequestTexts, fields: SamplingFields) -> StructuredOutputs | None:
@@ -27,7 +24,9 @@ async def described(texts: RequestTexts, param: str, form: StructuredOutputs) ->
     """Return `form` as a grammar, not yet tried. Raises RequestError naming `param` and the reason."""
     try:
         texts.grammars.require_bytes()
-        return await texts.ask(Describe(to_json(asdict(form))), str) if texts.body_size > LARGE else grammar_of(form)
+        if texts.body_size > LARGE:
+            return await texts.ask("describe_form", {"form": to_json(asdict(form))}, str)
+        return grammar_of(form)
     except (ValueError, RequestError) as error:
         if isinstance(error, RequestError) and error.code != "invalid_value":
             raise
@@ -36,21 +35,11 @@ async def described(texts: RequestTexts, param: str, form: StructuredOutputs) ->
 
 async def accepted(texts: RequestTexts, param: str, grammar: str) -> StructuredOutputs:
     """Return the grammar once it is known to be good. Raises RequestError naming `param` and the reason."""
-    api, grammars = get_api(texts.http), texts.grammars
-
-    async def tried() -> str:
-        async with api.grammar_turns.turn(get_group(texts.http), len(grammar)):
-            trial = grammars.trial(grammar)
-            try:
-                return await asyncio.to_thread(trial.run)
-            except asyncio.CancelledError:
-                trial.end()
-                raise
-
+    http, grammars = texts.http, texts.grammars
     trouble = grammars.known(grammar)
     if trouble is None:
-        trouble = await unless_gone(texts.http, tried())
-        grammars.remember(grammar, trouble)
+        reply = await unless_gone(http, get_api(http).workers.reply(get_group(http), grammars.task(grammar)))
+        trouble = grammars.judge(grammar, reply)
     if trouble:
         raise _refused(param, trouble)
     return StructuredOutputs(grammar=grammar)

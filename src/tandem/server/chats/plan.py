@@ -13,8 +13,8 @@ from tandem.protocol.request import StructuredOutputs
 from tandem.server.chats.forms import accepted, described
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation import Generation
 from tandem.server.openai.messages import ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of

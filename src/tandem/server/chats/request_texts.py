@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,7 +17,6 @@ from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import Message
 from tandem.server.validation import LARGE_BODY
-from tandem.server.workers.tasks import Encode, Render, Task
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer
 
@@ -57,8 +56,9 @@ class RequestTexts:
             check_bytes(self.tokenizer, text, context, param)
         size = sum(map(len, texts))
         if size > LARGE_BODY:
-            task = Encode(self._loaded.described(self.status), list(texts), context, param, special, closed)
-            return [_ids(packed) for packed in await self.ask(task, list[bytes])]
+            task = {"model": self._loaded.described(self.status), "texts": list(texts), "context": context,
+                    "param": param, "special": special, "closed": closed}
+            return [_ids(packed) for packed in await self.ask("encode", task, list[bytes], prepare="load")]
 
         def encode() -> list[list[int]]:
             return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed)
@@ -90,8 +90,9 @@ class RequestTexts:
                                         lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # for others to wait for
-        task = Render(self._loaded.described(self.status), context, to_json(conversation()))
-        packed, end = await self.ask(task, tuple[bytes, str])
+        task = {"model": self._loaded.described(self.status), "context": context,
+                "conversation": to_json(conversation())}
+        packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 
     async def _here(self, size: int, work: Callable[[], Result]) -> Result:
@@ -101,9 +102,11 @@ class RequestTexts:
         async with get_api(self.http).text_turns.turn(get_group(self.http), size):
             return await off_loop(True, work)
 
-    async def ask(self, task: Task, answer: type[Result]) -> Result:
-        """Return what a worker process makes of the task. Raises RequestError."""
-        return await unless_gone(self.http, get_api(self.http).workers.ask(get_group(self.http), task, answer))
+    async def ask(self, function: str, arguments: Mapping[str, object], answer: type[Result], *,
+                  prepare: str = "") -> Result:
+        """Return what a worker process makes of a function of `workers/work.py`. Raises RequestError."""
+        asking = get_api(self.http).workers.ask(get_group(self.http), function, arguments, answer, prepare=prepare)
+        return await unless_gone(self.http, asking)
 
 
 def _ids(packed: bytes) -> list[int]:

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+from msgspec import Struct
+
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, Settings
 from tandem.config.several import settings_of
@@ -16,7 +18,6 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.guided.check import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
-from tandem.server.workers.tasks import TextsOf
 from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,22 @@ seldom = Seldom(logger)
 LARGE = 8192
 """Characters (or tokens) from which on text work is done in a thread: about a millisecond of tokenising."""
 
+FILES_AWAY = "tokenizer_unavailable"
+"""Code of the error that files of the model cannot be read: none of the client's doing."""
+
 Result = TypeVar("Result")
 Given = TypeVarTuple("Given")
+
+
+class TextsOf(Struct, frozen=True):
+    """The model whose tokenizer and template are to be used, as the api itself has loaded them."""
+
+    source: str
+    """Directory of the model."""
+    name: str
+    chat_template: str | None
+    """A file that replaces the model's template."""
+    trust_remote_code: bool
 
 
 def tokenizer_of(model: TextsOf) -> Tokenizer:

@@ -10,15 +10,15 @@ import asyncio
 import math
 import re
 import sys
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from tandem.borders import start_task
 from tandem.errors import RequestError
+from tandem.server.connections.slots import ConnectionSlot
 from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
@@ -39,7 +39,7 @@ _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", 
 
 
 def slice_end(data: bytes) -> int:
-    """How many of the bytes are to be read at once.
+    """Return how many of the bytes to read at once.
 
     A body in chunks of a byte each costs its reader a thousand times what it costs its sender; what comes at once of it
     would hold up every other connection for seconds.
@@ -50,33 +50,6 @@ def slice_end(data: bytes) -> int:
     for _ in range(MOST_LINES):
         end = data.index(b"\n", end) + 1
     return end
-
-
-class Slices:
-    """Connections that have more to read, by turns: one slice, of one connection, between all else that the loop does.
-
-    Belongs to one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], bool]] = deque()
-
-    def add(self, read: Callable[[], bool]) -> None:
-        """Have `read` called, between other things, until it returns False."""
-        self._waiting.append(read)
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        read = self._waiting[0]
-        try:
-            more = read()
-        finally:
-            self._waiting.popleft()
-            if self._waiting:
-                asyncio.get_running_loop().call_soon(self._turn)
-        if more:
-            self.add(read)
 
 
 class _Requests(h11.Connection):
@@ -96,8 +69,8 @@ class _Requests(h11.Connection):
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """The request with a path as its target; the host of an absolute target replaces the header's (RFC 9112, section
-    3.2.2). Raises h11.RemoteProtocolError."""
+    """Return the request with a path as its target; the host of an absolute target replaces the header's (RFC 9112,
+    section 3.2.2). Raises h11.RemoteProtocolError."""
     if request.target.startswith(b"/") or b"://" not in request.target.partition(b"?")[0]:
         return request
     absolute = _ABSOLUTE.fullmatch(request.target)
@@ -110,80 +83,76 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 class _Flow(FlowControl):
-    """uvicorn's, whose reading can be held."""
+    """Flow control of uvicorn that can be kept from resuming."""
 
     held = False
 
     def resume_reading(self) -> None:
-        """Go on reading, unless that is held."""
+        """Go on reading, unless `held` is set."""
         if not self.held:
             super().resume_reading()
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol. `look` is to be called now and then; `on_lost` is called once, at the end."""
+    """uvicorn's protocol, with `look` to be called now and then. `slot` hears when it is idle, busy and closed."""
 
-    slices: Slices
-    """Readers of all connections of the event loop."""
+    slice_turn: asyncio.Lock
+    """Held while a slice is read; shared by all connections of the event loop."""
+    slot: ConnectionSlot
     flow: _Flow
-    on_lost: Callable[[], None] = staticmethod(lambda: None)
-    group = ""
-    """Whose connections it counts among."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The clock for the first header runs."""
+        """Start the clock of the first header."""
         super().connection_made(transport)
+        self.slot.close = transport.close
         self.flow = _Flow(transport)
         self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
-        """Bytes received that are still to be read."""
-        self.since = self.loop.time()
-        """When it was opened, or when its last answer was out."""
-        self._due = self.since + HEAD_S
+        """Received bytes that are still to be read."""
+        self._due = self.loop.time() + HEAD_S
         self._unread = (0, 0.0)
         """Bytes that the client has not taken, and since when it takes none."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back what the connection holds."""
+        """Give back its place."""
         self._left = b""
         super().connection_lost(exc)
-        self.on_lost()
+        self.slot.leave()
 
     @property
     def idle(self) -> bool:
-        """No request is being worked on, so that nothing is lost when it is closed."""
+        """True while no request is being worked on, so that nothing is lost by closing."""
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request: read at once, or in slices when they would hold up other connections."""
+        """Read bytes of a request at once, or in slices where they would hold up other connections."""
         if not self._left and slice_end(data) == len(data):
             self._read(data)
             return
         if not self._left:
-            self.slices.add(self._read_slice)
+            self.flow.held = self.flow.read_paused = True
+            self.transport.pause_reading()
+            start_task(self._read_slices(), name="slices", on_failure=lambda _: self.transport.abort())
         self._left += data
-        self.flow.held = self.flow.read_paused = True
-        self.transport.pause_reading()
 
-    def _read_slice(self) -> bool:
-        """Read a part of what has come; False when nothing is left of it."""
-        end = slice_end(self._left)
-        part, self._left = self._left[:end], self._left[end:]
-        try:
-            if part:
-                self._read(part)
-        except BaseException:  # as asyncio has it for what is read at once
-            self.transport.abort()
-            raise
-        if self.transport.is_closing():
-            self._left = b""
-        elif not self._left:
-            self.flow.held = False
-            self.flow.resume_reading()
-        return bool(self._left)
+    async def _read_slices(self) -> None:
+        """Read what has come, one slice of one connection between all else that the event loop does."""
+        while self._left:
+            await asyncio.sleep(0)
+            async with self.slice_turn:
+                end = slice_end(self._left)
+                part, self._left = self._left[:end], self._left[end:]
+                if part:
+                    self._read(part)
+            if self.transport.is_closing():
+                self._left = b""
+        self.flow.held = False
+        self.flow.resume_reading()
 
     def _read(self, data: bytes) -> None:
         super().data_received(data)
+        if not self.idle:
+            self.slot.work()
         unread = self.conn.trailing_data[0]
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
             self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
@@ -198,9 +167,12 @@ class Connection(H11Protocol):
             self._due = math.inf
 
     def on_response_complete(self) -> None:
-        """An answer is out. What is left of its request, or has come of the next one, has its time."""
-        self.since, self._due = self.loop.time(), math.inf
+        """Start the clock for the rest of the request, or for what has come of the next one."""
+        self._due = math.inf
+        self.slot.rest()
         super().on_response_complete()
+        if not self.idle:  # the next request had come already
+            self.slot.work()
         if self.conn.their_state is h11.SEND_BODY:
             self._due = self.loop.time() + LINGER_S
         elif self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
@@ -244,7 +216,7 @@ class Connection(H11Protocol):
 
 
 def refusing(error: RequestError) -> Any:
-    """An ASGI application that answers every request with `error` and closes the connection."""
+    """Return an ASGI application that answers every request with `error` and closes the connection."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         response = error_response(error, scope["path"])

@@ -49,8 +49,8 @@ class Certificate:
         context.set_alpn_protocols(["http/1.1"])
         flag, path = ("--tls-cert", self._cert) if self._key is None else ("--tls-key", self._key)
         try:
-            for one in filter(None, (self._cert, self._key)):
-                read_regular(one, BY_HAND)  # OpenSSL does not say which of the two it cannot read
+            for path_read in filter(None, (self._cert, self._key)):
+                read_regular(path_read, BY_HAND)  # OpenSSL does not say which of the two it cannot read
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except ssl.SSLError as error:
             reason = "there is no certificate, or no private key, in PEM format"

@@ -20,9 +20,8 @@ from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group, new_id
+from tandem.server.context import get_api, get_group, new_id, note_ignored
 from tandem.server.engines.served_model import Served
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background

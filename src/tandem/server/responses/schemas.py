@@ -144,7 +144,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: ReasoningEffort | None = None

@@ -16,7 +16,6 @@ from tandem.server.acquire import find_model
 from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.sse import json_response
-from tandem.server.workers.tasks import Compare
 
 router = APIRouter()
 
@@ -56,7 +55,7 @@ async def plan_route(
     if context is not None and context > longest:
         raise RequestError(f"context: {context} is more than the {longest} tokens that are served", param="context")
     wished = served.settings.model
-    task = Compare(wished.model or served.status().source, wished.revision, hosts, link or [],
-                   context or min(8192, longest), streams, goal)
-    body = await unless_gone(http, api.workers.ask(get_group(http), task, bytes))
+    task = {"model": wished.model or served.status().source, "revision": wished.revision, "hosts": hosts,
+            "link": link or [], "context": context or min(8192, longest), "streams": streams, "goal": goal}
+    body = await unless_gone(http, api.workers.ask(get_group(http), "compare", task, bytes))
     return Response(body, media_type="application/json")

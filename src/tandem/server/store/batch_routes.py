@@ -14,9 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import read_body
-from tandem.server.context import get_api, get_group, new_id
+from tandem.server.context import get_api, get_group, new_id, note_ignored
 from tandem.server.failures import error_response, refused
-from tandem.server.fields.ignored import note_ignored
 from tandem.server.lists import page
 from tandem.server.openai.messages import Strict
 from tandem.server.openapi import documented

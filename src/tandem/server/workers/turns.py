@@ -1,4 +1,4 @@
-"""Whose work comes next: a few pieces at once, shared evenly among clients, and never all of them one client's."""
+"""Fair semaphore: a few pieces of work at once, shared evenly among clients, never all of them one client's."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class _Waiting:
 
 
 class Turns:
-    """Fair semaphore: the next turn goes to the client with the fewest, first come, first served among equals.
+    """Grants the next turn to the client with the fewest, first come, first served among equals.
 
     Belongs to one event loop.
     """
 
     def __init__(self, at_once: int, most_waiting: int = 0) -> None:
-        """`at_once` pieces of work run; one client may have all of them but one.
+        """`at_once`: pieces of work that run; one client may have all of them but one.
 
-        `most_waiting` of its pieces may wait, where that is more than `MOST_WAITING`.
+        `most_waiting`: pieces of a client that may wait, where that is more than `MOST_WAITING`.
         """
         self._most_waiting = most_waiting
         self._free = at_once
@@ -41,11 +41,11 @@ class Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, group: str, size: int = 0) -> AsyncIterator[None]:
-        """Wait for a turn, and have it for as long as the context lasts; `size` are the bytes that are kept meanwhile.
+        """Wait for a turn and hold it for as long as the context lasts; `size`: bytes that are kept meanwhile.
 
         Raises OverloadedError when too much of the client's waits already.
         """
-        mine = [one.size for one in self._waiting if one.group == group]
+        mine = [waiting.size for waiting in self._waiting if waiting.group == group]
         if len(mine) >= max(MOST_WAITING, self._most_waiting) or (mine and sum(mine) + size > MOST_WAITING_BYTES):
             raise OverloadedError(f"{len(mine)} large requests of yours wait to be read; try again shortly.")
         waiting = _Waiting(group, size, asyncio.get_running_loop().create_future())
@@ -67,12 +67,12 @@ class Turns:
 
     def _grant(self) -> None:
         while self._free:
-            ready = [one for one in self._waiting
-                     if self._running[one.group] < self._share and not one.granted.done()]
+            ready = [waiting for waiting in self._waiting
+                     if self._running[waiting.group] < self._share and not waiting.granted.done()]
             if not ready:
                 return
-            one = min(ready, key=lambda one: self._running[one.group])
-            self._waiting.remove(one)
-            self._running[one.group] += 1
+            chosen = min(ready, key=lambda waiting: self._running[waiting.group])
+            self._waiting.remove(chosen)
+            self._running[chosen.group] += 1
             self._free -= 1
-            one.granted.set_result(None)
+            chosen.granted.set_result(None)

@@ -1,11 +1,10 @@
-"""What worker processes do. Only they import this."""
+"""Work of sandboxes on parts of a request. Only they import this."""
 
 from __future__ import annotations
 
 import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
 
 import msgspec
 from pydantic import BaseModel
@@ -23,11 +22,11 @@ from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.prompt import encode_fitting, rendered
-from tandem.server.chats.texts import tokenizer_of
+from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
+from tandem.server.fields import Unknown
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 from tandem.server.validation import parse_bytes
-from tandem.server.workers.tasks import FILES_AWAY, Compare, Describe, Encode, Judge, Render, Task
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
@@ -35,61 +34,70 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
                   openai.DetokenizeRequest, anthropic.MessagesRequest, anthropic.CountRequest,
                   responses.ResponsesRequest, WarmRequest)
 }
-"""Every body that is judged here, by the name of its schema."""
+"""Schemas of bodies by name."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
-def prepare(task: Task) -> None:
-    """Load what the model needs, whatever memory that takes: it is none of the client's. Raises RequestError."""
-    if isinstance(task, Encode | Render):
-        try:
-            _tokenizer(task.model)
-        except UsageError as error:
-            raise RequestError(error.message, code=FILES_AWAY) from error
+def load(model: TextsOf, **_: object) -> None:
+    """Load the model's tokenizer, whatever memory that takes: it is none of the client's. Raises RequestError."""
+    try:
+        _tokenizer(model)
+    except UsageError as error:
+        raise RequestError(error.message, code=FILES_AWAY) from error
 
 
-def answer(task: Task) -> Any:
-    """The answer to a task. Raises RequestError, UsageError."""
-    if isinstance(task, Judge):
-        parse_bytes(task.body, _SCHEMAS[task.route], task.unknown)
-        return None
-    if isinstance(task, Encode):
-        tokenizer = _tokenizer(task.model)
-        return [_packed(encode_fitting(tokenizer, text, task.context, task.param, special=task.special,
-                                       closed=task.closed)) for text in task.texts]
-    if isinstance(task, Render):
-        tokens, end = rendered(_tokenizer(task.model), task.context, from_json(task.conversation), quick=False)
-        return _packed(tokens), end
-    if isinstance(task, Describe):
-        try:
-            return grammar_of(msgspec.convert(from_json(task.form), StructuredOutputs))
-        except ValueError as error:
-            raise RequestError(str(error), code="invalid_value") from error
-    return _compared(task)
+def judge(schema: str, body: bytes, unknown: Unknown) -> None:
+    """Check that `body` is a good request by the schema of that name; `unknown` as --unknown-fields has it. Raises
+    RequestError."""
+    parse_bytes(body, _SCHEMAS[schema], unknown)
+
+
+def encode(model: TextsOf, texts: list[str], context: int, param: str, special: bool, closed: bool) -> list[bytes]:
+    """Return the token ids of each text, int32. Raises RequestError as `encode_fitting` does."""
+    tokenizer = _tokenizer(model)
+    return [_packed(encode_fitting(tokenizer, text, context, param, special=special, closed=closed)) for text in texts]
+
+
+def render(model: TextsOf, context: int, conversation: bytes) -> tuple[bytes, str]:
+    """Return the token ids of a conversation's prompt, int32, and the end of its text. Raises RequestError.
+
+    `conversation` is JSON, which has whole numbers of any size: the arguments of `prompt_text` by their names.
+    """
+    tokens, end = rendered(_tokenizer(model), context, from_json(conversation), quick=False)
+    return _packed(tokens), end
+
+
+def describe_form(form: bytes) -> str:
+    """Return the grammar of a form: JSON with a field of `StructuredOutputs` and its value. Raises RequestError."""
+    try:
+        return grammar_of(msgspec.convert(from_json(form), StructuredOutputs))
+    except ValueError as error:
+        raise RequestError(str(error), code="invalid_value") from error
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
     return array.array("i", tokens).tobytes()
 
 
-def _compared(task: Compare) -> bytes:
-    """The planner's answer as JSON. Raises UsageError."""
-    model = planned_files(resolve(task.model, revision=task.revision, weights=False))
-    wanted = Request(context=task.context, streams=task.streams, goal=cast("Goal | None", task.goal))
-    cluster = cluster_of(read_hosts(task.hosts, None), task.link, description=model.description, request=wanted,
+def compare(model: str, revision: str | None, hosts: list[str], link: list[str], context: int, streams: int,
+            goal: Goal | None) -> bytes:
+    """Return the planner's layouts of a model over machines as a JSON object. Raises UsageError."""
+    planned = planned_files(resolve(model, revision=revision, weights=False))
+    wanted = Request(context=context, streams=streams, goal=goal)
+    cluster = cluster_of(read_hosts(hosts, None), link, description=planned.description, request=wanted,
                          fast=False)  # as `tandem plan` does
     machines, notes = cluster.machines, cluster.notes
     try:
-        found = plan(model.description, machines, cluster.links, wanted, experts=model.experts)
+        comparison = plan(planned.description, machines, cluster.links, wanted, experts=planned.experts)
     except NothingFits as refusal:
-        found = refusal.plan
-    named = Named(model=task.model, revision=task.revision, hosts=task.hosts)
-    layout = None if found.chosen is None else found.chosen.layout
-    flags = [] if layout is None else serve_flags(found, wanted, named)
+        comparison = refusal.plan
+    named = Named(model=model, revision=revision, hosts=hosts)
+    layout = None if comparison.chosen is None else comparison.chosen.layout
+    flags = [] if layout is None else serve_flags(comparison, wanted, named)
     return msgspec.json.encode({
-        **plan_json(found, machines),
+        **plan_json(comparison, machines),
         "notes": notes if layout is None else [*notes, *caveats(layout, machines)],
-        "layers": model.description.num_layers,
+        "layers": planned.description.num_layers,
         "serve": None if layout is None else flags,
         "commands": [] if layout is None else commands(layout, flags, machines, named),
     })

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tandem.config.settings import ModelSettings
-from tandem.server.fields.known import BY_SCHEMA, ROUTES
+from tandem.server.fields import BY_SCHEMA, ROUTES
 from tandem.server.workers.work import _SCHEMAS
 from tandem.testing import CHAT_TEMPLATE
 
@@ -39,11 +39,11 @@ def fault(response):
 @pytest.mark.parametrize(("schema", "route"), ROUTES.items())
 def test_known_fields_of_other_servers_are_taken_and_named(shared, schema, route):
     assert BY_SCHEMA[schema].keys().isdisjoint(_SCHEMAS[schema].model_fields)
-    vain = [name for name, known in BY_SCHEMA[schema].items() if known.harmless is None]
+    vain = [name for name, known in BY_SCHEMA[schema].items() if known.accepted is None]
     assert vain
     for value in ("x", {"a": [1]}):
         assert ignored(ask(shared, route, **dict.fromkeys(vain[:18], value))) == vain[:18]
-    others = [name for name, known in BY_SCHEMA[schema].items() if known.harmless is not None]
+    others = [name for name, known in BY_SCHEMA[schema].items() if known.accepted is not None]
     for name in others:
         error = fault(ask(shared, route, **{name: "what is not here"}))
         assert error["message"] if route == "/v1/messages" else error["param"] == name

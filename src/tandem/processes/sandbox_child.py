@@ -1,6 +1,6 @@
-"""A worker process: reads tasks from a pipe, one after the other, within limits of its own.
+"""A sandbox's process: reads tasks from a pipe, one after the other, within limits of its own.
 
-Started as `python -m tandem.server.workers.child FD`. It may be killed at any time; nothing is lost but its task.
+Started as `python -m tandem.processes.sandbox_child FD`. It may be killed at any time; nothing is lost but its task.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import resource
 import sys
@@ -15,28 +16,25 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 
 from tandem.borders import own_process, start_thread
-from tandem.errors import RequestError, UsageError
+from tandem.errors import RequestError, TandemError
 from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.server.workers.tasks import Broken, Done, Refused, Reply, Task
+from tandem.processes.sandbox import EXIT_MEMORY, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 
-CPU_S = 20
-"""Seconds of processor time for one task."""
-MEMORY_BYTES = 3 * 1024**3
-"""What one task may add to the process. On Linux the kernel refuses more, elsewhere a thread looks."""
 KEPT_BYTES = 1024**3
 """Most memory with which a process goes on to its next task."""
 NICENESS = 10
-EXIT_MEMORY = 77
 _LOOK_S = 0.1
 _MACOS = sys.platform == "darwin"
 
 
-class Limits:
-    """Limits of the whole process, renewed for each task."""
+class ProcessLimits:
+    """Limits of the whole process, renewed for each task. On Linux the kernel refuses memory, elsewhere a thread looks.
+    """
 
     def __init__(self) -> None:
         self._most_resident = sys.maxsize
@@ -48,21 +46,27 @@ class Limits:
         else:
             with contextlib.suppress(OSError):  # rather this process than the engine
                 Path("/proc/self/oom_score_adj").write_text("1000")
+        gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
 
-    def renew(self) -> None:
-        """Give the next task its time and memory."""
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
+    def renew(self, cpu_s: int, memory_bytes: int) -> None:
+        """Give the next task its processor seconds and bytes."""
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
         if _MACOS:
-            self._most_resident = peak_bytes() + MEMORY_BYTES
+            self._most_resident = peak_bytes() + memory_bytes
         else:
-            _limit(resource.RLIMIT_AS, address_space() + MEMORY_BYTES)
+            _limit(resource.RLIMIT_AS, address_space() + memory_bytes)
 
     def lift(self) -> None:
-        """Remove the limit until the next task."""
+        """Set no limits until the next task, and return free memory to the system where the C library can."""
         self._most_resident = sys.maxsize
         for kind in (resource.RLIMIT_CPU, *(() if _MACOS else (resource.RLIMIT_AS,))):
             last = resource.getrlimit(kind)[1]
             resource.setrlimit(kind, (last, last))
+        gc.collect(0)
+        if resident_bytes() > KEPT_BYTES // 2:
+            gc.collect()
+            with contextlib.suppress(AttributeError, OSError):
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _look(self) -> None:
         while True:
@@ -78,38 +82,42 @@ def _limit(kind: int, most: int) -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has had."""
+    """Return the most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if _MACOS else 1024)
 
 
 def address_space() -> int:
-    """Bytes of addresses that are in use."""
+    """Return how many bytes of addresses are in use."""
     return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now; on macOS the most that it has had."""
+    """Return the memory that this process has now; on macOS the most that it has had."""
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
-def reply_to(task: Task, limits: Limits) -> Reply:
-    """Do the task."""
-    from tandem.server.workers.work import answer, prepare
-
+def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
+    """Run the task."""
     try:
-        prepare(task)
-        limits.renew()
-        return Done(msgspec.Raw(msgspec.msgpack.encode(answer(task))))
+        module = importlib.import_module(task.module)
+        function = getattr(module, task.function)
+        hints = get_type_hints(function)
+        arguments = {name: msgspec.convert(value, hints[name]) for name, value in task.arguments.items()}
+        if task.prepare:
+            getattr(module, task.prepare)(**arguments)
+        if limits is not None:
+            limits.renew(task.cpu_s, task.memory_bytes)
+        return TaskDone(answer=msgspec.Raw(msgspec.msgpack.encode(function(**arguments))))
     except RequestError as error:
-        return Refused(error.message, error.param, error.code, error.status)
-    except UsageError as error:
-        return Refused(error.message, error.param, None, 400)
+        return TaskRefused(message=error.message, param=error.param, code=error.code, status=error.status)
+    except TandemError as error:
+        return TaskRefused(message=error.message, param=error.param, code=None, status=400)
     except MemoryError:
         os._exit(EXIT_MEMORY)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
         # Also what no Exception is: a panic in a library written in Rust, such as tokenizers.
-        # Without its message, which may quote a prompt.
-        return Broken(type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+        return TaskBroken(name=type(error).__name__, message=str(error),
+                      frames="".join(traceback.format_tb(error.__traceback__)))
 
 
 def main() -> None:
@@ -117,34 +125,24 @@ def main() -> None:
     own_process()
     receive_payload()
     watch_lifeline()
-    limits = Limits()
     connection = Connection(int(sys.argv[1]))
-    decode = msgspec.msgpack.Decoder(Task).decode
-    import tandem.server.workers.work  # noqa: F401 - takes a second, which is not the first task's
-
-    gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
+    decode = msgspec.msgpack.Decoder(SandboxTask).decode
+    limits: ProcessLimits | None = None
     while True:
         try:
             task = decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return
+        if limits is None and task.cpu_s:
+            limits = ProcessLimits()
         reply = reply_to(task, limits)
-        limits.lift()
         del task
-        gc.collect(0)
-        if resident_bytes() > KEPT_BYTES // 2:
-            _give_back()
-        reply.last = reply.last or resident_bytes() > KEPT_BYTES
+        if limits is not None:
+            limits.lift()
+            reply.last = resident_bytes() > KEPT_BYTES
         connection.send_bytes(msgspec.msgpack.encode(reply))
         if reply.last:
             return
-
-
-def _give_back() -> None:
-    """Return what is free to the system, where the C library can."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import ServerSettings, Settings
 from tandem.config.validation import validate
 from tandem.errors import ConfigError, OverloadedError
-from tandem.server.limits.quotas import FORGET_ABOVE, Quotas, duration
+from tandem.server.quotas import FORGET_ABOVE, Quotas, duration
 from tandem.server.sse import EventStream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

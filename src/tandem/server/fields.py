@@ -1,48 +1,58 @@
-"""Fields that other servers and their clients know and this one has no use for: which of their values may be sent.
+"""Fields that a body's schema does not have: accepted, left out or refused. Pure.
 
-From the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio,
+null is taken everywhere. Fields of other servers are taken with the values of their table; what is left is refused, or
+with `--unknown-fields warn` and `ignore` left out. Nothing is left out without a word: its name comes back. The tables
+are from the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio,
 mlx_lm.server, GLM and Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, get_args
+
+from pydantic import BaseModel
+
+from tandem.errors import RequestError
 
 
 @dataclass(frozen=True)
 class Known:
-    """What may be sent in a field without an effect."""
+    """Values that a field without an effect may have."""
 
     of: str
-    """Servers and clients that have the field."""
-    harmless: Callable[[Any], bool] | None
-    """Values that say what is so anyway; None when every value is taken, as none changes the text. null always is."""
-    values: str
-    """Harmless values, in words."""
+    """The server or company that has the field."""
+    accepted: tuple[object, ...] | None
+    """Values that ask for what happens anyway; None: all, as none changes the text. null is always accepted."""
+
+    def accepts(self, value: object) -> bool:
+        """Return whether the field may have this value. A flag is no number, an integer may be a float."""
+        return self.accepted is None or any(
+            type(value) is type(known) or float in (type(value), type(known))
+            for known in self.accepted if value == known)
+
+    @property
+    def values(self) -> str:
+        """Accepted values for people."""
+        if self.accepted is None:
+            return "any"
+        return ", ".join(f"`{json.dumps(value)}`" for value in self.accepted) or "`null`"
 
 
 Fields = Mapping[str, Known]
 
 
 def _any(of: str, names: str) -> dict[str, Known]:
-    """Fields of which every value is taken."""
-    return {name: Known(of, None, "any") for name in names.split()}
+    """Return fields of which every value is accepted."""
+    return {name: Known(of, None) for name in names.split()}
 
 
-def _only(of: str, names: str, *values: Any) -> dict[str, Known]:
-    """Fields with values that change nothing; any other would need what is not here."""
-    def harmless(value: Any) -> bool:
-        return any(type(value) is type(one) or float in (type(value), type(one)) for one in values if value == one)
-
-    shown = ", ".join(f"`{_json(value)}`" for value in values) or "`null`"
-    return {name: Known(of, harmless, shown) for name in names.split()}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)
+def _only(of: str, names: str, *values: object) -> dict[str, Known]:
+    """Return fields of which only these values are accepted; others would need what is not here."""
+    return {name: Known(of, values) for name in names.split()}
 
 
 def _together(parts: Iterable[Fields]) -> Fields:
@@ -55,7 +65,7 @@ OPENAI = _together((
 ))
 """Say nothing about the text."""
 CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
-"""Caching hints for prompts."""
+"""For requests whose prefixes are not kept."""
 
 GENERATING = _together((
     OPENAI,
@@ -160,19 +170,12 @@ RESPONSES = _together((
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit that removes nothing; agents send it."""
 
-
-def _clears_nothing(management: Any) -> bool:
-    """`context_management` that takes nothing out of the conversation."""
-    edits = management.get("edits") if isinstance(management, dict) else management
-    return edits is None or (isinstance(edits, list) and all(edit == KEEP_ALL for edit in edits))
-
-
 MESSAGES = _together((
     _any("Anthropic", "metadata service_tier cache_control inference_geo diagnostics"),
     _only("Anthropic", "speed", "standard"),
     _only("Anthropic", "container"),
     _only("Anthropic", "mcp_servers", []),
-    {"context_management": Known("Anthropic", _clears_nothing, "edits that remove nothing")},
+    _only("Anthropic", "context_management", {}, {"edits": []}, {"edits": [KEEP_ALL]}),
     _any("vLLM", "request_id"),
 ))
 
@@ -197,7 +200,7 @@ ROUTES = {
     "EmbeddingRequest": "/v1/embeddings",
     "TokenizeRequest": "/tokenize",
 }
-"""Names for the documentation."""
+"""Routes by schema, for the documentation."""
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -208,7 +211,106 @@ RENAMED: Mapping[str, str] = {
 }
 """Names that llama.cpp, Ollama, Mistral and TGI have for fields of ours: they are taken as those."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
-"""Values by which other servers write no limit."""
+"""Values with which llama.cpp and Ollama set no limit."""
 
 ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
 """Fields by which other servers are asked for a LoRA adapter."""
+
+Unknown = Literal["refuse", "warn", "ignore"]
+"""Values of --unknown-fields."""
+MOST_NAMES, LONGEST_NAME = 20, 60
+"""Most fields that a header or log line names, and characters of each name."""
+LONGEST_PATH = 200
+"""Most characters of a field's path in an error."""
+
+
+def without_strangers(
+    data: Mapping[str, object], model: type[BaseModel], unknown: Unknown
+) -> tuple[dict[str, object], list[str], dict[str, str]]:
+    """Return the fields of a body that its schema has, the names of fields left out although they ask for something,
+    and by field of ours the name that the client used. Raises RequestError for a field that must not be left out."""
+    kept: dict[str, object] = {}
+    left_out: list[str] = []
+    names: dict[str, str] = {}
+    known = BY_SCHEMA.get(model.__name__, {})
+    for name, value in data.items():
+        ours = RENAMED.get(name)
+        if name in model.model_fields:
+            kept[name] = value
+        elif value is None or (name in ADAPTERS and value in ([], {})):
+            continue
+        elif name in ADAPTERS:
+            message = (f"'{name}' is not supported: an adapter is asked for by its name as 'model', which the server "
+                       "gets with --lora-modules NAME=DIRECTORY (GET /v1/models lists them).")
+            raise RequestError(message, param=name, code="unsupported_parameter")
+        elif ours in model.model_fields:
+            names |= _take_renamed(name, ours, value, data, kept)
+        elif name == "best_of" and "n" in model.model_fields:
+            # The best of n candidates when it is larger than n.
+            if value not in (1, data.get("n")):
+                _refuse(name, unknown, left_out)
+        elif name not in known:
+            if unknown == "refuse":
+                raise unknown_field(name, {*model.model_fields, *known, *RENAMED})
+            left_out.append(name)
+        elif known[name].accepted is None:
+            left_out.append(name)
+        elif not known[name].accepts(value):
+            _refuse(name, unknown, left_out)
+    return kept, left_out, names
+
+
+def _take_renamed(name: str, ours: str, value: object, data: Mapping[str, object],
+                  kept: dict[str, object]) -> dict[str, str]:
+    if isinstance(value, int) and (name, value) in UNLIMITED:
+        return {}
+    own = data.get(ours)
+    if own is not None and own != value:
+        raise RequestError(f"'{name}' and '{ours}' contradict each other; give one of them.", param=name,
+                           code="invalid_value")
+    kept[ours] = value
+    return {ours: name}
+
+
+def _refuse(name: str, unknown: Unknown, left_out: list[str]) -> None:
+    if unknown == "refuse":
+        raise RequestError(f"'{name}' is not supported by this server; leave it out.", param=name,
+                           code="unsupported_parameter")
+    left_out.append(name)
+
+
+def unknown_field(path: str, known: Iterable[str]) -> RequestError:
+    """Return the error for an unknown field, with the field beside it that may have been meant."""
+    path = path[:LONGEST_PATH]
+    *before, name = path.rsplit(".", 1)
+    near = difflib.get_close_matches(name[:LONGEST_NAME], sorted(known), 1, cutoff=0.7)
+    meant = f"; did you mean '{'.'.join([*before, near[0]])}'?" if near else "."
+    return RequestError(f"Unknown parameter: '{path}'{meant}", param=path, code="unknown_parameter")
+
+
+def fields_beside(model: type[BaseModel], place: tuple[int | str, ...]) -> set[str]:
+    """Return the names of the fields that may stand where pydantic found a wrong one."""
+    for part in place[:-1]:
+        if isinstance(part, str):
+            fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+            inner = _schema_in(fields.get(part))
+            if inner is None:
+                return set()
+            model = inner
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def _schema_in(annotation: object) -> type[BaseModel] | None:
+    """Return the schema X of an annotation X, X | None or list[X]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_schema_in(part) for part in get_args(annotation))
+    return next((schema for schema in inner if schema is not None), None)
+
+
+def told(names: Iterable[str]) -> str:
+    """Return names for a header or a line of the log, whatever characters a client has put into them."""
+    whole = list(names)
+    shown = [ascii(name[:LONGEST_NAME])[1:-1].replace(",", "")[:LONGEST_NAME] for name in whole[:MOST_NAMES]]
+    more = [f"and {len(whole) - MOST_NAMES} more"] if len(whole) > MOST_NAMES else []
+    return ", ".join(shown + more)
