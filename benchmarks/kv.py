@@ -32,7 +32,7 @@ from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
 from tandem.processes.interpreter import module_command
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import PIECE
 
 LAYOUTS = {"1": {}, "pp": {"pipeline_parallel_size": 2}}
 END = SamplingParams(max_tokens=1, temperature=0.0)

@@ -86,7 +86,7 @@ class MlxLm:
         return self.batch.nbytes
 
 
-class Arena:
+class KvBuffer:
     """Tandem's KVStore."""
 
     def __init__(self, caches: list[KVCache]) -> None:
@@ -183,4 +183,4 @@ class Pool:
         return total * sum(map(len, self.tables)) // self.parts[0].shape[1]
 
 
-CANDIDATES: dict[str, Callable[[list[KVCache]], Candidate]] = {"mlx-lm": MlxLm, "row arena": Arena, "pool": Pool}
+CANDIDATES: dict[str, Callable[[list[KVCache]], Candidate]] = {"mlx-lm": MlxLm, "row KV buffer": KvBuffer, "pool": Pool}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from harness import Server, metric, middle, table
 from kv_roles import SPLIT, WARM, Stream, place
 
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import PIECE
 
 ANSWER = 96
 """Tokens of an answer, unless --answer says otherwise: so many that it is not done before its prompt is written."""

@@ -62,7 +62,7 @@ class Machines:
         return self.base / str(number)
 
     def serve(self, model: str, *, replicas: int, **flags: object) -> Server:
-        """A server whose ranks are there: one on each, of `replicas` gangs."""
+        """A server whose ranks are there: one on each, of `replicas` rank groups."""
         port = free_port()
         ranks = [self._rank(number, port + number * (replicas > 1)) for number in range(COUNT)]
         layout = {"data_parallel_size": replicas} if replicas > 1 else {"pipeline_parallel_size": COUNT}

@@ -18,7 +18,7 @@ from harness import Server, table, tandem_server
 from kv_machines import Machines
 
 SPLIT = "prefill,decode"
-MIXED = {"pp": "one gang of two ranks", "one": "one rank with two threads", "dp": "two replicas for everything"}
+MIXED = {"pp": "one rank group of two ranks", "one": "one rank with two threads", "dp": "two replicas for everything"}
 """What the split is compared with."""
 WARM = 600
 """Tokens of a prompt after which all code has run, and paces are known."""

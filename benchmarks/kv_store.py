@@ -1,6 +1,6 @@
 """What a decode step, a join and a leave cost in three kinds of KV store: `kv_store.py [--device gpu]`.
 
-mlx-lm's BatchKVCache, Tandem's row arena, and a pool of blocks that are gathered for attention. The first table times
+mlx-lm's BatchKVCache, Tandem's row KV buffer, and a pool of blocks that are gathered for attention. The first table times
 one attention layer. The second runs a whole random model, also with the next step dispatched while the last one still
 computes: whether writes stay in place then shows in time and peak memory. On a GPU the defaults are an 8B model. Rows
 have lengths from half the context up to it.
@@ -119,7 +119,7 @@ def model_table(args: ModelArgs, shape: Shape, contexts: list[int], rows: int, s
     print(f"{'context':>8} {'store':10} {'K MiB/layer':>11} {columns}")
     for context in contexts:
         lengths = [context // 2 + context // 2 * i // (rows - 1) for i in range(rows)]
-        for name in ("mlx-lm", "row arena"):
+        for name in ("mlx-lm", "row KV buffer"):
             mx.clear_cache()
             batch = whole_batch(name, shape, lengths, args.num_hidden_layers)
             results = [model_run(model, batch, rows, steps, mode) for mode in MODES]

@@ -78,7 +78,7 @@ def decode_steps(given: argparse.Namespace, kind: str, context: int) -> dict[str
     rng, room = random.Random(context), context + given.steps + 64
     prompt = [rng.randrange(100, given.vocabulary) for _ in range(context)]
     flags: dict[str, Any] = {"kv_tokens": (given.rows + 2) * room, "max_context": room, "max_batch_size": given.rows,
-                             "prefix_cache": 1.5 / (given.rows + 2), "canary": False, "dequantize": "auto"}
+                             "prefix_cache": 1.5 / (given.rows + 2), "self_check": False, "dequantize": "auto"}
     with LLM(given.model, kv_dtype=kind, **flags) as llm:
         began = time.monotonic()
         llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0))

@@ -3,7 +3,7 @@ and tensor parallelism against `mlx.launch -n 2 mlx_lm.server` on the same weigh
 
 Every side serves HTTP and gets the same requests in turns. Goals for two ranks: decoding 1.4 times and prompts 1.6
 times as fast as one rank, two replicas 1.8 times the throughput of one at 8 clients, and 1.2 times that of mlx-lm's
-server over two ranks. The control plane's share is what a step of the gang takes beyond the work of its slowest rank.
+server over two ranks. The control plane's share is what a step of the rank group takes beyond the work of its slowest rank.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def serve(path: Path, prompt: list[int], count: int) -> tuple[Any, list[dict[str
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP)
     held: dict[int, int] = {}
     started = time.monotonic()
-    with LLM(str(path), pipeline_parallel_size=2, kv_tokens=len(prompt) + count + 64, prefix_cache=0.0, canary=False,
+    with LLM(str(path), pipeline_parallel_size=2, kv_tokens=len(prompt) + count + 64, prefix_cache=0.0, self_check=False,
              prefill_chunk=512, max_batch_size=1, dtype="bfloat16" if gpu else "float32", dequantize="no",
              max_context=len(prompt) + count, max_restarts=0) as llm:
         tell(load_s=round(time.monotonic() - started, 1), doing="computing the prompt over two stages")

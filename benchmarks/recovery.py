@@ -24,10 +24,10 @@ from harness import Server, arguments, middle, table, tandem_server, write_json
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"executor": "cluster"}, "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2},
-    "pp-spares": {"pipeline_parallel_size": 2, "spares": 1}, "tp-spares": {"tensor_parallel_size": 2, "spares": 1}}
+    "pp-standbys": {"pipeline_parallel_size": 2, "spares": 1}, "tp-standbys": {"tensor_parallel_size": 2, "spares": 1}}
 TOKENS_BEFORE = 10
-SPARES_S = 8.0
-"""Seconds for spares to import everything before the next fault."""
+STANDBYS_S = 8.0
+"""Seconds for standby ranks to import everything before the next fault."""
 
 
 class Stream:
@@ -73,10 +73,10 @@ def until(condition: Any) -> float:
     return time.monotonic()
 
 
-def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, spares: bool) -> tuple[float, float]:
+def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, standbys: bool) -> tuple[float, float]:
     """Seconds to notice it, and the client's pause."""
     until(lambda: health(server)["status"] == "healthy")
-    time.sleep(SPARES_S if spares else 0)
+    time.sleep(STANDBYS_S if standbys else 0)
     stream = Stream(server, tokens)
     stream.wait(TOKENS_BEFORE)
     ranks = [rank["pid"] for rank in health(server)["ranks"]]

@@ -182,7 +182,7 @@ def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
     from tandem.runner.ragged_attention import chosen_attention
     from tandem.runner.runner import Runner
 
-    runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(), attention=chosen_attention())
+    runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(), attention=chosen_attention())
     lengths: dict[str, int] = {}
     number = 0
 

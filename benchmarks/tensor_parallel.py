@@ -19,7 +19,7 @@ from typing import Any
 
 import harness
 
-from tandem.launchers.worlds import make_world
+from tandem.launchers.process_groups import make_process_group
 
 VARIANTS: dict[str, dict[str, str]] = {
     "one rank": {},
@@ -57,17 +57,17 @@ def main() -> None:
 def run_variant(args: argparse.Namespace, variant: str) -> Sequence[float]:
     """Milliseconds a step of each batch size, and to build one, of the slowest rank."""
     size = 1 if variant.startswith("one rank") else args.ranks
-    world = make_world(args.backend, size, 0)
+    process_group = make_process_group(args.backend, size, 0)
     command = [sys.executable, __file__, "--model", args.model, "--ranks", str(size), "--backend", args.backend,
                "--steps", str(args.steps), "--batches", *map(str, args.batches), "--as-rank", variant]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=harness.child_environment(
-        {**world.variables(i), **VARIANTS[variant], **harness.threads_environment(1)})) for i in range(size)]
+        {**process_group.variables(i), **VARIANTS[variant], **harness.threads_environment(1)})) for i in range(size)]
     try:
         figures = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-        world.remove()
+        process_group.remove()
     return [max(column) for column in zip(*figures, strict=True)]
 
 

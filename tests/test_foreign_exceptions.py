@@ -18,7 +18,7 @@ from tandem.checkpoints import hub
 from tandem.checkpoints.safetensors import read_header
 from tandem.config.loading import from_json
 from tandem.diagnostics.doctor import model_files
-from tandem.engine.gateway import Gateway
+from tandem.engine.ipc_server import Gateway
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor
 from tandem.executors.rank_loop import RankLoop
@@ -73,7 +73,7 @@ MADE: dict[type[Exception], Exception] = {zmq.ZMQError: zmq.ZMQError(24), zmq.Ag
                                           zmq.ZMQVersionError: zmq.ZMQVersionError("4", "5")}
 ZMQ = [MADE.get(one) or made(one) for one in classes(zmq.error)]
 STATUS = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1, queued=0,
-                      running=0, kv_tokens_used=0, kv_tokens_total=1, restarts=0, stages=1, lanes=1, ranks=[])
+                      running=0, kv_tokens_used=0, kv_tokens_total=1, restarts=0, stages=1, micro_batches=1, ranks=[])
 
 
 @pytest.mark.parametrize("error", ZMQ, ids=lambda one: type(one).__name__)

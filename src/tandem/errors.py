@@ -122,13 +122,13 @@ class TimeoutExceeded(ServerError):
 
 CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout",
           "error")
-"""Why a gang ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
+"""Why a rank group ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
 does not move; ranks did not come up in time; machines are missing; a GPU does not answer; a GPU's memory is full; a GPU
 waited for another rank until the system ended that; a rank raised."""
 
 
 class RankFailure(TandemError):
-    """A rank died, hung or raised. The gang of ranks ends and is replaced.
+    """A rank died, hung or raised. The rank group of ranks ends and is replaced.
 
     `cause` is one of `CAUSES`, for metrics.
     """

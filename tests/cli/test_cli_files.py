@@ -62,7 +62,7 @@ COMMANDS = {
     "--config": ["serve", "MODEL", "--config", "FILE"],
     "--api-key-file": ["serve", "MODEL", "--api-key-file", "FILE"],
     "cache --api-key-file": ["cache", "list", "--api-key-file", "FILE"],
-    "--warm": ["serve", "MODEL", "--warm", "FILE"],
+    "--warmup-prompts": ["serve", "MODEL", "--warmup-prompts", "FILE"],
     "cache warm": ["cache", "warm", "FILE"],
     "--chat-template": ["generate", "MODEL", "--local", "--chat-template", "FILE", "--prompt", "hello"],
     "serve --chat-template": ["serve", "MODEL", "--port", "0", "--chat-template", "FILE"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 
 _RANK = """
 import json, os, socket, sys

@@ -67,10 +67,10 @@ def test_children_get_it_as_it_is(tmp_path):
     ('[models]\nmax_loaded = 0', ("max_loaded", "1 or more")),
     ('[models.default]\nmodel = "x"', ("'default' cannot be",)),
     ('[models."a b"]\nmodel = "x"', ("'a b' cannot be",)),
-    ('[models]\nalso = ["a=x", "a=y"]', ("two models of the name a",)),
-    ('[models]\nalso = ["a"]', ("--also a", "NAME=MODEL")),
+    ('[models]\nextra_models = ["a=x", "a=y"]', ("two models of the name a",)),
+    ('[models]\nextra_models = ["a"]', ("--extra-models a", "NAME=MODEL")),
     ('[models]\nlora_modules = ["=x"]\n[model]\nmodel = "m"', ("'' cannot be",)),
-    ('[model]\nmodel = "m"\nserved_name = "a"\n[models]\nalso = ["a=x"]', ("two models of the name a",)),
+    ('[model]\nmodel = "m"\nserved_name = "a"\n[models]\nextra_models = ["a=x"]', ("two models of the name a",)),
 ])
 def test_mistakes_are_named(tmp_path, text, words):
     with pytest.raises(ConfigError) as error:

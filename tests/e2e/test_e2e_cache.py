@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from served import PATIENCE_S, Server, serving
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.testing import tiny_model
 
 SYSTEM = "You answer in verse, and never say why. " * 25
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(place: Path) -> Iterator[Server]:
     with serving(place / "tiny", "--data-parallel-size", "2", "--kv-disk", place / "kv", "--api-key-file",
-                 place / "keys", "--default-max-tokens", "4", "--warm", place / "system.txt") as server:
+                 place / "keys", "--default-max-tokens", "4", "--warmup-prompts", place / "system.txt") as server:
         server.headers["Authorization"] = "Bearer sesame"
         server.client = server.client.with_options(api_key="sesame")
         yield server
@@ -58,11 +58,11 @@ def cached(server: Server, system: str) -> int:
 def test_the_prompts_of_warm_are_there_when_the_server_is_ready(two, place):
     for replica in ask(two, "GET", "/v1/cache").json()["data"][0]["replicas"]:
         [one] = replica["prefixes"]
-        assert one["tokens"] >= 512 and one["disk_tokens"] == one["tokens"] // PIECE * PIECE
+        assert one["tokens"] >= 512 and one["disk_tokens"] == one["tokens"] // DISK_BLOCK * DISK_BLOCK
     assert cached(two, SYSTEM) > 512
-    told = two.command("serve", str(place / "tiny"), "--warm", str(place / "none.txt"))
+    told = two.command("serve", str(place / "tiny"), "--warmup-prompts", str(place / "none.txt"))
     assert told.returncode == 2
-    assert told.stderr.startswith(f"tandem: --warm {place / 'none.txt'}: cannot be read")
+    assert told.stderr.startswith(f"tandem: --warmup-prompts {place / 'none.txt'}: cannot be read")
     command(two, place, "drop")
 
 
@@ -70,7 +70,7 @@ def test_a_system_prompt_is_warmed_listed_and_dropped(two, place):
     told = command(two, place, "warm", str(place / "system.txt")).splitlines()
     total = int(told[0].split(": ")[1].split()[0])
     assert 512 < total < 768
-    there = total // PIECE * PIECE
+    there = total // DISK_BLOCK * DISK_BLOCK
     # The second replica reads what the first has put on the disk that they share.
     kept = f"kept in memory {total // 32 * 32}, on disk {there}"
     assert told[1] == f"  replica 0: {total} computed, 0 were there; {kept}"

@@ -18,7 +18,7 @@ from openai import OpenAI
 from clients.page import blocks
 from served import PATIENCE_S, address, end
 from tandem.config.legacy import MAPPED, NOT_MAPPED
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -159,9 +159,9 @@ def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
         messages: list[Any] = [{"role": "user", "content": "Hello from distributed inference!"}]
         answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8)
         assert answer.choices[0].message.content is not None
-        pieces = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True,
+        disk_blocks = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True,
                                                      temperature=0.7))
-        assert pieces[-1].choices[0].finish_reason in ("stop", "length")
+        assert disk_blocks[-1].choices[0].finish_reason in ("stop", "length")
     finally:
         end(process)
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from served import wait_until
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow

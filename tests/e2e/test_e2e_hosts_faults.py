@@ -37,8 +37,8 @@ def answer_in_background(server: Served) -> tuple[threading.Thread, list[str]]:
 
 
 def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny: Path) -> None:
-    """One server with a spare on each machine, three faults, the same greedy answer after each."""
-    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"]), "--spares", "1") as server:
+    """One server with a standby rank on each machine, three faults, the same greedy answer after each."""
+    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"]), "--standby-ranks", "1") as server:
         undisturbed = server.complete(LONG)
         eventually(lambda: running(machines, "h2", STANDBY))
         for module in ("tandem.executors.worker", "tandem.launchers rank-host"):

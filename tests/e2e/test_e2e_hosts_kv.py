@@ -48,7 +48,7 @@ def test_another_split_over_the_machines_finds_what_they_kept(machines: Machines
         assert len(list(disks[0].glob("*/*.kv"))) == 16 and not list(directory.iterdir())
 
 
-class Fleet:
+class EnginePool:
     """Replicas of one server, each on a machine of its own with a disk of its own."""
 
     def __init__(self, server: Served, disks: dict[str, Path]) -> None:
@@ -76,8 +76,8 @@ class Fleet:
     def ask(self, replica: str, prompt: list[int], tokens: int = 12) -> str:
         return self.server.complete(tokens, prompt=prompt, prompt_cache_key=self.key_of(replica))
 
-    def written(self, machine: str, pieces: int) -> None:
-        eventually(lambda: len(list(self.disks[machine].glob("*/*.kv"))) >= pieces, 120)
+    def written(self, machine: str, disk_blocks: int) -> None:
+        eventually(lambda: len(list(self.disks[machine].glob("*/*.kv"))) >= disk_blocks, 120)
 
     @property
     def handed_over(self) -> int:
@@ -126,45 +126,45 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
     common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout",
               "200"]
     with serving(machines, *common) as server:
-        fleet = Fleet(server, disks)
-        fleet.lent_to_all(2)
+        engine_pool = EnginePool(server, disks)
+        engine_pool.lent_to_all(2)
         # A prompt that one has computed is brought to the other.
-        expected = fleet.ask("0", prompts[0])
-        fleet.written("h1", 8)
-        assert fleet.ask("1", prompts[0]) == expected
-        assert fleet.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
-        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
+        expected = engine_pool.ask("0", prompts[0])
+        engine_pool.written("h1", 8)
+        assert engine_pool.ask("1", prompts[0]) == expected
+        assert engine_pool.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
+        assert engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
         assert len(list(disks["h2"].glob("*/*.kv"))) == 8, "it is kept there too"
         # One that joins later, on the server's own machine, takes over what runs at one that drains.
-        fleet.command("add")
-        fleet.lent_to_all(3)
-        undisturbed = fleet.ask("1", prompts[1], 400)
+        engine_pool.command("add")
+        engine_pool.lent_to_all(3)
+        undisturbed = engine_pool.ask("1", prompts[1], 400)
         body = {"model": "default", "prompt": prompts[1], "max_tokens": 7000, "temperature": 0, "ignore_eos": True,
-                "stream": True, "prompt_cache_key": fleet.key_of("0")}
+                "stream": True, "prompt_cache_key": engine_pool.key_of("0")}
         text = ""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
             for _ in range(40):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
-            before = sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values())
-            fleet.command("drain", "0")
+            before = sum(engine_pool.counted("tandem_kv_disk_brought_bytes_total").values())
+            engine_pool.command("drain", "0")
             eventually(lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
                        what=lambda: server.log)
             while len(text) < len(undisturbed):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
         assert text.startswith(undisturbed)
-        assert sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values()) > before
-        eventually(lambda: "0" not in fleet.counted("tandem_kv_disk_brought_bytes_total"), what=lambda: server.log)
+        assert sum(engine_pool.counted("tandem_kv_disk_brought_bytes_total").values()) > before
+        eventually(lambda: "0" not in engine_pool.counted("tandem_kv_disk_brought_bytes_total"), what=lambda: server.log)
         # What is on the server's own machine is brought to others too.
-        expected = fleet.ask("2", prompts[2])
+        expected = engine_pool.ask("2", prompts[2])
         assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
-        before = fleet.counted("tandem_kv_disk_brought_bytes_total")["1"]
-        assert fleet.ask("1", prompts[2]) == expected
-        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > before
+        before = engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"]
+        assert engine_pool.ask("1", prompts[2]) == expected
+        assert engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"] > before
         # A cable that is pulled while KV comes over it: it is computed.
-        expected = fleet.ask("1", prompts[3])
+        expected = engine_pool.ask("1", prompts[3])
         assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
-        key, answers = fleet.key_of("2"), queue.SimpleQueue[str]()
+        key, answers = engine_pool.key_of("2"), queue.SimpleQueue[str]()
         machines.slow("h2", rate="1mbit")
         sent = machines.sent("h2")
         thread = threading.Thread(target=lambda: answers.put(
@@ -192,21 +192,21 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
     common = [model, "--hostfile", hostfile(machines, ["h1", "h2"]), "--parallel", "1", "-dp", "2", "--roles",
               "prefill,decode", "--kv-disk", str(tmp_path / "kv"), "--kv-tokens", "40000"]
     with serving(machines, *common) as server, ThreadPoolExecutor(2) as pool:
-        fleet = Fleet(server, disks)
-        fleet.lent_to_all(2)
-        fleet.hands_over()
-        before, brought = fleet.handed_over, fleet.counted("tandem_kv_disk_brought_bytes_total")
+        engine_pool = EnginePool(server, disks)
+        engine_pool.lent_to_all(2)
+        engine_pool.hands_over()
+        before, brought = engine_pool.handed_over, engine_pool.counted("tandem_kv_disk_brought_bytes_total")
         assert [server.complete(tokens, prompt=prompt) for prompt in prompts[:2]] == expected[:2]
-        assert fleet.handed_over == before + 1, "a short prompt stays where its answer is"
-        after = fleet.counted("tandem_kv_disk_brought_bytes_total")
+        assert engine_pool.handed_over == before + 1, "a short prompt stays where its answer is"
+        after = engine_pool.counted("tandem_kv_disk_brought_bytes_total")
         assert after["1"] > brought["1"] and after["0"] == brought["0"] == 0
         # The machine for prompts dies while one of them comes from it over its cable, and another is computed there.
-        pieces = len(list(disks["h1"].glob("*/*.kv")))
+        disk_blocks = len(list(disks["h1"].glob("*/*.kv")))
         machines.slow("h1", rate="1mbit")
         sent = machines.sent("h1")
         answers = [pool.submit(server.complete, tokens, prompt=prompt) for prompt in prompts[2:]]
         eventually(lambda: machines.sent("h1") > sent + 100_000, what=lambda: server.log)
-        fleet.written("h1", pieces + 2000 // 64 + 1)
+        engine_pool.written("h1", disk_blocks + 2000 // 64 + 1)
         machines.cut("h1")
         try:
             for pid in machines.processes("h1", "tandem"):
@@ -217,4 +217,4 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         finally:
             machines.heal("h1")
         server.wait_for(r"\[engine 0\].* Ranks ready again")
-        fleet.hands_over()
+        engine_pool.hands_over()

@@ -50,7 +50,7 @@ def test_machines_join_by_hand_in_reverse_order_and_before_the_head(
         assert process.wait(240) == 0, log.read_text()
 
 
-def test_a_spare_machine_takes_the_place_of_one_that_leaves(machines: Machines, tiny: Path, expected: str) -> None:
+def test_a_standby_machine_takes_the_place_of_one_that_leaves(machines: Machines, tiny: Path, expected: str) -> None:
     with serving(machines, *manual(machines, tiny, "-pp", "2"), ready=False) as server:
         give_token(machines)
         ranks = [join(machines, name) for name in ("h1", "h2", "h0")]

@@ -72,7 +72,7 @@ model = "{path / 'alpha'}"
 [scheduler]
 memory_fraction = {budget!r}
 kv_tokens = 16384
-canary = false
+self-check = false
 [models.beta]
 model = "{path / 'beta'}"
 pipeline_parallel_size = 2
@@ -137,11 +137,11 @@ def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
 def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     alpha, beta = (server.complete(name, max_tokens=200) for name in ("alpha", "beta"))
     assert server.loaded() == {"alpha", "beta"}
-    pieces: list[str] = []
+    disk_blocks: list[str] = []
     again: list[str] = []
 
     def follow() -> None:
-        pieces.extend(chunk.choices[0].text for chunk in server.client.completions.create(
+        disk_blocks.extend(chunk.choices[0].text for chunk in server.client.completions.create(
             model="beta", prompt=PROMPT, stream=True, **LONG))
 
     streaming = threading.Thread(target=follow)
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     psutil.Process(victim).kill()
     other.join()
     streaming.join()
-    assert again == [alpha] and "".join(pieces) == beta
+    assert again == [alpha] and "".join(disk_blocks) == beta
     # What /health tells of an engine may be a second old.
     wait_until(lambda: sum(one["restarts"] for one in server.get("/health")["replicas"]) == 1)
     assert server.get("/health")["status"] == "healthy" and server.loaded() == {"alpha", "beta"}
@@ -246,9 +246,9 @@ def test_the_api_can_die_alone(server: Models) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--also", "big={path}/beta", "--kv-tokens", "99999999"), ("alpha can never be loaded", "MiB", "kv_tokens")),
-    (("--also", "gone={path}/gone"), ("model gone", "no such directory")),
-    (("--also", "beta={path}/beta", "--keep", "gamma"), ("--keep gamma", "alpha, beta")),
+    (("--extra-models", "big={path}/beta", "--kv-tokens", "99999999"), ("alpha can never be loaded", "MiB", "kv_tokens")),
+    (("--extra-models", "gone={path}/gone"), ("model gone", "no such directory")),
+    (("--extra-models", "beta={path}/beta", "--pinned-models", "gamma"), ("--pinned-models gamma", "alpha, beta")),
 ])
 def test_what_can_never_work_is_refused_at_the_start(config: Path, arguments: tuple[str, ...],
                                                      words: tuple[str, ...]) -> None:

@@ -113,7 +113,7 @@ def test_the_planner_compares_layouts_and_gives_the_command(page: Window) -> Non
 @NO_CHROMIUM
 def test_models_are_loaded_and_unloaded(tmp_path: Path) -> None:
     one, two = tiny_model(tmp_path / "alpha"), tiny_model(tmp_path / "two", seed=1)
-    with serving(one, "--also", f"beta={two}") as server, chromium() as page:
+    with serving(one, "--extra-models", f"beta={two}") as server, chromium() as page:
         page.open(server.url)
         page.view("models")
         badge = "[data-model='beta'] .badge"

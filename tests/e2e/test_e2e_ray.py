@@ -25,8 +25,8 @@ from openai import OpenAI, OpenAIError
 from tandem import LLM, SamplingParams
 from tandem.errors import UsageError
 from tandem.launchers.facts import address_towards
+from tandem.launchers.process_groups import free_ports
 from tandem.launchers.ray import driver as ray_driver
-from tandem.launchers.worlds import free_ports
 from tandem.testing import tiny_model
 
 pytest.importorskip("ray")
@@ -127,7 +127,7 @@ class Server:
         return httpx.get(self.url + path, timeout=240, headers={"Authorization": f"Bearer {SECRET}"}).json()
 
     def stream(self, on_text: Callable[[], None] = lambda: None) -> str:
-        """A greedy answer; `on_text` is called at its first piece."""
+        """A greedy answer; `on_text` is called at its first disk block."""
         text = ""
         for chunk in self.client.completions.create(model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0,
                                                     stream=True, extra_body={"ignore_eos": True}):

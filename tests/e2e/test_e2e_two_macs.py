@@ -107,5 +107,5 @@ def test_the_commands_of_the_page_lead_to_an_answer(make_machines: Callable[[int
     status = json.loads(machines.run("h0", "tandem status --port 8000 --json --interval 0", timeout=WAIT_S).stdout)
     ranks = status[0]["replicas"][0]["ranks"]
     assert [rank["host"] for rank in ranks] == ["Mac", "Mac"] and [rank["stage"] for rank in ranks] == [0, 1]
-    for name in ("h0", "h1"):  # a rank host and its rank, on each Mac
+    for name in ("h0", "h1"):  # a node agent and its rank, on each Mac
         said(tmp_path / name / "caffeinate.log", r"\n.*\n", lambda: True)

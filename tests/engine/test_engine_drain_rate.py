@@ -60,5 +60,5 @@ def test_an_engine_that_is_full_says_when_to_come_back(tmp_path: Path) -> None:
             engine.submit(last)
         assert measured.value.retry_after == 2.0
 
-    with LLM(str(tiny_model(tmp_path)), max_queue=2, max_batch_size=1) as llm:
+    with LLM(str(tiny_model(tmp_path)), max_queued_requests=2, max_batch_size=1) as llm:
         ask(llm, fill)

@@ -10,7 +10,7 @@ import msgspec
 import zmq
 
 from statuses import STATUS
-from tandem.engine.gateway import Gateway
+from tandem.engine.ipc_server import IPCServer
 from tandem.protocol.control import Abort, EngineMessage, EngineStatus, QueryStatus, Submit
 from tandem.protocol.request import EngineRequest, SamplingParams
 
@@ -20,10 +20,10 @@ def test_the_gateway_survives_its_clients() -> None:
     submit = msgspec.msgpack.encode(Submit(EngineRequest(request_id="r", prompt=[1], params=SamplingParams())))
     query = msgspec.msgpack.encode(QueryStatus(7))
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp") as directory:
-        gateway = Gateway(Path(directory) / "e.sock", STATUS, lambda: b"")
+        ipc_server = IPCServer(Path(directory) / "e.sock", STATUS, lambda: b"")
         with zmq.Context() as context, context.socket(zmq.DEALER) as client:
             client.linger = 0
-            client.connect(f"ipc://{gateway.path}")
+            client.connect(f"ipc://{ipc_server.path}")
             for _ in range(200):
                 cut = draw.randrange(len(submit))
                 damaged = bytearray(submit)
@@ -42,11 +42,11 @@ def test_the_gateway_survives_its_clients() -> None:
             client.send(query)
             taken = []
             while not taken or taken[-1] != Abort("last"):
-                messages = gateway.receive(10.0)
+                messages = ipc_server.receive(10.0)
                 assert messages, "the gateway has stopped handing on messages"
                 taken += [message for _, message in messages]
             assert all(isinstance(message, Submit | Abort) for message in taken)
             assert client.poll(240_000)
             answer = msgspec.msgpack.decode(client.recv(), type=EngineMessage)
             assert isinstance(answer, EngineStatus) and (answer.query_id, answer.state) == (7, "ready")
-        gateway.close()
+        ipc_server.close()

@@ -78,7 +78,7 @@ class Killed(Executor):
             self._die()
         self.plans.popleft()
         return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
-                        result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))),
+                        result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))),
                 Stepped(RankStep(1, plan.step_id, 0.0, 0))]
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def an_engine(model: Path, executor: Killed) -> Engine:
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(canary=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20))
+                        scheduler=SchedulerSettings(self_check=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20))
     engine = Engine(settings, plan_layout(settings), executor)
     engine.start()
     return engine

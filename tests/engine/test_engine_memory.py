@@ -31,7 +31,7 @@ def ready(rank: int, machine: str, **changes) -> Ready:
 
 
 def room(*ranks: Ready, fraction: float = 0.85) -> int:
-    layout = SimpleNamespace(max_context=1 << 20, lanes=1,
+    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1,
                              description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
     settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
     return make_limits(settings, layout, ranks, shrink=False).kv_tokens
@@ -55,7 +55,7 @@ def test_buffers_that_are_kept_for_reuse_have_room_in_what_is_left_over():
 @pytest.mark.parametrize(("heads", "metal", "drafts"), [(32, True, 5), (64, True, 3), (128, True, 1), (256, True, None),
                                                        (256, False, 5)])
 def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal: bool, drafts: int | None) -> None:
-    layout = SimpleNamespace(max_context=64, lanes=1, description=SimpleNamespace(
+    layout = SimpleNamespace(max_context=64, micro_batches=1, description=SimpleNamespace(
         eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8))
     settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
     found = make_limits(settings, layout, [ready(0, "a", metal=metal), ready(1, "b")], shrink=False).speculation
@@ -63,7 +63,7 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
 
 
 def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
-    layout = SimpleNamespace(max_context=1 << 20, lanes=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
+    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
     ranks = (ready(0, "a", state_bytes=2**21),
              ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
     limits = make_limits(Settings(), layout, ranks, shrink=False)
@@ -111,7 +111,7 @@ class Device:
                             scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=64))
         self.engine = Engine(settings, plan_layout(settings))
         self.engine.start()
-        self.memory = self.engine.gang.ready[0].memory_bytes
+        self.memory = self.engine.rank_group.ready[0].memory_bytes
         self.tokens: dict[str, list[int]] = {}
 
     def ask(self, *names: str, length: int = 40) -> None:
@@ -186,8 +186,8 @@ def test_what_the_kv_cache_may_take_is_no_trouble(fraction: float, share: float,
 def test_what_a_request_leaves_is_waited_for_before_another_has_to_leave() -> None:
     left: list[int] = []
     batches = SimpleNamespace(pressed=False, relieve=lambda: left.append(step) or True)
-    scheduler = SimpleNamespace(batches=batches, next_step=5, limits=SimpleNamespace(lanes=2))
+    scheduler = SimpleNamespace(batches=batches, next_step=5, limits=SimpleNamespace(micro_batches=2))
     guard, ranks = MemoryGuard(0.85), [ready(0, "a")]
     for step in range(4, 8):
         guard.watch(ranks, Stepped(RankStep(0, step, 0.0, 0), used_bytes=96 * GIB), scheduler)
-    assert left == [4, 7], "two lanes' steps were under way"
+    assert left == [4, 7], "two micro-batches' steps were under way"

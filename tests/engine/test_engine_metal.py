@@ -52,7 +52,7 @@ rank, how, marks = payload.spec.rank, os.environ["HOW"], Path(os.environ["MARKS"
 
 
 def once():
-    """True for the first gang alone."""
+    """True for the first rank group alone."""
     mark = marks / f"{{rank}}"
     first = not mark.exists()
     mark.touch()
@@ -104,7 +104,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[int], list[Refused]]:
     """The engine after one greedy request, its tokens, and refusals."""
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(**parallel),
-                        scheduler=SchedulerSettings(prefill_chunk=16, canary=False, kv_tokens=400))
+                        scheduler=SchedulerSettings(prefill_chunk=16, self_check=False, kv_tokens=400))
     layout = plan_layout(settings)
     executor = ClusterExecutor(list(layout.ranks), LocalLauncher(1, module), start_timeout_s=240.0,
                                step_timeout_s=240.0, rejoin_timeout_s=240.0)
@@ -139,7 +139,7 @@ def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
     monkeypatch.setenv("HOW", "full")
     engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
-    assert failures(engine, "memory") == engine.gang.restarts == 2
+    assert failures(engine, "memory") == engine.rank_group.restarts == 2
     limits = engine.scheduler.limits
     assert (limits.prefill_chunk, limits.kv_tokens, limits.max_batch_size) == (4, 100, 8)
 
@@ -164,7 +164,7 @@ def test_the_rank_whose_gpu_waited_is_not_to_blame(
         monkeypatch.setattr(watchdog, limit, 600.0)
     engine, tokens, refused = answered(model, module, tensor_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
-    assert failures(engine, cause) == engine.gang.restarts == 1
+    assert failures(engine, cause) == engine.rank_group.restarts == 1
     words = {"stopped": "rank 1 stands still: its process is stopped; the GPU of rank 0 waited for it",
              "slow": "rank 0: a command took its GPU longer than macOS allows"}
     assert words[how] in caplog.text

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.engine import metrics
 from tandem.engine.metrics import EngineMetrics
-from tandem.engine.report import FEWEST, KEPT_STEPS, Handoffs
+from tandem.engine.report import FEWEST, KEPT_STEPS, StageLatency
 from tandem.protocol.step import RankStep
 from tandem.speculation.proposers import SpeculationCounts
 
@@ -66,19 +66,19 @@ def test_what_another_engine_began_to_answer_has_no_prompt_and_no_first_token_he
 
 
 def test_the_time_between_stages_is_what_their_work_leaves() -> None:
-    handoffs = Handoffs({0: 0, 1: 0, 2: 1})
+    stage_latency = StageLatency({0: 0, 1: 0, 2: 1})
     for step in range(FEWEST + 3):
-        assert handoffs.seconds(2) == 0.0 or step >= FEWEST
+        assert stage_latency.seconds(2) == 0.0 or step >= FEWEST
         begin = 10.0 * step
-        handoffs.note(RankStep(0, step, 0.2, 0), begin + 0.2)
-        handoffs.note(RankStep(1, step, 0.3, 0), begin + 0.3)
-        handoffs.note(RankStep(2, step, 0.4, 0), begin + 0.3 + 0.002 + 0.4)
-    assert handoffs.seconds(2) == pytest.approx(0.002)
-    assert handoffs.seconds(0) == handoffs.seconds(1) == 0.0, "no stage is before theirs"
+        stage_latency.note(RankStep(0, step, 0.2, 0), begin + 0.2)
+        stage_latency.note(RankStep(1, step, 0.3, 0), begin + 0.3)
+        stage_latency.note(RankStep(2, step, 0.4, 0), begin + 0.3 + 0.002 + 0.4)
+    assert stage_latency.seconds(2) == pytest.approx(0.002)
+    assert stage_latency.seconds(0) == stage_latency.seconds(1) == 0.0, "no stage is before theirs"
 
 
 def test_steps_whose_end_never_comes_are_forgotten() -> None:
-    handoffs = Handoffs({0: 0, 1: 1})
+    stage_latency = StageLatency({0: 0, 1: 1})
     for step in range(10 * KEPT_STEPS):
-        handoffs.note(RankStep(0, step, 0.1, 0), step)
-    assert len(handoffs._done) <= KEPT_STEPS
+        stage_latency.note(RankStep(0, step, 0.1, 0), step)
+    assert len(stage_latency._done) <= KEPT_STEPS

@@ -14,7 +14,7 @@ from tandem.engine.layout import plan_layout
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor, Progress, Report
 from tandem.protocol.control import Ready
-from tandem.protocol.pieces import Borrow, Fetch, Survey
+from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
 
@@ -27,10 +27,10 @@ class Disks(Executor):
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.keeps, self.failure = keeps, False
-        self.orders: list[Fetch | Borrow | Survey] = []
+        self.orders: list[Fetch | UseRemoteStores | Survey] = []
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
-        kept = {"pieces": [], "store": OWN[0], "lends": OWN[1]} if self.keeps else {}
+        kept = {"disk_blocks": [], "store": OWN[0], "lends": OWN[1]} if self.keeps else {}
         return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=2**30, peak_bytes=0,
                       gpu=False, host="host", pid=1, trimmable=True, **kept)  # type: ignore[arg-type]
                 for rank in range(2)]
@@ -38,7 +38,7 @@ class Disks(Executor):
     def submit(self, plan: StepPlan) -> None:
         raise AssertionError("nothing runs")
 
-    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+    def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         self.orders.append(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
@@ -50,7 +50,7 @@ class Disks(Executor):
     def close(self) -> None:
         pass
 
-    def taken(self) -> list[Fetch | Borrow | Survey]:
+    def taken(self) -> list[Fetch | UseRemoteStores | Survey]:
         orders, self.orders = self.orders, []
         return orders
 
@@ -60,7 +60,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Disks], 
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
     settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path / "model"))),
                         parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(canary=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")))
+                        scheduler=SchedulerSettings(self_check=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")))
 
     def make(disks: Disks) -> Engine:
         engine = Engine(settings, plan_layout(settings), disks)
@@ -75,25 +75,25 @@ def test_ranks_are_told_of_those_who_lend_what_they_can_use(serve: Callable[[Dis
     engine = serve(disks)
     engine.pump(0.0)
     assert not disks.taken() and engine.status().lends == [OWN] and engine.status().kv_reach == [OWN[0]]
-    told = Borrow([FAR, ("old/another-version", "tcp://10.0.0.3:5"), ("", "tcp://10.0.0.4:5")])
+    told = UseRemoteStores([FAR, ("old/another-version", "tcp://10.0.0.3:5"), ("", "tcp://10.0.0.4:5")])
     for _ in range(2):
         engine.meet(told)
         engine.pump(0.0)
     borrow, survey = disks.taken()
-    assert borrow == Borrow([FAR, OWN]) and isinstance(survey, Survey), "others are not asked, and it is said once"
+    assert borrow == UseRemoteStores([FAR, OWN]) and isinstance(survey, Survey), "others are not asked, and it is said once"
     assert engine.status().kv_reach == [FAR[0], OWN[0]] and engine.status().kv_store == OWN[0]
     disks.failure = True
     engine.pump(0.0)
     engine.pump(0.0)
-    assert engine.restarts == 1 and disks.taken()[0] == Borrow([FAR, OWN]), "new ranks know it too"
-    engine.meet(Borrow([]))
+    assert engine.restarts == 1 and disks.taken()[0] == UseRemoteStores([FAR, OWN]), "new ranks know it too"
+    engine.meet(UseRemoteStores([]))
     engine.pump(0.0)
-    assert disks.taken()[0] == Borrow([OWN]) and engine.status().kv_reach == [OWN[0]]
+    assert disks.taken()[0] == UseRemoteStores([OWN]) and engine.status().kv_reach == [OWN[0]]
 
 
 def test_ranks_that_keep_nothing_are_told_nothing(serve: Callable[[Disks], Engine]) -> None:
     disks = Disks(keeps=False)
     engine = serve(disks)
-    engine.meet(Borrow([FAR]))
+    engine.meet(UseRemoteStores([FAR]))
     engine.pump(0.0)
     assert not disks.taken() and not engine.status().lends and not engine.status().kv_reach

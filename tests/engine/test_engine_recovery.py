@@ -46,7 +46,7 @@ class Machines(Executor):
         self.broken: Callable[[list[int]], TandemError | None] = lambda slots: None
         """What goes wrong with ranks in these places."""
         self.starts: list[list[int]] = []
-        """The places of every gang that was to start."""
+        """The places of every rank group that was to start."""
         self.plans: deque[StepPlan] = deque()
         self.failure: RankFailure | None = None
         self.torn: set[int] = set()
@@ -74,7 +74,7 @@ class Machines(Executor):
         plan = self.plans.popleft()
         first, *others = [Stepped(RankStep(rank, plan.step_id, 0.0, 0)) for rank in range(len(self.slots))]
         token, others = (6, others[1:]) if plan.step_id in self.torn else (5, others)
-        result = StepResult(plan.step_id, plan.lane, [token] * len(plan.sampled()))
+        result = StepResult(plan.step_id, plan.micro_batch, [token] * len(plan.sampled()))
         return [Stepped(first.step, result=result), *others]
 
     def present(self) -> list[int] | None:
@@ -102,7 +102,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engine, Machines]:
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=ranks),
-                        scheduler=SchedulerSettings(canary=False, max_restarts=max_restarts, kv_tokens=2000))
+                        scheduler=SchedulerSettings(self_check=False, max_restarts=max_restarts, kv_tokens=2000))
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     engine = Engine(settings, layout, machines)
@@ -150,7 +150,7 @@ def test_a_mistake_that_ranks_find_once_they_have_served_is_waited_for(model: Pa
     left = [error, error, None]
     machines.broken = lambda slots: left.pop(0)
     said: list[tuple[str, str]] = []
-    engine.gang.on_wait = lambda: said.append((engine.state, engine.gang.detail))
+    engine.rank_group.on_wait = lambda: said.append((engine.state, engine.rank_group.detail))
     machines.failure = die()
     assert finish(engine) == [5] * 20
     assert len(machines.starts) == 4 and engine.state == "ready" and engine.restarts == 3
@@ -208,7 +208,7 @@ def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkey
 
 def test_at_the_first_start_it_is_final(model: Path) -> None:
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(canary=False))
+                        scheduler=SchedulerSettings(self_check=False))
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     machines.broken = lambda slots: missing(1)
@@ -230,17 +230,17 @@ def test_what_does_not_come_back_ends_the_engine_after_max_restarts_and_clients_
     assert [one.status for one in messages if isinstance(one, Refused)] == [503]
 
 
-def test_a_gang_that_loses_a_rank_while_it_starts_for_the_first_time_stays_starting(model: Path) -> None:
+def test_a_rank_group_that_loses_a_rank_while_it_starts_for_the_first_time_stays_starting(model: Path) -> None:
     """`recovering` would mean that requests are queued."""
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(canary=False))
+                        scheduler=SchedulerSettings(self_check=False))
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     left: list[TandemError | None] = [die(0), None]
     machines.broken = lambda slots: left.pop(0)
     engine = Engine(settings, layout, machines)
     states: list[str] = []
-    engine.gang.on_wait = lambda: states.append(engine.state)
+    engine.rank_group.on_wait = lambda: states.append(engine.state)
     engine.start()
     assert states == ["starting"] and engine.state == "ready"
 
@@ -255,18 +255,18 @@ def test_a_machine_whose_rank_cannot_start_is_done_without_and_tried_again(model
     produced: list[int] = []
     for _ in range(10):
         produced += [token for one in engine.pump(0.0) if isinstance(one, Output) for token in one.tokens]
-    assert engine.gang.degraded.endswith("rank 1: config.json cannot be read")
+    assert engine.rank_group.degraded.endswith("rank 1: config.json cannot be read")
     assert machines.starts[1:3] == [[0, 1, 2]] * 2 and 1 not in machines.starts[3]
     assert [0, 1, 2] in machines.starts[4:], "all of them are tried again"
     assert engine.state == "ready" and 1 not in machines.slots, "and it serves as before when they cannot start"
     machines.broken = lambda slots: None
     produced += finish(engine)
-    assert machines.slots == [0, 1, 2] and engine.gang.degraded == ""
+    assert machines.slots == [0, 1, 2] and engine.rank_group.degraded == ""
     assert produced == [5] * 60
 
 
 def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(model: Path) -> None:
-    """Its processes run and its rank host answers: nothing but a restart frees the GPU."""
+    """Its processes run and its node agent answers: nothing but a restart frees the GPU."""
     engine, machines = an_engine(model)
     ask(engine, 60)
     engine.pump(0.0)
@@ -276,7 +276,7 @@ def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(mode
     machines.failure = die()
     for _ in range(10):
         engine.pump(0.0)
-    assert "of 3 ranks: rank 1: its GPU does not answer; restart that machine" in engine.gang.degraded
+    assert "of 3 ranks: rank 1: its GPU does not answer; restart that machine" in engine.rank_group.degraded
     assert 1 not in machines.starts[-1]
     tries = len(machines.starts)
     for _ in range(10):
@@ -286,7 +286,7 @@ def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(mode
     engine.pump(0.0)
     machines.places, machines.broken = [0, 1, 2], lambda slots: None
     assert finish(engine)
-    assert machines.starts[-1] == [0, 1, 2] and not engine.gang.degraded
+    assert machines.starts[-1] == [0, 1, 2] and not engine.rank_group.degraded
     assert engine.metrics.failures.labels("gpu")._value.get() == 1
 
 
@@ -302,11 +302,11 @@ def test_requests_come_and_go_while_the_planner_looks_for_a_layout(
         return plan(*given)
 
     monkeypatch.setattr(degrade, "plan", slow)
-    engine.gang.on_wait = lambda: heard.set() if begun.is_set() else None
+    engine.rank_group.on_wait = lambda: heard.set() if begun.is_set() else None
     machines.places = [0, 2]
     machines.failure = RankFailure("machines are missing", cause="host")
     assert finish(engine) == [5] * 20
-    assert begun.is_set() and engine.gang.degraded
+    assert begun.is_set() and engine.rank_group.degraded
 
 
 def test_another_of_the_smaller_layouts_is_tried_when_one_cannot_start(model: Path) -> None:
@@ -325,7 +325,7 @@ def test_another_of_the_smaller_layouts_is_tried_when_one_cannot_start(model: Pa
     machines.failure = RankFailure("machines are missing", cause="host")
     machines.broken = broken
     assert finish(engine) == [5] * 20
-    assert engine.gang.degraded.endswith("machines are missing"), "not: no room for the draft model"
+    assert engine.rank_group.degraded.endswith("machines are missing"), "not: no room for the draft model"
     assert tuple(spec.layers for spec in machines.laid) not in refused
 
 
@@ -344,7 +344,7 @@ def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path
     engine, machines = an_engine(tiny_model(tmp_path, config={"max_position_embeddings": 4096}), ranks=2)
     ask(engine, 1500)
     taken: list[EngineMessage] = []
-    engine.gang.on_wait = lambda: taken.extend(engine.take_messages())
+    engine.rank_group.on_wait = lambda: taken.extend(engine.take_messages())
     # Half of the KV cache is left after this.
     machines.failure = RankFailure("its GPU's memory is full", rank=1, cause="memory")
     taken += engine.pump(0.0)
@@ -352,24 +352,24 @@ def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path
     assert engine.idle
 
 
-def test_a_whole_layout_that_fails_its_canary_leaves_the_limits_of_the_smaller_one(
+def test_a_whole_layout_that_fails_its_self_check_leaves_the_limits_of_the_smaller_one(
         model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, machines = an_engine(model)
     machines.places = [0, 2]
     machines.failure = RankFailure("machines are missing", cause="host")
     engine.pump(0.0)
     smaller = engine.scheduler.limits
-    assert smaller.lanes < 3
+    assert smaller.micro_batches < 3
 
-    def canary(limits: Limits, first_step: int) -> int:
-        if limits.lanes == 3:
+    def self_check(limits: Limits, first_step: int) -> int:
+        if limits.micro_batches == 3:
             raise die()
         return first_step
 
-    monkeypatch.setattr(engine.gang, "_canary", canary)
+    monkeypatch.setattr(engine.rank_group, "_self_check", self_check)
     machines.places = [0, 1, 2]
     engine.pump(0.0)
-    assert machines.starts[-2:] == [[0, 1, 2], machines.slots] and engine.gang.degraded
+    assert machines.starts[-2:] == [[0, 1, 2], machines.slots] and engine.rank_group.degraded
     assert engine.scheduler.limits == smaller
 
 
@@ -377,11 +377,11 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Pat
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "BACKOFF_S", 100.0)
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(canary=False), process=ProcessSettings(
+                        scheduler=SchedulerSettings(self_check=False), process=ProcessSettings(
                             engine_socket=str(tmp_path / "engine.sock")))
     service = EngineService(settings)
     machines = Machines(service._engine.layout.ranks)
-    service._engine.gang.executor = machines
+    service._engine.rank_group.executor = machines
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(service.run(lambda message: None)))
     thread.start()
@@ -389,8 +389,8 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Pat
         wait_for(lambda: service._engine.state == "ready")
         machines.broken = lambda slots: missing(1)
         machines.failure = die()
-        wait_for(lambda: "next try in" in service._gateway.status.detail)
-        assert service._gateway.status.state == "recovering"
+        wait_for(lambda: "next try in" in service._ipc_server.status.detail)
+        assert service._ipc_server.status.state == "recovering"
     finally:
         service.stop()
         thread.join(240)
@@ -402,13 +402,13 @@ def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path
         engine_socket=str(tmp_path / "engine.sock"))))
     try:
         service._loading(0, 2, 8, "load")
-        assert service._gateway.status.loading == [LoadProgress(0, 2, 8, "load")]
+        assert service._ipc_server.status.loading == [LoadProgress(0, 2, 8, "load")]
         service._serving = True
         service._publish()
-        assert service._gateway.status.loading == []
+        assert service._ipc_server.status.loading == []
     finally:
         service._engine.close()
-        service._gateway.close()
+        service._ipc_server.close()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -422,7 +422,7 @@ def test_the_history_tells_of_lost_ranks_and_fewer_machines(model: Path) -> None
     engine, machines = an_engine(model)
     ask(engine)
     lost: list[list[str]] = []
-    engine.gang.on_wait = lambda: lost.append([rank.state for rank in engine.status().ranks])
+    engine.rank_group.on_wait = lambda: lost.append([rank.state for rank in engine.status().ranks])
     machines.places, machines.slots = [0, 2], machines.slots
     machines.failure = RankFailure("host1 is not in the network", rank=1, cause="host")
     assert finish(engine) == [5] * 20

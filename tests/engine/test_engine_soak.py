@@ -202,7 +202,7 @@ def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], 
     ParallelSettings(pipeline_parallel_size=9),
     ParallelSettings(pipeline_parallel_size=2, layer_split=(1, 1)),
     ParallelSettings(pipeline_parallel_size=2, executor="inline"),
-    ParallelSettings(lanes=99),
+    ParallelSettings(micro_batches=99),
 ])
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(model: Path, parallel: ParallelSettings) -> None:
     from tandem.engine.layout import make_executor

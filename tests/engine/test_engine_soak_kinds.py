@@ -42,7 +42,7 @@ FEW = {11: 40.0, 12: 40.0, 13: 38.0, 14: 36.0}
 def an_engine(model: Path, parallel: ParallelSettings, speculation: SpeculationSettings,
               **scheduler: object) -> Iterator[Engine]:
     settings = Settings(model=ModelSettings(model=str(model)), parallel=parallel, speculation=speculation,
-                        scheduler=SchedulerSettings(prefill_chunk=24, canary=False, max_restarts=10,
+                        scheduler=SchedulerSettings(prefill_chunk=24, self_check=False, max_restarts=10,
                                                     **scheduler))  # type: ignore[arg-type]
     engine = Engine(settings, plan_layout(settings))
     engine.start()

@@ -1,4 +1,4 @@
-"""The end of a gang."""
+"""The end of a rank group."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from tandem import LLM, SamplingParams
 from tandem.executors.faults import rank_failure
-from tandem.launchers import worlds
+from tandem.launchers import process_groups
 from tandem.testing import tiny_model
 
 
@@ -23,13 +23,13 @@ def test_a_lost_port_counts_as_a_loss() -> None:
 @pytest.mark.slow
 def test_a_start_that_has_lost_its_port_takes_another(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    sound, asked = worlds.free_ports, []
+    sound, asked = process_groups.free_ports, []
 
     def lost(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
         asked.append(count)
         return [thief.getsockname()[1], *sound(count - 1)] if len(asked) == 1 else sound(count)
 
-    monkeypatch.setattr(worlds, "free_ports", lost)
+    monkeypatch.setattr(process_groups, "free_ports", lost)
     options = {"tensor_parallel_size": 2}
     with (socket.create_server(("127.0.0.1", 0)) as thief, caplog.at_level(logging.WARNING),
           LLM(str(tiny_model(tmp_path)), **options) as llm):

@@ -16,7 +16,7 @@ from tandem.protocol.step import GrammarReady, InsertOp, PrefillOp, RankStep, Sp
 TICK = 0.1
 
 
-class Gang:
+class RankGroup:
     """Ranks behind a watchdog, on a clock of their own."""
 
     def __init__(self, ranks: int = 2, step_timeout: float = 300.0) -> None:
@@ -70,191 +70,191 @@ class Gang:
 
 
 @pytest.fixture
-def gang() -> Gang:
+def rank_group() -> RankGroup:
     """Two ranks whose pace is known."""
-    one = Gang()
+    one = RankGroup()
     for _ in range(LEARNT):
         one.step()
     return one
 
 
-def test_a_gang_at_work_or_idle_is_left_alone(gang: Gang) -> None:
+def test_a_rank_group_at_work_or_idle_is_left_alone(rank_group: RankGroup) -> None:
     for _ in range(50):
-        gang.step(0.3)
-    gang.wait(600)
-    gang.step(4.0)
+        rank_group.step(0.3)
+    rank_group.wait(600)
+    rank_group.step(4.0)
 
 
-def test_a_stopped_rank_is_found_within_seconds_at_work_and_idle(gang: Gang) -> None:
+def test_a_stopped_rank_is_found_within_seconds_at_work_and_idle(rank_group: RankGroup) -> None:
     for busy in (True, False):
         if busy:
-            gang.plan()
-        gang.stopped = {1}
-        seconds, failure = gang.until_failure()
+            rank_group.plan()
+        rank_group.stopped = {1}
+        seconds, failure = rank_group.until_failure()
         assert seconds < 1.5
         assert (failure.cause, failure.rank) == ("stopped", 1)
         assert "rank 1 stands still" in failure.message
-        gang.stopped = set()
-        gang.begin()
+        rank_group.stopped = set()
+        rank_group.begin()
 
 
-def test_a_short_stop_is_forgiven(gang: Gang) -> None:
+def test_a_short_stop_is_forgiven(rank_group: RankGroup) -> None:
     for _ in range(5):
-        gang.stopped = {0}
-        gang.wait(0.8)
-        gang.stopped = set()
-        gang.wait(0.3)
+        rank_group.stopped = {0}
+        rank_group.wait(0.8)
+        rank_group.stopped = set()
+        rank_group.wait(0.3)
 
 
-def test_a_rank_that_answers_nothing_is_found_though_its_state_is_unknown(gang: Gang) -> None:
-    gang.plan()
-    gang.answering = {0}
-    seconds, failure = gang.until_failure()
+def test_a_rank_that_answers_nothing_is_found_though_its_state_is_unknown(rank_group: RankGroup) -> None:
+    rank_group.plan()
+    rank_group.answering = {0}
+    seconds, failure = rank_group.until_failure()
     assert seconds < 5
     assert (failure.cause, failure.rank) == ("silent", 1)
     assert "has not answered" in failure.message
 
 
-def test_a_rank_that_was_slow_to_answer_gets_more_time_but_is_not_said_to_answer(gang: Gang) -> None:
-    gang.plan()
-    gang.answering = {0}
-    gang.wait(2.9)
-    gang.answering = {0, 1}
-    gang.wait(0.2)
-    gang.answering = {0}
-    seconds, failure = gang.until_failure()
+def test_a_rank_that_was_slow_to_answer_gets_more_time_but_is_not_said_to_answer(rank_group: RankGroup) -> None:
+    rank_group.plan()
+    rank_group.answering = {0}
+    rank_group.wait(2.9)
+    rank_group.answering = {0, 1}
+    rank_group.wait(0.2)
+    rank_group.answering = {0}
+    seconds, failure = rank_group.until_failure()
     assert seconds < FLOOR_S
     assert (failure.cause, failure.rank) == ("silent", 1)
     assert "rank 1 does not answer either" in failure.message
 
 
-def test_ranks_that_compile_a_grammar_work(gang: Gang) -> None:
+def test_ranks_that_compile_a_grammar_work(rank_group: RankGroup) -> None:
     form = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
-    gang.dog.planned(StepPlan(0, 0, inserts=[InsertOp("a", [1], 1, form), InsertOp("b", [1], 1, form),
-                                             InsertOp("c", [1], 1, SamplingParams())]), gang.now)
-    gang.report(0, 0, 1)
-    assert gang.dog.works(1)
-    gang.dog.compiled(GrammarReady(1, "a"))
-    assert gang.dog.works(1)
-    gang.dog.planned(StepPlan(1, 0, removes=["b"]), gang.now)
-    gang.report(1, 0, 1)
-    assert not gang.dog.works(1)
+    rank_group.dog.planned(StepPlan(0, 0, inserts=[InsertOp("a", [1], 1, form), InsertOp("b", [1], 1, form),
+                                             InsertOp("c", [1], 1, SamplingParams())]), rank_group.now)
+    rank_group.report(0, 0, 1)
+    assert rank_group.dog.works(1)
+    rank_group.dog.compiled(GrammarReady(1, "a"))
+    assert rank_group.dog.works(1)
+    rank_group.dog.planned(StepPlan(1, 0, removes=["b"]), rank_group.now)
+    rank_group.report(1, 0, 1)
+    assert not rank_group.dog.works(1)
 
 
-def test_a_collective_that_is_stuck(gang: Gang) -> None:
-    step = gang.plan()
-    gang.begun = {0: step, 1: step}
-    seconds, failure = gang.until_failure()
+def test_a_collective_that_is_stuck(rank_group: RankGroup) -> None:
+    step = rank_group.plan()
+    rank_group.begun = {0: step, 1: step}
+    seconds, failure = rank_group.until_failure()
     assert FLOOR_S <= seconds < FLOOR_S + 2
     assert failure.cause == "stuck"
     assert "ranks 0, 1 answer, are inside it, and do not move: a collective is stuck" in failure.message
 
 
-def test_a_cut_link_between_stages(gang: Gang) -> None:
-    step = gang.plan()
-    gang.begun = {0: step, 1: step}
-    gang.report(step, 0)
-    gang.waiting = {1}
-    _, failure = gang.until_failure()
+def test_a_cut_link_between_stages(rank_group: RankGroup) -> None:
+    step = rank_group.plan()
+    rank_group.begun = {0: step, 1: step}
+    rank_group.report(step, 0)
+    rank_group.waiting = {1}
+    _, failure = rank_group.until_failure()
     assert (failure.cause, failure.rank) == ("link", 1)
     assert "rank 1 answers, and waits for another stage: the link to it brings nothing" in failure.message
 
 
-def test_one_rank_that_does_not_move_while_the_others_wait_for_it(gang: Gang) -> None:
-    step = gang.plan()
-    gang.begun = {0: step, 1: step}
-    gang.waiting = {1}
-    _, failure = gang.until_failure()
+def test_one_rank_that_does_not_move_while_the_others_wait_for_it(rank_group: RankGroup) -> None:
+    step = rank_group.plan()
+    rank_group.begun = {0: step, 1: step}
+    rank_group.waiting = {1}
+    _, failure = rank_group.until_failure()
     assert failure.cause == "stuck"
     assert "rank 0 answers, but does not move" in failure.message
 
 
 def test_deadlines_follow_work_and_pace_and_step_timeout_is_the_ceiling() -> None:
-    gang = Gang(step_timeout=100)
-    gang.plan()
-    assert gang.until_failure()[0] == pytest.approx(100, abs=1), "nothing is known yet"
-    gang.begin()
+    rank_group = RankGroup(step_timeout=100)
+    rank_group.plan()
+    assert rank_group.until_failure()[0] == pytest.approx(100, abs=1), "nothing is known yet"
+    rank_group.begin()
     for _ in range(LEARNT):
-        gang.step(0.2)
-    gang.plan()
-    short = gang.dog.deadline_s()
-    gang.dog.planned(StepPlan(next(gang.steps), 0, prefill=[PrefillOp("a", 0, 512, True)]), gang.now)
-    long = gang.dog.deadline_s()
+        rank_group.step(0.2)
+    rank_group.plan()
+    short = rank_group.dog.deadline_s()
+    rank_group.dog.planned(StepPlan(next(rank_group.steps), 0, prefill=[PrefillOp("a", 0, 512, True)]), rank_group.now)
+    long = rank_group.dog.deadline_s()
     assert FLOOR_S < short < 10 < long < 100
-    gang.dog.planned(StepPlan(next(gang.steps), 0, prefill=[PrefillOp("a", 0, 10**6, True)]), gang.now)
-    assert gang.dog.deadline_s() == 100
+    rank_group.dog.planned(StepPlan(next(rank_group.steps), 0, prefill=[PrefillOp("a", 0, 10**6, True)]), rank_group.now)
+    assert rank_group.dog.deadline_s() == 100
 
 
-def test_a_false_alarm_is_not_raised_twice(gang: Gang) -> None:
-    """Everything is suddenly a hundred times slower, but moves: the next gang is given time to show its pace."""
-    gang.plan()
-    gang.until_failure()
-    gang.begin()
+def test_a_false_alarm_is_not_raised_twice(rank_group: RankGroup) -> None:
+    """Everything is suddenly a hundred times slower, but moves: the next rank group is given time to show its pace."""
+    rank_group.plan()
+    rank_group.until_failure()
+    rank_group.begin()
     for _ in range(30):
-        gang.step(8.0)
+        rank_group.step(8.0)
 
 
-def test_time_that_the_engine_lost_itself_counts_for_nobody(gang: Gang) -> None:
-    step = gang.plan()
-    gang.wait(1.0)
-    gang.now += 3600
-    gang.begun = {0: step, 1: step}
-    assert FLOOR_S - 2 < gang.until_failure()[0] < FLOOR_S + 2
+def test_time_that_the_engine_lost_itself_counts_for_nobody(rank_group: RankGroup) -> None:
+    step = rank_group.plan()
+    rank_group.wait(1.0)
+    rank_group.now += 3600
+    rank_group.begun = {0: step, 1: step}
+    assert FLOOR_S - 2 < rank_group.until_failure()[0] < FLOOR_S + 2
 
 
-def test_a_slow_rank_that_moves_is_named_once_and_left_alone(gang: Gang, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_rank_that_moves_is_named_once_and_left_alone(rank_group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(200):
-        gang.step(0.05)
-    assert gang.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
+        rank_group.step(0.05)
+    assert rank_group.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
     with caplog.at_level(logging.WARNING):
         for _ in range(40):
-            step = gang.plan()
-            gang.wait(0.5)
-            gang.report(step, 0)
-            gang.report(step, 1, busy=0.4)
-    assert gang.dog.slowdowns[1] > 5 > 2 > gang.dog.slowdowns[0]
+            step = rank_group.plan()
+            rank_group.wait(0.5)
+            rank_group.report(step, 0)
+            rank_group.report(step, 1, busy=0.4)
+    assert rank_group.dog.slowdowns[1] > 5 > 2 > rank_group.dog.slowdowns[0]
     assert [record.message.split(":")[0] for record in caplog.records] == ["rank 1 is slow"]
 
 
 @pytest.mark.parametrize(("hosts", "level"), [(1, logging.INFO), (2, logging.WARNING)])
-def test_a_busy_machine_is_told_seldom_and_when_it_is_over(gang: Gang, hosts: int, level: int,
+def test_a_busy_machine_is_told_seldom_and_when_it_is_over(rank_group: RankGroup, hosts: int, level: int,
                                                            caplog: pytest.LogCaptureFixture) -> None:
-    gang.dog.loaded(gang.now, gpu=False, hosts=hosts)
+    rank_group.dog.loaded(rank_group.now, gpu=False, hosts=hosts)
     for _ in range(200):
-        gang.step(0.05)
-    began = gang.now
+        rank_group.step(0.05)
+    began = rank_group.now
     with caplog.at_level(logging.INFO, logger="tandem"):
-        while gang.now < began + 3000:
+        while rank_group.now < began + 3000:
             for busy, steps in ((0.4, 100), (0.12, 100), (0.05, 200)):
                 for _ in range(steps):
-                    step = gang.plan()
-                    gang.wait(0.5)
-                    gang.report(step, 0)
-                    gang.report(step, 1, busy=busy)
+                    step = rank_group.plan()
+                    rank_group.wait(0.5)
+                    rank_group.report(step, 0)
+                    rank_group.report(step, 1, busy=busy)
         for _ in range(100):
-            gang.step(0.05)
+            rank_group.step(0.05)
     words = [record.message.split(":")[0] for record in caplog.records if record.message.startswith("rank")]
     assert words == ["rank 1 is slow", "rank 1 is at its usual pace again"] * (len(words) // 2)
     assert 1 <= len(words) // 2 <= 3000 / AGAIN_S + 1
     assert {record.levelno for record in caplog.records} == {level}
 
 
-def test_a_slow_link_is_told_from_slow_ranks(gang: Gang, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_link_is_told_from_slow_ranks(rank_group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(200):
-        gang.step(0.05)
+        rank_group.step(0.05)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            gang.step(1.0)
-    assert gang.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
+            rank_group.step(1.0)
+    assert rank_group.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
     [record] = caplog.records
     assert "a link between them is slow" in record.message
 
 
-def test_a_gang_that_loads_may_be_silent_for_longer() -> None:
-    gang = Gang()
-    gang.dog.begin(gang.now)
-    gang.answering = set()
-    seconds, failure = gang.until_failure()
+def test_a_rank_group_that_loads_may_be_silent_for_longer() -> None:
+    rank_group = RankGroup()
+    rank_group.dog.begin(rank_group.now)
+    rank_group.answering = set()
+    seconds, failure = rank_group.until_failure()
     assert failure.cause == "silent" and 31 < seconds < 90
 
 

@@ -55,7 +55,7 @@ class Joined:
 @pytest.fixture(scope="module")
 def machines(token: Path) -> Iterator[Joined]:
     from tandem.launchers.manual import make_token
-    from tandem.launchers.worlds import free_ports
+    from tandem.launchers.process_groups import free_ports
 
     make_token(str(token))
     joined = Joined(free_ports(1)[0], token)

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-GANGS = pytest.mark.parametrize("served", ["pp", "tp"], indirect=True)
+RANK_GROUPS = pytest.mark.parametrize("served", ["pp", "tp"], indirect=True)
 FIRST_DIES = pytest.mark.parametrize(("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 LAST_DIES = pytest.mark.parametrize(("rank", "fault"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
 """By turns: each rank in each way, and each moment with both; tests/engine kills each rank in each way."""
@@ -20,10 +20,10 @@ RANK = "tandem.executors.worker"
 
 
 def recovered(served: Any, restarts: float, pids: list[int]) -> None:
-    """One more gang, which serves; nothing is left of the old one."""
+    """One more rank group, which serves; nothing is left of the old one."""
     # On a busy machine all may have been answered by the time of the fault, which is noticed after that.
     served.wait(lambda: served.metric("tandem_gang_restarts_total") >= restarts, "it is noticed")
-    # What /health tells may be a second old, so that the old gang still seems to serve.
+    # What /health tells may be a second old, so that the old rank group still seems to serve.
     served.wait(lambda: served.settled() and not set(pids) & set(served.ranks()), "recovery")
     assert served.metric("tandem_gang_restarts_total") == restarts
     served.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "old ranks are gone")
@@ -41,7 +41,7 @@ def prefilling(served: Any) -> list[Any]:
     raise AssertionError("prompts are computed too fast for this test")
 
 
-@GANGS
+@RANK_GROUPS
 @FIRST_DIES
 def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
@@ -51,7 +51,7 @@ def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
     recovered(served, restarts + 1, pids)
 
 
-@GANGS
+@RANK_GROUPS
 @LAST_DIES
 def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
@@ -61,7 +61,7 @@ def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
     recovered(served, restarts + 1, pids)
 
 
-@GANGS
+@RANK_GROUPS
 @FIRST_DIES
 def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
@@ -72,9 +72,9 @@ def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
     recovered(served, restarts + 1, pids)
 
 
-@GANGS
+@RANK_GROUPS
 @LAST_DIES
-def test_while_the_next_gang_loads(served: Any, rank: int, fault: signal.Signals) -> None:
+def test_while_the_next_rank_group_loads(served: Any, rank: int, fault: signal.Signals) -> None:
     """A fault during recovery: requests wait through both."""
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
@@ -92,7 +92,7 @@ def test_while_the_next_gang_loads(served: Any, rank: int, fault: signal.Signals
     recovered(served, restarts + 2, [*pids, *second])
 
 
-@GANGS
+@RANK_GROUPS
 def test_two_at_once(served: Any) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
@@ -103,7 +103,7 @@ def test_two_at_once(served: Any) -> None:
     recovered(served, restarts + 1, pids)
 
 
-@GANGS
+@RANK_GROUPS
 def test_what_was_found_is_said_and_counted(served: Any) -> None:
     """After all the faults above: causes are told apart."""
     counted = {cause: served.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')

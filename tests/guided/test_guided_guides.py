@@ -1,4 +1,4 @@
-"""Matchers follow what is sampled, beside rows without a grammar; a replay takes up where the last gang stopped."""
+"""Matchers follow what is sampled, beside rows without a grammar; a replay takes up where the last rank group stopped."""
 
 from __future__ import annotations
 

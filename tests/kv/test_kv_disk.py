@@ -9,16 +9,16 @@ import pytest
 
 from scheduler_invariants import check_invariants, make_limits
 from tandem.kv.disk import AGAIN, OLD, SLOWER, Pace
-from tandem.kv.index import block_hashes, piece_names
+from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Refused
-from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
-LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
-OTHER = [7 + i % 41 for i in range(2 * PIECE + 20)]
+LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK + 20)]
+OTHER = [7 + i % 41 for i in range(2 * DISK_BLOCK + 20)]
 
 
 def make(**changes: object) -> Scheduler:
@@ -27,7 +27,7 @@ def make(**changes: object) -> Scheduler:
 
 
 def names(tokens: list[int]) -> list[bytes]:
-    return piece_names(block_hashes(tokens[:-1]))
+    return disk_block_names(block_hashes(tokens[:-1]))
 
 
 def request(name: str, tokens: list[int]) -> EngineRequest:
@@ -50,7 +50,7 @@ def inserted(scheduler: Scheduler) -> dict[str, int]:
     while (plan := scheduler.next_plan()) is not None:
         restored = {op.request_id: op.length for op in plan.restores}
         found.update({op.request_id: restored.get(op.request_id, 0) for op in plan.inserts})
-        scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+        scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
         check_invariants(scheduler)
     return found
 
@@ -64,7 +64,7 @@ def test_who_waits_for_a_disk_holds_up_nobody() -> None:
     assert order.names == names(LONG)
     assert inserted(scheduler) == {"short": 0}
     fetched(scheduler, order.key)
-    assert inserted(scheduler) == {"long": 2 * PIECE}
+    assert inserted(scheduler) == {"long": 2 * DISK_BLOCK}
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -74,7 +74,7 @@ def test_one_rank_without_it_is_enough_to_compute(lost: bool) -> None:
     scheduler.submit(request("long", LONG), seed=1)
     [order] = scheduler.disk.orders
     fetched(scheduler, order.key, tuple(order.names) if lost else ())
-    assert inserted(scheduler) == {"long": 0 if lost else PIECE}
+    assert inserted(scheduler) == {"long": 0 if lost else DISK_BLOCK}
     assert not scheduler.disk.fetching
     scheduler.submit(request("again", [*LONG[:300], *LONG]), seed=1)
     assert scheduler.disk.counts.failures == lost
@@ -83,9 +83,9 @@ def test_one_rank_without_it_is_enough_to_compute(lost: bool) -> None:
 def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go() -> None:
     scheduler = make()
     begin(scheduler, names(LONG)[:1], names(LONG)[:1])
-    scheduler.disk.lend([("far", "tcp://1")])
-    borrow, survey = scheduler.disk.orders
-    assert borrow == Borrow([("far", "tcp://1")]) and isinstance(survey, Survey)
+    scheduler.disk.use_remote_stores([("far", "tcp://1")])
+    use_remote_stores, survey = scheduler.disk.orders
+    assert use_remote_stores == UseRemoteStores([("far", "tcp://1")]) and isinstance(survey, Survey)
     assert not scheduler.disk.fetching, "nobody waits for it"
     scheduler.disk.orders.clear()
     for rank in range(RANKS):
@@ -98,7 +98,7 @@ def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go
     own = scheduler.disk.orders.pop()
     assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "the rest is there still"
     fetched(scheduler, own.key)
-    assert inserted(scheduler) == {"a": PIECE}
+    assert inserted(scheduler) == {"a": DISK_BLOCK}
     far = make()
     begin(far, names(LONG)[:1], names(LONG)[:1])
     far.disk.take(Surveyed(0, 7, names(LONG), names(LONG)[1:]), far.prefixes)
@@ -111,7 +111,7 @@ def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go
     far.disk.orders.clear()
     far.disk.computing.measure(1000, 1.0)
     assert far.disk.counts.brought_bytes == 2 * 2000 and far.disk.lent_saves == 0.0 < far.disk.saves
-    for rank in range(RANKS):  # another prompt, of which the first rank has but the first piece here
+    for rank in range(RANKS):  # another prompt, of which the first rank has but the first disk block here
         far.disk.take(Surveyed(rank, 8, names(OTHER), [] if rank else names(OTHER)[1:]), far.prefixes)
     far.submit(request("b", OTHER), seed=1)
     [order] = far.disk.orders
@@ -123,14 +123,14 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     scheduler.disk.computed(1000, 1000, 1.0)
     begin(scheduler, [], [])
 
-    def lend(tokens: list[int]) -> None:
+    def use_remote_stores(tokens: list[int]) -> None:
         for rank in range(RANKS):
             scheduler.disk.take(Surveyed(rank, 7, names(tokens), names(tokens)), scheduler.prefixes)
 
-    lend(LONG)
+    use_remote_stores(LONG)
     scheduler.submit(request("a", LONG), seed=1)
     order = scheduler.disk.orders.pop()
-    assert isinstance(order, Fetch) and order.within_s == pytest.approx(2 * PIECE / 1000)
+    assert isinstance(order, Fetch) and order.within_s == pytest.approx(2 * DISK_BLOCK / 1000)
     for rank in range(RANKS):  # one of them had all in time
         lost, late = ([], False) if rank else (names(LONG)[1:], True)
         scheduler.disk.take(Fetched(rank, order.key, lost, 5.0, 5000, 2000, late), scheduler.prefixes)
@@ -138,8 +138,8 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     own = scheduler.disk.orders.pop()
     assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "what came is on the ranks' disks"
     fetched(scheduler, own.key)
-    assert inserted(scheduler) == {"a": PIECE}
-    lend(OTHER)
+    assert inserted(scheduler) == {"a": DISK_BLOCK}
+    use_remote_stores(OTHER)
     for number in range(1, AGAIN + 1):
         scheduler.submit(request(f"b{number}", OTHER), seed=1)
         assert bool(scheduler.disk.orders) == (number == AGAIN), "it is tried again one day"
@@ -147,8 +147,8 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     other.disk.computed(1000, 1000, 1.0)
     begin(other, names(LONG), names(LONG))
     other.submit(EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5],
-                               kept=2 * PIECE), seed=1)
-    assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * PIECE / 1000)]
+                               kept=2 * DISK_BLOCK), seed=1)
+    assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * DISK_BLOCK / 1000)]
 
 
 def test_a_pace_follows_what_is_measured_slowly() -> None:
@@ -165,7 +165,7 @@ def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:
     scheduler.submit(request("a", LONG), seed=1)
     begin(scheduler, names(LONG), names(LONG))
     scheduler.disk.orders.clear()
-    scheduler.submit(request("b", LONG[:PIECE]), seed=1)  # its last token is computed anyway
+    scheduler.submit(request("b", LONG[:DISK_BLOCK]), seed=1)  # its last token is computed anyway
     assert not scheduler.disk.orders
     slow = make()
     begin(slow, names(LONG), names(LONG))
@@ -184,8 +184,8 @@ def test_what_is_in_memory_is_not_fetched_and_what_is_kept_is_written_once() -> 
     plan = scheduler.next_plan()
     assert plan is not None
     [store] = plan.stores
-    assert [name for _, name in store.pieces] == names(LONG)
-    scheduler.update(StepResult(plan.step_id, plan.lane, [5]))
+    assert [name for _, name in store.disk_blocks] == names(LONG)
+    scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5]))
     for rank in range(RANKS):
         scheduler.disk.take(Written(rank, names(LONG), 7), scheduler.prefixes)
     scheduler.submit(request("b", LONG), seed=1)
@@ -205,7 +205,7 @@ def test_from_memory_only_a_warmed_prompt_that_may_be_on_disk_is_written() -> No
         stores = 0
         while (plan := scheduler.next_plan()) is not None:
             stores += len(plan.stores)
-            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+            scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
         return stores > 0
 
     assert not written("private", on_disk=False)
@@ -215,22 +215,22 @@ def test_from_memory_only_a_warmed_prompt_that_may_be_on_disk_is_written() -> No
 
 
 def test_a_full_prefix_cache_of_what_is_on_its_way_takes_no_more() -> None:
-    scheduler = make(prefix_tokens=2 * PIECE + 64)
-    other = [4 + i % 37 for i in range(2 * PIECE + 20)]
+    scheduler = make(prefix_tokens=2 * DISK_BLOCK + 64)
+    other = [4 + i % 37 for i in range(2 * DISK_BLOCK + 20)]
     begin(scheduler, names(LONG) + names(other), names(LONG) + names(other))
     scheduler.submit(request("a", LONG), seed=1)
     scheduler.submit(request("b", other), seed=1)
     [order] = scheduler.disk.orders
     assert inserted(scheduler) == {"b": 0}
     fetched(scheduler, order.key)
-    assert inserted(scheduler) == {"a": 2 * PIECE}
+    assert inserted(scheduler) == {"a": 2 * DISK_BLOCK}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make(kv_tokens=3000, prefix_tokens=1500, prefill_chunk=200)
-    texts = [[3 + (i * k) % 41 for i in range(rng.randrange(PIECE, 4 * PIECE))] for k in range(1, 6)]
+    texts = [[3 + (i * k) % 41 for i in range(rng.randrange(DISK_BLOCK, 4 * DISK_BLOCK))] for k in range(1, 6)]
     kept: list[list[bytes]] = [[], []]
     begin(scheduler, *kept)
     live: set[str] = set()
@@ -238,7 +238,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
     for step in range(3000):
         if step < 1500 and rng.random() < 0.1:
             live.add(f"r{step}")
-            scheduler.submit(request(f"r{step}", rng.choice(texts)[:rng.randrange(40, 4 * PIECE)]), seed=1)
+            scheduler.submit(request(f"r{step}", rng.choice(texts)[:rng.randrange(40, 4 * DISK_BLOCK)]), seed=1)
         if live and rng.random() < 0.02:
             scheduler.abort(name := rng.choice(sorted(live)))
             live.discard(name)
@@ -259,11 +259,11 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
             for store in plan.stores:
                 for rank in range(RANKS):
                     if rng.random() < 0.9:
-                        kept[rank] += [name for _, name in store.pieces]
-                        scheduler.disk.take(Written(rank, [name for _, name in store.pieces]), scheduler.prefixes)
+                        kept[rank] += [name for _, name in store.disk_blocks]
+                        scheduler.disk.take(Written(rank, [name for _, name in store.disk_blocks]), scheduler.prefixes)
         elif plans:
             plan = plans.popleft()
-            for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+            for message in scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))):
                 if getattr(message, "finish_reason", None):
                     live.discard(message.request_id)  # type: ignore[union-attr]
         check_invariants(scheduler)
@@ -274,7 +274,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
         if not plans:
             break
         plan = plans.popleft()
-        for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+        for message in scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))):
             if getattr(message, "finish_reason", None):
                 live.discard(message.request_id)  # type: ignore[union-attr]
     assert not live
@@ -282,7 +282,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
 
 def test_a_disk_that_says_nothing_is_asked_for_nothing_more_until_it_answers() -> None:
     scheduler = make()
-    other = [4 + i % 37 for i in range(2 * PIECE + 20)]
+    other = [4 + i % 37 for i in range(2 * DISK_BLOCK + 20)]
     kept = names(LONG) + names(other)
     begin(scheduler, kept, kept)
     scheduler.submit(request("a", LONG), seed=1)
@@ -303,7 +303,7 @@ def test_a_disk_that_says_nothing_is_asked_for_nothing_more_until_it_answers() -
     assert [order.names for order in scheduler.disk.orders] == [names(other)]
 
 
-def test_pieces_that_a_rank_has_no_more_are_written_again() -> None:
+def test_disk_blocks_that_a_rank_has_no_more_are_written_again() -> None:
     scheduler = make()
     begin(scheduler, names(LONG), names(LONG))
     scheduler.disk.take(Written(1, [b"x"], 7, gone=names(LONG)), scheduler.prefixes)
@@ -311,7 +311,7 @@ def test_pieces_that_a_rank_has_no_more_are_written_again() -> None:
     assert not scheduler.disk.orders
     plan = scheduler.next_plan()
     assert plan is not None
-    assert [[name for _, name in store.pieces] for store in plan.stores] == [names(LONG)]
+    assert [[name for _, name in store.disk_blocks] for store in plan.stores] == [names(LONG)]
 
 
 def test_what_each_rank_sees_is_all_that_it_has() -> None:
@@ -320,27 +320,27 @@ def test_what_each_rank_sees_is_all_that_it_has() -> None:
     for seen in (names(LONG)[:1], names(LONG)):
         for rank in range(RANKS):
             scheduler.disk.take(Surveyed(rank, 1, seen), scheduler.prefixes)
-        assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * PIECE
+        assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * DISK_BLOCK
     scheduler.disk.take(Surveyed(1, 2, []), scheduler.prefixes)
     assert scheduler.disk.has(block_hashes(LONG)) == 0
 
 
-def test_a_look_for_some_pieces_says_nothing_of_others() -> None:
+def test_a_look_for_some_disk_blocks_says_nothing_of_others() -> None:
     """Neither of what the ranks have, nor to whoever needs another prompt's."""
     scheduler = make()
     begin(scheduler, names(OTHER), names(OTHER))
-    told = EngineRequest(request_id="told", prompt=LONG, params=SamplingParams(max_tokens=4), kept=2 * PIECE)
+    told = EngineRequest(request_id="told", prompt=LONG, params=SamplingParams(max_tokens=4), kept=2 * DISK_BLOCK)
     scheduler.submit(told, seed=1)
     [look] = scheduler.disk.orders
     assert isinstance(look, Survey) and look.wanted == names(LONG)
-    scheduler.submit(request("elsewhere", [9] * (2 * PIECE)), seed=1)
+    scheduler.submit(request("elsewhere", [9] * (2 * DISK_BLOCK)), seed=1)
     assert inserted(scheduler) == {"elsewhere": 0}, "what is looked for is not its"
     scheduler.disk.orders.clear()
     scheduler.submit(request("same", LONG), seed=1)
     assert inserted(scheduler) == {} and not scheduler.disk.orders
     for rank in range(RANKS):
         scheduler.disk.take(Surveyed(rank, look.number, names(LONG)[:1], wanted=look.wanted), scheduler.prefixes)
-    assert scheduler.disk.has(block_hashes(OTHER[:-1])) == 2 * PIECE
+    assert scheduler.disk.has(block_hashes(OTHER[:-1])) == 2 * DISK_BLOCK
     [order] = scheduler.disk.orders
     fetched(scheduler, order.key)
     assert inserted(scheduler).keys() == {"told", "same"}

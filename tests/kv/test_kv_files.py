@@ -1,4 +1,4 @@
-"""Pieces of prefixes as files: put together from any layers and heads, and never believed when damaged."""
+"""Disk blocks of prefixes as files: put together from any layers and heads, and never believed when damaged."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from tandem.errors import UsageError
-from tandem.kv.files import MARK, Part, PieceFiles, Unusable
-from tandem.protocol.pieces import PIECE
+from tandem.kv.files import MARK, DiskBlockFiles, Part, Unusable
+from tandem.protocol.disk_blocks import DISK_BLOCK
 
 Usage = namedtuple("Usage", "total used free")
 NAME = bytes(range(16))
-KEYS = np.arange(4 * 6 * PIECE, dtype=np.float32).reshape(4, 1, 6, PIECE, 1)
+KEYS = np.arange(4 * 6 * DISK_BLOCK, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK, 1)
 """Of 4 layers with 6 heads, one number for each position."""
 
 
@@ -29,7 +29,7 @@ def part(layers, heads):
 
 
 def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):
-    files = PieceFiles(directory, space, part(layers, heads), limit, 1 << 30)
+    files = DiskBlockFiles(directory, space, part(layers, heads), limit, 1 << 30)
     cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
     files.write(name, [(layer, -layer) for layer in cut], "float32")
     return files
@@ -40,7 +40,7 @@ def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
     for one in ((0, 2), (2, 4)):
         for other in ((0, 2), (2, 6)):
             store(tmp_path, one, other)
-    files = PieceFiles(tmp_path, "space", part(layers, heads), 1 << 30, 1 << 30)
+    files = DiskBlockFiles(tmp_path, "space", part(layers, heads), 1 << 30, 1 << 30)
     assert files.names() == [NAME]
     found, dtype, nbytes = files.read(NAME)
     expected = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
@@ -50,21 +50,21 @@ def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
     assert np.array_equal(np.stack([values for _, values in found]), -expected)
 
 
-def test_a_piece_with_a_gap_is_none(tmp_path):
+def test_a_disk_block_with_a_gap_is_none(tmp_path):
     store(tmp_path, (0, 2), (0, 6))
     store(tmp_path, (2, 4), (0, 3))
-    files = PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
+    files = DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert files.names() == []
     with pytest.raises(Unusable, match="not there"):
         files.read(NAME)
-    assert PieceFiles(tmp_path, "another", part((0, 2), (0, 6)), 1 << 30, 1 << 30).names() == []
+    assert DiskBlockFiles(tmp_path, "another", part((0, 2), (0, 6)), 1 << 30, 1 << 30).names() == []
 
 
 def test_no_bit_of_a_file_can_change_unseen(tmp_path):
     files = store(tmp_path, (0, 1), (0, 1))
     [path] = tmp_path.glob("space/*.kv")
     data = path.read_bytes()
-    arrays = len(data) - 2 * 4 * PIECE
+    arrays = len(data) - 2 * 4 * DISK_BLOCK
     for position in (*range(arrays), *range(arrays, len(data), 16)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
@@ -106,7 +106,7 @@ def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
     stale = tmp_path / "space" / ".dead.tmp"
     stale.write_bytes(b"half")
     os.utime(stale, (1, 1))
-    PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
+    DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert not stale.exists()
 
 
@@ -132,17 +132,17 @@ def test_a_full_disk_loses_what_was_used_least_recently(tmp_path, monkeypatch):
     assert set(files.take_gone()) == set(names[:3])
 
 
-def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
+def test_what_says_that_it_is_a_disk_block_is_not_believed(tmp_path):
     files = store(tmp_path, (0, 2), (0, 2))
     [path] = tmp_path.glob("space/*.kv")
     data = path.read_bytes()
     magic, length = struct.unpack_from("<8sI", data)
     header = msgspec.msgpack.decode(data[12:12 + length])
-    right = [1, 2, PIECE, 1]
+    right = [1, 2, DISK_BLOCK, 1]
     assert header["shapes"] == [[right, right]] * 2
-    for shapes in ([[[1, 2, PIECE, 2**60], right], [right, right]], [[[1, 1, 2 * PIECE, 1], right], [right, right]],
-                   [[[2**63, 2**63], right]] * 2, [[[1, 2, PIECE, -1], [1, 2, PIECE, 3]], [right, right]],
-                   [[[1, 2, PIECE, 0], [1, 2, PIECE, 2]], [right, right]], [[right, right]] * 3):
+    for shapes in ([[[1, 2, DISK_BLOCK, 2**60], right], [right, right]], [[[1, 1, 2 * DISK_BLOCK, 1], right], [right, right]],
+                   [[[2**63, 2**63], right]] * 2, [[[1, 2, DISK_BLOCK, -1], [1, 2, DISK_BLOCK, 3]], [right, right]],
+                   [[[1, 2, DISK_BLOCK, 0], [1, 2, DISK_BLOCK, 2]], [right, right]], [[right, right]] * 3):
         packed = msgspec.msgpack.encode({**header, "shapes": shapes})
         path.write_bytes(struct.pack("<8sI", magic, len(packed)) + packed + data[12 + length:])
         with pytest.raises(Unusable, match="is damaged"):
@@ -150,18 +150,18 @@ def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
         files = store(tmp_path, (0, 2), (0, 2))
     path.unlink()
     path.mkdir()
-    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
+    assert DiskBlockFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
     path.rmdir()
     os.mkfifo(path)  # whoever opens it would wait for a writer
-    with pytest.raises(Unusable, match="it is no piece"):
+    with pytest.raises(Unusable, match="it is no disk block"):
         files.read(NAME)
     with path.open("wb") as file:
         file.truncate(2 << 30)
-    with pytest.raises(Unusable, match="it is no piece"):
-        PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 4 << 30, 1 << 30).read(NAME)
+    with pytest.raises(Unusable, match="it is no disk block"):
+        DiskBlockFiles(tmp_path, "space", part((0, 2), (0, 2)), 4 << 30, 1 << 30).read(NAME)
     for label in ("0-99999999999999999999.0-9", "00-2.0-2", "0-2.0-0", "all.kv"):
         (path.parent / f"{NAME.hex()}.{label}.kv").write_bytes(data)
-    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
+    assert DiskBlockFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
 
 
 def test_a_directory_has_one_name_and_what_stands_in_its_place_is_none(tmp_path):
@@ -208,10 +208,10 @@ def test_nothing_is_deleted_beyond_the_directory(tmp_path):
 
 
 def test_what_others_write_and_delete_is_seen_in_time(tmp_path):
-    """Several ranks and servers share the room, and one that no longer has a piece says so."""
+    """Several ranks and servers share the room, and one that no longer has a disk block says so."""
     size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))]
                       for path in tmp_path.glob("space/*.kv")]))
-    first, second = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size, 1 << 30) for _ in range(2))
+    first, second = (DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size, 1 << 30) for _ in range(2))
     layers = [(layer, -layer) for layer in KEYS]
     for i in range(1, 30):
         (first if i % 2 else second).write(bytes([i]) * 16, layers, "float32")
@@ -231,7 +231,7 @@ def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
         path.rmdir() if path.is_dir() else path.unlink()
     layers = [(layer, -layer) for layer in KEYS]
     files.write(NAME, layers, "float32")
-    other = PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
+    other = DiskBlockFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert other.names() == [NAME]
     assert other.store_id == files.store_id  # a replica that comes later still shares it
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kv").rglob("*") if path.is_file()} == {0o600}
@@ -244,10 +244,10 @@ def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
 def test_a_directory_of_others_is_left_alone(tmp_path):
     (tmp_path / "letters").write_text("mine")
     with pytest.raises(UsageError, match="--kv-disk .*has other things than Tandem's KV in it"):
-        PieceFiles(tmp_path, "space", part((0, 1), (0, 1)), 1, 1 << 30)
+        DiskBlockFiles(tmp_path, "space", part((0, 1), (0, 1)), 1, 1 << 30)
     assert not (tmp_path / MARK).exists()
     with pytest.raises(UsageError, match="cannot keep KV there"):
-        PieceFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1, 1 << 30)
+        DiskBlockFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1, 1 << 30)
     files = store(tmp_path / "kv", (0, 4), (0, 6))
     (tmp_path / "kv").rename(tmp_path / "away")
     (tmp_path / "kv").mkdir()
@@ -280,9 +280,9 @@ def test_a_directory_that_was_deleted_while_ranks_wrote_is_still_ours(tmp_path):
         store(tmp_path, (0, 4), (0, 6))
 
 
-def test_a_look_for_some_pieces_lists_no_others(tmp_path, monkeypatch):
+def test_a_look_for_some_disk_blocks_lists_no_others(tmp_path, monkeypatch):
     """However many lie there; parts of layouts that began later are seen all the same."""
-    mine, other = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30) for _ in range(2))
+    mine, other = (DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30) for _ in range(2))
     new, gone, unasked = (bytes([i]) * 16 for i in range(3))
     for name in (gone, unasked):
         other.write(name, [(layer, -layer) for layer in KEYS], "float32")
@@ -305,7 +305,7 @@ def test_the_labels_of_parts_are_noted_again_where_the_directory_was_emptied(tmp
     mine, other = (store(tmp_path, (0, 4), heads) for heads in ((0, 6), (0, 3)))
     shutil.rmtree(tmp_path / "space")
     other.write(b"x" * 16, [(layer[:, :3], layer[:, :3]) for layer in KEYS], "float32")
-    half = PieceFiles(tmp_path, "space", part((0, 4), (0, 2)), 1 << 30, 1 << 30)
+    half = DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 2)), 1 << 30, 1 << 30)
     half.survey(wanted=[b"x" * 16])
     mine.survey(wanted=[b"x" * 16])
     assert half.names() == [b"x" * 16] and b"x" * 16 not in mine.names()

@@ -10,7 +10,7 @@ import pytest
 from scheduler_invariants import check_prefixes
 from tandem.kv.budget import batch_positions, kv_capacity
 from tandem.kv.index import PrefixIndex, block_hashes
-from tandem.protocol.pieces import BLOCK_SIZE
+from tandem.protocol.disk_blocks import BLOCK_SIZE
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -31,13 +31,13 @@ def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
         assert (hit.length if hit else 0) == max(usable, default=0)
         if hit:
             assert kept[hit.key][:hit.length] == tokens[:hit.length]
-        snapshot = index.save(tokens)
-        if snapshot:
-            kept[snapshot.key] = tokens[:snapshot.length]
+        cached_prefix = index.save(tokens)
+        if cached_prefix:
+            kept[cached_prefix.key] = tokens[:cached_prefix.length]
         for key in index.take_evicted():
             del kept[key]
         check_prefixes(index)
-        assert set(kept) == set(index._snapshots)
+        assert set(kept) == set(index._cached_prefixes)
 
 
 @pytest.mark.parametrize("trimmable", [True, False])
@@ -73,7 +73,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -> None:
     index = PrefixIndex(BLOCK_SIZE * 4)
     prompts = [[i] * BLOCK_SIZE for i in range(4)]
-    keys = [snapshot.key for prompt in prompts if (snapshot := index.save(prompt))]
+    keys = [cached_prefix.key for prompt in prompts if (cached_prefix := index.save(prompt))]
     index.lookup([*prompts[0], 9])
     index.save([7] * BLOCK_SIZE)
     assert index.take_evicted() == [keys[1]]
@@ -82,7 +82,7 @@ def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -
     index.shrink(-5)
     assert index.positions == BLOCK_SIZE * 2
     index.clear()
-    assert not index._snapshots and index.positions == 0
+    assert not index._cached_prefixes and index.positions == 0
 
 
 def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:
@@ -105,7 +105,7 @@ def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others()
             return super().__getitem__(key)
 
     index = PrefixIndex(10**6)
-    index._snapshots = Counted()
+    index._cached_prefixes = Counted()
     system = [1] * BLOCK_SIZE * 8
     for other in range(50):
         assert index.save(system + [2 + other] * BLOCK_SIZE)
@@ -147,7 +147,7 @@ def test_capacity_and_batch_shape() -> None:
     assert batch_positions([3, 7, 1]) == 21 and batch_positions([]) == 0
 
 
-def test_snapshots_of_states_cost_more_than_their_positions() -> None:
+def test_cached_prefixes_of_states_cost_more_than_their_positions() -> None:
     index = PrefixIndex(BLOCK_SIZE * 4, trimmable=False, extra=BLOCK_SIZE)
     first, second = ([n] * (BLOCK_SIZE * 2) for n in (1, 2))
     assert index.save(first) is not None and index.positions == BLOCK_SIZE * 3
@@ -157,4 +157,4 @@ def test_snapshots_of_states_cost_more_than_their_positions() -> None:
     assert not PrefixIndex(BLOCK_SIZE, extra=1).enabled
     serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9),
                                      PrefixIndex(BLOCK_SIZE, extra=9))]
-    assert serves == ["blocks", "any length", "off", "off: a snapshot of its states takes as much memory as 9 tokens"]
+    assert serves == ["blocks", "any length", "off", "off: a cached prefix of its states takes as much memory as 9 tokens"]

@@ -1,4 +1,4 @@
-"""Pieces of other machines' disks: had by those who hold the gang's keys, and never believed when damaged."""
+"""Disk blocks of other machines' disks: had by those who hold the rank group's keys, and never believed when damaged."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.kv import remote
-from tandem.kv.files import Part, PieceFiles, Unusable
-from tandem.kv.remote import Lenders, Lending, PieceServer
+from tandem.kv.files import DiskBlockFiles, Part, Unusable
+from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.protocol.blobs import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import PIECE
 from tandem.transport.blobs import BlobClient, checksum
 from tandem.transport.security import Authenticator
 
 NAME, OTHER = bytes(range(16)), bytes(range(1, 17))
-KEYS = np.arange(4 * 6 * PIECE * 200, dtype=np.float32).reshape(4, 1, 6, PIECE, 200)
+KEYS = np.arange(4 * 6 * DISK_BLOCK * 200, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK, 200)
 """Of 4 layers with 6 heads: a part of two layers has more bytes than one chunk."""
 KEY = ClusterKeys.generate()
 
 
 def files(directory, layers, heads=(0, 6)):
-    return PieceFiles(directory, "space", Part(range(*layers), range(*heads)), 1 << 30, 1 << 30)
+    return DiskBlockFiles(directory, "space", Part(range(*layers), range(*heads)), 1 << 30, 1 << 30)
 
 
 def store(directory, layers, heads=(0, 6), name=NAME):
@@ -41,7 +41,7 @@ def store(directory, layers, heads=(0, 6), name=NAME):
 def lent(tmp_path):
     """A machine that has the first two layers, and lends them."""
     store(tmp_path / "there", (0, 2))
-    server = PieceServer(tmp_path / "there" / "space", Lending(KEY, "127.0.0.1"))
+    server = DiskBlockServer(tmp_path / "there" / "space", Lending(KEY, "127.0.0.1"))
     yield server
     server.close()
 
@@ -53,7 +53,7 @@ def borrower(tmp_path, lent):
         store(tmp_path / "here", (2, 4), heads)
     mine = files(tmp_path / "here", (0, 4))
     assert mine.names() == []
-    mine.borrow(Lenders(KEY, [lent.endpoint]))
+    mine.use_remote_stores(RemoteStores(KEY, [lent.endpoint]))
     yield mine
     mine.close()
 
@@ -88,7 +88,7 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fau
         path.unlink()
     else:
         lent.close()
-        borrower._lenders._clients[lent.endpoint]._patience = 1.0
+        borrower._remote_stores._clients[lent.endpoint]._patience = 1.0
     if fault == "longer":  # what was lent when it was listed is whole
         assert len(borrower.read(NAME)[0]) == 4
         return
@@ -100,7 +100,7 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fau
 
 def test_nobody_without_the_keys_gets_anything(lent, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
-    stranger = Lenders(ClusterKeys.generate(), [lent.endpoint])
+    stranger = RemoteStores(ClusterKeys.generate(), [lent.endpoint])
     assert stranger.look() == []
     stranger.close()
 
@@ -155,7 +155,7 @@ def test_a_lender_that_lies_is_a_miss(tmp_path, monkeypatch, lie):
 
     with liar(reply) as endpoint:
         mine = files(tmp_path / "here", (0, 4))
-        mine.borrow(Lenders(KEY, [endpoint]))
+        mine.use_remote_stores(RemoteStores(KEY, [endpoint]))
         mine.survey()
         assert mine.names() == mine.lent() == ([NAME] if lie in ("sizes", "contents") else [])
         with pytest.raises(Unusable):
@@ -169,10 +169,10 @@ def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten
     monkeypatch.setattr(remote, "PATIENCE_S", 4.0)
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
     mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-    machines = Lenders(KEY, [mute])
+    machines = RemoteStores(KEY, [mute])
     machines.change([mute, lent.endpoint])  # it is asked first
     borrower.close()
-    borrower.borrow(machines)
+    borrower.use_remote_stores(machines)
     borrower.survey()
     assert borrower.names() == borrower.lent() == [NAME]
     silent.close()
@@ -190,7 +190,7 @@ def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten
         borrower.read(NAME)
 
 
-def test_only_pieces_are_lent(lent, tmp_path):
+def test_only_disk_blocks_are_lent(lent, tmp_path):
     space = tmp_path / "there" / "space"
     (space / "0-1.kv").mkdir()
     (tmp_path / "secret.kv").write_bytes(b"secret")
@@ -199,7 +199,7 @@ def test_only_pieces_are_lent(lent, tmp_path):
     os.symlink(tmp_path / "secret.kv", space / "link.kv")
     os.mkfifo(space / "pipe.kv")
     (space / os.fsdecode(b"\xff.kv")).write_bytes(b"x")  # no text: it cannot even be listed
-    friend = Lenders(KEY, [lent.endpoint])
+    friend = RemoteStores(KEY, [lent.endpoint])
     for stems in ({OTHER.hex(), "0-1", "link", "pipe"}, {NAME.hex()}, None):
         found = [name for name, _ in friend.look(stems)]
         assert found == ([] if stems and NAME.hex() not in stems else [f"{NAME.hex()}.0-2.0-6.kv"])

@@ -14,26 +14,26 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from tandem.kv import store
-from tandem.kv.files import Kind, Part, PieceFiles
+from tandem.kv.files import DiskBlockFiles, Kind, Part
 from tandem.kv.store import KVDisk, Layers, kind_of
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 LAYERS, HEADS, WIDTH = 4, 2, 16
-KEYS = np.random.default_rng(0).standard_normal((LAYERS, 1, HEADS, len(NAMES) * PIECE, WIDTH), dtype=np.float32)
+KEYS = np.random.default_rng(0).standard_normal((LAYERS, 1, HEADS, len(NAMES) * DISK_BLOCK, WIDTH), dtype=np.float32)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, PieceFiles, queue.SimpleQueue[Any]]]:
+def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, DiskBlockFiles, queue.SimpleQueue[Any]]]:
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def files(kind: Kind | None = None) -> PieceFiles:
-        return PieceFiles(tmp_path, "space", Part(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
+    def files(kind: Kind | None = None) -> DiskBlockFiles:
+        return DiskBlockFiles(tmp_path, "space", Part(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
 
     other = files()
     kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)
     for i, name in enumerate(NAMES):
-        cut = KEYS[:, :, :, i * PIECE:(i + 1) * PIECE]
+        cut = KEYS[:, :, :, i * DISK_BLOCK:(i + 1) * DISK_BLOCK]
         other.write(name, [(layer, -layer) for layer in cut], "float32")
     one = KVDisk(0, files(kind), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
     yield one, other, reports
@@ -53,20 +53,20 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
     assert got.nbytes == 2 * KEYS.nbytes
     assert peak < 1.5 * got.nbytes
     for cache, expected in zip(one.take("a"), KEYS, strict=True):
-        assert cache.offset == len(NAMES) * PIECE
+        assert cache.offset == len(NAMES) * DISK_BLOCK
         for side, whole in zip(cache.state[:2], (expected, -expected), strict=True):
             assert np.array_equal(np.array(side), whole)
 
 
-def test_pieces_that_are_not_the_models_are_lost_before_anything_is_made_of_them(disk) -> None:
+def test_disk_blocks_that_are_not_the_models_are_lost_before_anything_is_made_of_them(disk) -> None:
     """Alone they would be a whole prefix, which the rank takes up."""
     one, other, reports = disk
-    piece = KEYS[..., :PIECE, :]
+    disk_block = KEYS[..., :DISK_BLOCK, :]
     [path] = other.directory.glob(f"{NAMES[0].hex()}*")
-    half = piece.astype(np.float16)
+    half = disk_block.astype(np.float16)
     for number, (keys, values, kind) in enumerate((
-            (piece[..., :1], piece[..., :1], "float32"), (half, half, "float16"),
-            (piece[..., :8], np.concatenate([piece, piece[..., :8]], axis=-1), "float32"))):
+            (disk_block[..., :1], disk_block[..., :1], "float32"), (half, half, "float16"),
+            (disk_block[..., :8], np.concatenate([disk_block, disk_block[..., :8]], axis=-1), "float32"))):
         other.write(NAMES[0], list(zip(keys, values, strict=True)), kind)
         one.take_order(Survey(number))
         assert NAMES[0] in reports.get(timeout=60).names
@@ -74,7 +74,7 @@ def test_pieces_that_are_not_the_models_are_lost_before_anything_is_made_of_them
         assert reports.get(timeout=60).lost == NAMES[:1]
         assert one.take(f"wrong {number}") is None
         assert not path.exists()
-    other.write(NAMES[0], [(layer, -layer) for layer in piece], "float32")
+    other.write(NAMES[0], [(layer, -layer) for layer in disk_block], "float32")
     next(other.directory.glob(f"{NAMES[3].hex()}*")).unlink()
     one.take_order(Survey(1))
     reports.get(timeout=60)
@@ -110,7 +110,7 @@ def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: p
     assert set(new) <= set(other.names())
 
 
-def test_a_look_for_some_pieces_names_no_others(disk) -> None:
+def test_a_look_for_some_disk_blocks_names_no_others(disk) -> None:
     one, _, reports = disk
     one.take_order(Survey(1, soon=True, wanted=[NAMES[2], b"x" * 16]))
     got = reports.get(timeout=60)
@@ -140,7 +140,7 @@ def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch
     assert not reports.get(timeout=60).lost and one.take("b")
 
 
-def test_pieces_that_are_to_go_are_gone_once_what_waits_is_written(disk) -> None:
+def test_disk_blocks_that_are_to_go_are_gone_once_what_waits_is_written(disk) -> None:
     one, other, reports = disk
     states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
     new = b"n" * 16

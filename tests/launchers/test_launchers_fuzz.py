@@ -1,4 +1,4 @@
-"""Hostfiles, token files, what mlx.launch leaves in the environment, and rank hosts that send nonsense."""
+"""Hostfiles, token files, what mlx.launch leaves in the environment, and node agents that send nonsense."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.errors import ConfigError
-from tandem.launchers.facts import host_facts, launched_world
+from tandem.launchers.facts import host_facts, launched_process_group
 from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, read_hostfile
 from tandem.launchers.manual import read_token
-from tandem.launchers.roster import Roster
+from tandem.launchers.membership import Membership
 from tandem.planner.hosts import read_hosts
-from tandem.protocol.hosts import HostMessage, Join, Leave, MlxWorld, Ports, RankStarted
+from tandem.protocol.hosts import HostMessage, Join, Leave, MlxProcessGroup, Ports, RankStarted
 from tandem.protocol.keys import ClusterKeys
 
 FUZZ = settings(max_examples=120, derandomize=True, deadline=None, database=None)
@@ -105,23 +105,23 @@ def test_what_mlx_launch_leaves(tmp_path, monkeypatch, rank, content):
         monkeypatch.setenv(name, str(tmp_path / "hosts"))
     monkeypatch.setenv("MLX_RANK", rank)
     try:
-        world = launched_world()
+        process_group = launched_process_group()
     except ConfigError as error:
         assert "mlx.launch" in error.message and "\n" not in error.message
     else:
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=MlxWorld) == world
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(process_group), type=MlxProcessGroup) == process_group
 
 
-def test_the_roster_survives_rank_hosts_that_send_nonsense():
+def test_the_membership_survives_rank_hosts_that_send_nonsense():
     keys, draw = ClusterKeys.generate(), random.Random(0)
-    roster = Roster(keys, "127.0.0.1", 0, 20.0, tickets=False)
+    membership = Membership(keys, "127.0.0.1", 0, 20.0, tickets=False)
     good = Join(facts=host_facts("127.0.0.1"), host_id="h", attempt=1, head="127.0.0.1", slot=0)
     whole = msgspec.msgpack.encode(good)
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as member:
             member.linger = 0
             keys.secure_connect(member)
-            member.connect(f"tcp://127.0.0.1:{roster.port}")
+            member.connect(f"tcp://127.0.0.1:{membership.port}")
             messages: list[HostMessage] = [Ports(1, [2]), RankStarted(1, 2), Leave()]
             for _ in range(100):
                 cut = draw.randrange(len(whole))
@@ -138,9 +138,9 @@ def test_the_roster_survives_rank_hosts_that_send_nonsense():
                 member.send(msgspec.msgpack.encode({**msgspec.to_builtins(good), name: value}))
             member.send(whole)
             deadline = time.monotonic() + 240
-            while (found := roster.fill(1)) == [None]:
+            while (found := membership.fill(1)) == [None]:
                 assert time.monotonic() < deadline
-                roster.wait(0.1)
+                membership.wait(0.1)
             assert found[0] is not None and found[0].join == good
     finally:
-        roster.close()
+        membership.close()

@@ -1,4 +1,4 @@
-"""Head and rank hosts over loopback: joining, ranks and their ends, ports, worlds, and strangers."""
+"""Head and node agents over loopback: joining, ranks and their ends, ports, process groups, and strangers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, UsageError
 from tandem.launchers.facts import host_facts
 from tandem.launchers.hosts import HostsLauncher
-from tandem.launchers.rank_host import RankHost
-from tandem.protocol.hosts import HostFacts, MlxWorld, Ping
+from tandem.launchers.node_agent import NodeAgent
+from tandem.protocol.hosts import HostFacts, MlxProcessGroup, Ping
 from tandem.protocol.payloads import HostPayload
 from tandem.transport.security import ClusterKeys
 
@@ -43,7 +43,7 @@ HEARTBEAT_S = 2.5
 
 
 class Waiting(HostsLauncher):
-    """Its rank hosts are threads of the test."""
+    """Its node agents are threads of the test."""
 
     def __init__(self, **options: object) -> None:
         super().__init__(ParallelSettings(heartbeat_timeout=HEARTBEAT_S), bind="127.0.0.1", tickets=False,
@@ -51,7 +51,7 @@ class Waiting(HostsLauncher):
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         for slot in missing:
-            if (refusal := self.roster.refusal(slot)) is not None:
+            if (refusal := self.membership.refusal(slot)) is not None:
                 raise UsageError(refusal)
 
     def describe_missing(self, missing: list[int]) -> str:
@@ -59,19 +59,19 @@ class Waiting(HostsLauncher):
 
 
 class Cluster:
-    """A head and its rank hosts."""
+    """A head and its node agents."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.head = Waiting()
         self.threads: list[threading.Thread] = []
-        self.hosts: list[RankHost] = []
+        self.hosts: list[NodeAgent] = []
         self.codes: dict[int, int | str] = {}
 
-    def add(self, slot: int | None = None, mlx: MlxWorld | None = None, **changes: object) -> int:
-        options: dict[str, object] = {"keys": self.head.keys, "endpoints": [f"127.0.0.1:{self.head.roster.port}"],
+    def add(self, slot: int | None = None, mlx: MlxProcessGroup | None = None, **changes: object) -> int:
+        options: dict[str, object] = {"keys": self.head.keys, "endpoints": [f"127.0.0.1:{self.head.membership.port}"],
                                       "slot": slot, "worker": "a_rank", "join_timeout": 60.0, **changes}
-        host, number = RankHost(HostPayload(**options), mlx), len(self.hosts)  # type: ignore[arg-type]
+        host, number = NodeAgent(HostPayload(**options), mlx), len(self.hosts)  # type: ignore[arg-type]
         self.hosts.append(host)
 
         def run() -> None:
@@ -136,7 +136,7 @@ def test_ranks_start_where_hosts_have_joined_and_their_ends_are_told(cluster: Cl
     long.kill()
     assert long.wait(240) and long.poll() == -9 and "SIGKILL" in long.describe_exit()
     assert gone(long.pid)
-    # The same hosts serve the next gang.
+    # The same hosts serve the next rank group.
     cluster.recruit(2)
     assert cluster.head.start(1, 2, f"{cluster.directory}/2|end".encode(), {}).wait(240)
 
@@ -151,7 +151,7 @@ def test_released_hosts_end_with_code_0_and_their_ranks_with_them(cluster: Clust
     eventually(lambda: gone(rank.pid))
 
 
-def test_hosts_without_a_number_fill_the_gaps_and_spares_step_in(cluster: Cluster) -> None:
+def test_hosts_without_a_number_fill_the_gaps_and_standbys_step_in(cluster: Cluster) -> None:
     cluster.add(1)
     cluster.add(None)
     cluster.recruit(2)
@@ -170,8 +170,8 @@ def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
     eventually(lambda: rank.pid)
     with monkeypatch.context() as silent:
-        post = cluster.head.roster._end.post
-        silent.setattr(cluster.head.roster._end, "post",
+        post = cluster.head.membership._end.post
+        silent.setattr(cluster.head.membership._end, "post",
                        lambda identity, message: None if isinstance(message, Ping) else post(identity, message))
         eventually(lambda: gone(rank.pid))
     assert rank.wait(240)
@@ -227,40 +227,40 @@ def test_a_place_that_is_taken_and_one_that_is_too_many_are_refused(cluster: Clu
 
 def test_a_port_that_is_taken_is_a_mistake_to_mend(cluster: Cluster) -> None:
     with pytest.raises(UsageError, match="Address already in use; choose another --join-port"):
-        Waiting(port=cluster.head.roster.port)
+        Waiting(port=cluster.head.membership.port)
 
 
 def test_a_ring_over_hosts_has_fresh_ports_and_its_file_is_on_the_host(cluster: Cluster) -> None:
     for slot in (0, 1):
         cluster.add(slot)
     cluster.recruit(2)
-    world = cluster.head.world("auto", [0, 1])
-    assert world.backend == "ring"
-    cluster.head.start(0, 2, f"{cluster.directory}/0|stay".encode(), world.variables(0))
+    process_group = cluster.head.process_group("auto", [0, 1])
+    assert process_group.backend == "ring"
+    cluster.head.start(0, 2, f"{cluster.directory}/0|stay".encode(), process_group.variables(0))
     hosts = json.loads(content(cluster.directory / "0").removeprefix("|"))
     assert [host.split(":")[0] for [host] in hosts] == ["127.0.0.1"] * 2 and hosts[0] != hosts[1]
 
 
-def test_the_first_gang_takes_the_ports_of_mlx_launch_and_later_ones_do_not(cluster: Cluster) -> None:
-    from tandem.launchers.worlds import free_ports
+def test_the_first_rank_group_takes_the_ports_of_mlx_launch_and_later_ones_do_not(cluster: Cluster) -> None:
+    from tandem.launchers.process_groups import free_ports
 
     given = [[f"127.0.0.1:{port}"] for port in free_ports(2)]
     for rank in (1, 0):
-        cluster.add(rank, MlxWorld(rank=rank, hostfile=given))
+        cluster.add(rank, MlxProcessGroup(rank=rank, hostfile=given))
     cluster.recruit(2)
-    assert json.loads(cluster.head.world("auto", [0, 1]).files(0)["MLX_HOSTFILE"]) == given
+    assert json.loads(cluster.head.process_group("auto", [0, 1]).files(0)["MLX_HOSTFILE"]) == given
     cluster.recruit(2)
-    assert json.loads(cluster.head.world("auto", [0, 1]).files(0)["MLX_HOSTFILE"]) != given
+    assert json.loads(cluster.head.process_group("auto", [0, 1]).files(0)["MLX_HOSTFILE"]) != given
 
 
 def test_rdma_devices_and_coordinator_of_mlx_launch_are_used(cluster: Cluster) -> None:
     devices = [[None, "rdma_en2"], ["rdma_en3", None]]
     for rank in (0, 1):
-        cluster.add(rank, MlxWorld(rank=rank, devices=devices, coordinator="127.0.0.1:34999"))  # type: ignore[arg-type]
+        cluster.add(rank, MlxProcessGroup(rank=rank, devices=devices, coordinator="127.0.0.1:34999"))  # type: ignore[arg-type]
     cluster.recruit(2)
-    world = cluster.head.world("auto", [0, 1])
-    assert world.backend == "jaccl" and json.loads(world.files(1)["MLX_IBV_DEVICES"]) == devices
-    assert world.variables(1)["MLX_JACCL_COORDINATOR"] == "127.0.0.1:34999"
+    process_group = cluster.head.process_group("auto", [0, 1])
+    assert process_group.backend == "jaccl" and json.loads(process_group.files(1)["MLX_IBV_DEVICES"]) == devices
+    assert process_group.variables(1)["MLX_JACCL_COORDINATOR"] == "127.0.0.1:34999"
 
 
 def test_mpi_without_mpirun_is_refused(cluster: Cluster) -> None:
@@ -268,7 +268,7 @@ def test_mpi_without_mpirun_is_refused(cluster: Cluster) -> None:
     cluster.add(1)
     cluster.recruit(2)
     with pytest.raises(LayoutError, match="--backend mpi: every rank must be started by mpirun"):
-        cluster.head.world("mpi", [0, 1])
+        cluster.head.process_group("mpi", [0, 1])
 
 
 
@@ -278,11 +278,11 @@ def test_a_head_that_macos_hides_is_told_as_that(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     monkeypatch.setattr(socket, "create_connection", refused)
-    monkeypatch.setattr("tandem.launchers.rank_host.JOIN_S", 0.2)
+    monkeypatch.setattr("tandem.launchers.node_agent.JOIN_S", 0.2)
     for platform, words in (("linux", r"\(No route to host\)"), ("darwin", "No route to host: macOS withholds")):
         monkeypatch.setattr(sys, "platform", platform)
         monkeypatch.setattr("tandem.system.privacy.output_of", lambda _: "\tinet 127.0.0.1 netmask 0xff000000\n")
-        host = RankHost(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=0.1))
+        host = NodeAgent(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=0.1))
         with pytest.raises(UsageError, match=f"could not join the head.*127.0.0.1:9 .*{words}"):
             host.run()
 
@@ -298,7 +298,7 @@ def test_machines_are_told_apart_by_what_they_are_and_not_by_their_names(
         return structs.replace(host_facts(address), name=f"Mac{len(left)}" if shares == 2 else "Mac", machine=machine,
                                memory_bytes=64 << 30, usable_bytes=48 << 30, gpus=[])
 
-    monkeypatch.setattr("tandem.launchers.rank_host.host_facts", facts)
+    monkeypatch.setattr("tandem.launchers.node_agent.host_facts", facts)
     for slot in range(2):
         cluster.add(slot)
         cluster.recruit(2, slots=[slot])

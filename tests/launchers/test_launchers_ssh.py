@@ -14,7 +14,7 @@ import pytest
 
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError, UsageError
-from tandem.launchers.facts import launched_world
+from tandem.launchers.facts import launched_process_group
 from tandem.launchers.hostfile import HostEntry, Hostfile
 from tandem.launchers.manual import make_token, read_token
 from tandem.launchers.ssh import RANK_HOST, SshLauncher, explain, remote_command, ssh_command
@@ -212,24 +212,24 @@ def test_a_token_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
 def test_what_mlx_launch_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("MLX_", "NCCL_", "OMPI_"))]:
         monkeypatch.delenv(name)
-    assert launched_world().rank is None and launched_world().backend == ""
+    assert launched_process_group().rank is None and launched_process_group().backend == ""
     hosts, devices = tmp_path / "hosts", tmp_path / "devices"
     hosts.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.2:5001"]]))
     devices.write_text(json.dumps([[None, "rdma_en2"], ["rdma_en2", None]]))
     monkeypatch.setenv("MLX_RANK", "1")
     monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
-    ring = launched_world()
+    ring = launched_process_group()
     assert (ring.rank, ring.backend, ring.hostfile[1]) == (1, "ring", ["10.0.0.2:5001"])
     monkeypatch.delenv("MLX_HOSTFILE")
     monkeypatch.setenv("MLX_IBV_DEVICES", str(devices))
     monkeypatch.setenv("MLX_JACCL_COORDINATOR", "10.0.0.1:5000")
-    assert launched_world().backend == "jaccl" and launched_world().devices[0] == [None, "rdma_en2"]
+    assert launched_process_group().backend == "jaccl" and launched_process_group().devices[0] == [None, "rdma_en2"]
     monkeypatch.setenv("MLX_JACCL_RING", "1")
-    assert launched_world().backend == "jaccl-ring"
+    assert launched_process_group().backend == "jaccl-ring"
     monkeypatch.delenv("MLX_IBV_DEVICES")
     monkeypatch.setenv("NCCL_HOST_IP", "10.0.0.1")
     monkeypatch.setenv("NCCL_PORT", "12345")
-    assert launched_world().backend == "nccl" and launched_world().nccl == "10.0.0.1:12345"
+    assert launched_process_group().backend == "nccl" and launched_process_group().nccl == "10.0.0.1:12345"
 
 
 @pytest.mark.parametrize("content", ["{", "3", "[3]", None])
@@ -241,4 +241,4 @@ def test_what_mlx_launch_says_and_cannot_be_read_is_an_error(
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(path))
     with pytest.raises(ConfigError, match="MLX_RANK is 0, but what comes with it cannot be read"):
-        launched_world()
+        launched_process_group()

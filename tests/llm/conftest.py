@@ -13,7 +13,7 @@ from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 BROKEN = 400
-LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2, "canary": False}}  # whose prompts have all tokens
+LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2, "self_check": False}}  # whose prompts have all tokens
 
 
 @pytest.fixture(scope="session")

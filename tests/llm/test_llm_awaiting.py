@@ -177,7 +177,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
             loop.call_soon_threadsafe(begun.set)
             cancelled.wait(240)  # it cannot be over before it is cancelled
 
-        llm = AsyncLLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING", progress=progress)
+        llm = AsyncLLM(tiny, pipeline_parallel_size=2, self_check=False, log_level="WARNING", progress=progress)
         starting = asyncio.create_task(llm.start())
         await begun.wait()
         starting.cancel()

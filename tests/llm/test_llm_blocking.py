@@ -180,7 +180,7 @@ def test_a_stop_string_ends_its_request_alone(llm: LLM) -> None:
 
 
 def test_prompts_beyond_the_queue_wait_for_room(tiny: str) -> None:
-    with LLM(tiny, max_queue=2, max_batch_size=1, kv_tokens=1000) as llm:
+    with LLM(tiny, max_queued_requests=2, max_batch_size=1, kv_tokens=1000) as llm:
         outputs = llm.generate([[5, i] for i in range(3, 20)], greedy(3))
         assert [one.prompt_token_ids for one in outputs] == [[5, i] for i in range(3, 20)]
         assert all(one.finish_reason == "length" for one in outputs)
@@ -224,7 +224,7 @@ def test_with_left_by_an_exception_ends_everything(tiny: str, layout: str) -> No
 
 @pytest.mark.slow
 def test_one_that_is_forgotten_ends_its_ranks(tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(tiny, pipeline_parallel_size=2, canary=False)
+    llm = LLM(tiny, pipeline_parallel_size=2, self_check=False)
     assert "INFO" not in capfd.readouterr().err  # of the ranks
     pids = llm.engine.executor.pids
     del llm
@@ -245,7 +245,7 @@ def test_ctrl_c_while_it_loads_leaves_nothing(tiny: str) -> None:
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
-        LLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING", progress=interrupt)
+        LLM(tiny, pipeline_parallel_size=2, self_check=False, log_level="WARNING", progress=interrupt)
     assert threading.active_count() <= before + 1  # that which starts children stays
 
 
@@ -282,7 +282,7 @@ def test_a_forked_process_is_told(tiny: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_not_seen_by_any_caller(tiny: str) -> None:
-    with LLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING") as llm:
+    with LLM(tiny, pipeline_parallel_size=2, self_check=False, log_level="WARNING") as llm:
         expected = texts(llm)
         streams = [llm.stream(prompt, greedy(60)) for prompt in PROMPTS]
         begun = [next(stream) for stream in streams]
@@ -303,7 +303,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: LLM) -> None
 
 
 def test_an_id_that_waits_for_room_is_refused_and_its_owner_goes_on(tiny: str) -> None:
-    with LLM(tiny, max_queue=1, max_batch_size=1, kv_tokens=100_000) as llm:
+    with LLM(tiny, max_queued_requests=1, max_batch_size=1, kv_tokens=100_000) as llm:
         engine = llm._session.engine
 
         def submit(name: str, params: SamplingParams) -> queue.SimpleQueue[Event]:

@@ -14,7 +14,7 @@ from tandem.testing import tiny_model
     ({"memory_fraction": 1.5}, "memory_fraction: 1.5 is out of range"),
     ({"pipeline_parallel_size": 2, "layer_split": (1, 2, 3)}, "layer_split: 1,2,3 is for 3 stage"),
     ({"channel": "ring"}, "channel: 'ring' is not one of auto, tcp, mlx"),
-    ({"lanes": "two"}, "lanes: 'two' is not a whole number"),
+    ({"lanes": "two"}, "micro-batches: 'two' is not a whole number"),
     ({"kv_token": 5}, "unknown option 'kv_token'"),
 ])
 def test_options_out_of_range_are_named(options: dict[str, object], message: str) -> None:

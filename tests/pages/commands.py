@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from served import READY
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "commands.toml"

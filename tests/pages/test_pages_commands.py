@@ -75,7 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(models: Path) -> Iterator[str]:
     """The address of a server for pages that have none of their own."""
     demo = str(next((models / "cache" / "demo").iterdir()))
-    with served(demo, "--also", f"small={demo}", "--journal", models / "journal", "--default-max-tokens", "32") as url:
+    with served(demo, "--extra-models", f"small={demo}", "--journal", models / "journal", "--default-max-tokens", "32") as url:
         yield url
 
 

@@ -1,4 +1,4 @@
-"""Children get their payload unseen and never outlive their parent; worlds name ports and devices."""
+"""Children get their payload unseen and never outlive their parent; process groups name ports and devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from system_packages import missing
 from tandem.env import child_environment
 from tandem.errors import LayoutError
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.worlds import free_ports, make_world, visible_gpus
+from tandem.launchers.process_groups import free_ports, make_process_group, visible_gpus
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import code_command
 
@@ -93,23 +93,23 @@ time.sleep(60)
         time.sleep(0.05)
 
 
-def test_ring_worlds_use_ports_of_their_own_and_clean_up() -> None:
-    world = make_world("ring", 3, 0)
-    variables = [world.variables(i) for i in range(3)]
+def test_ring_process_groups_use_ports_of_their_own_and_clean_up() -> None:
+    process_group = make_process_group("ring", 3, 0)
+    variables = [process_group.variables(i) for i in range(3)]
     path = Path(variables[0]["MLX_HOSTFILE"])
     hosts = json.loads(path.read_text())
     assert len({host for [host] in hosts}) == 3 and [v["MLX_RANK"] for v in variables] == ["0", "1", "2"]
-    world.remove()
+    process_group.remove()
     assert not path.exists()
 
 
 def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert visible_gpus() == ["4", "5", "6"]
-    world = make_world("nccl", 2, 1)
-    assert [world.variables(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["5", "6"]
+    process_group = make_process_group("nccl", 2, 1)
+    assert [process_group.variables(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["5", "6"]
     with pytest.raises(LayoutError, match="needs 4 GPUs"):
-        make_world("nccl", 3, 1)
+        make_process_group("nccl", 3, 1)
 
 
 @pytest.mark.parametrize(("named", "gpus"), [
@@ -124,9 +124,9 @@ def test_gpus_end_where_the_variable_names_none_as_in_cuda(monkeypatch: pytest.M
 def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(asked: str, gpus: str, cuda: bool) -> str:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        world = LocalLauncher(1, cuda=cuda).world(asked, [1, 2])
-        world.remove()
-        return world.backend
+        process_group = LocalLauncher(1, cuda=cuda).process_group(asked, [1, 2])
+        process_group.remove()
+        return process_group.backend
 
     assert backend("auto", "0,1,2", cuda=True) == "nccl"
     assert backend("auto", "0,1", cuda=True) == backend("auto", "0,1,2", cuda=False) == "ring"
@@ -177,7 +177,7 @@ def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path, module: dic
 
 def test_backends_that_need_a_host_file_say_so() -> None:
     with pytest.raises(LayoutError, match="--backend jaccl"):
-        make_world("jaccl", 2, 0)
+        make_process_group("jaccl", 2, 0)
 
 
 def test_ports_for_later_are_none_that_outgoing_connections_get() -> None:

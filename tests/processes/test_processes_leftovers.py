@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launchers.worlds import make_world
+from tandem.launchers.process_groups import make_process_group
 from tandem.processes.interpreter import code_command
 
 
@@ -27,9 +27,9 @@ def test_files_of_dead_processes_go_and_others_stay(tmp_path: Path, monkeypatch:
     directory = tmp_path / f"tandem-rank-{dead}-e"
     (directory / "inner").mkdir(parents=True)
     os.utime(directory, (stale, stale))
-    world = make_world("ring", 2, 0)
+    process_group = make_process_group("ring", 2, 0)
     left = {one.name for one in tmp_path.iterdir()}
     assert set(files) - left == {f"tandem-ring-{dead}-a.json"} and not directory.exists()
     assert len(left - set(files)) == 1
-    world.remove()
+    process_group.remove()
     assert {one.name for one in tmp_path.iterdir()} <= set(files)

@@ -15,7 +15,7 @@ from tandem.protocol import blobs, control, hosts, supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SnapshotOp, StepPlan, StepResult
+from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SavePrefixOp, StepPlan, StepResult
 from tandem.transport.channel import FrameHeader
 
 FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None)
@@ -26,7 +26,7 @@ PLAN = StepPlan(
     0,
     removes=["a"],
     inserts=[InsertOp("b", [1, 2], 2, PARAMS)],
-    restores=[SnapshotOp("b", "k", 1)],
+    restores=[SavePrefixOp("b", "k", 1)],
     decode=["c"],
     prefill=[PrefillOp("b", 0, 2, True)],
     sampling_seeds={"b": 9},
@@ -85,7 +85,7 @@ SAMPLES = {
         blobs.BlobAnswer,
         [blobs.FileList(1, [blobs.BlobFile("f", 10, 5, "s")]), blobs.Chunk(2, b"d" * 16), blobs.Refusal(3, "no")],
     ),
-    "rank hosts": (
+    "node agents": (
         hosts.HostMessage,
         [
             hosts.Join(
@@ -94,7 +94,7 @@ SAMPLES = {
                 attempt=1,
                 head="10.0.0.1",
                 slot=0,
-                mlx=hosts.MlxWorld(rank=0, hostfile=[["a:1"]]),
+                mlx=hosts.MlxProcessGroup(rank=0, hostfile=[["a:1"]]),
             ),
             hosts.Ports(1, [2]),
             hosts.RankExited(1, 2, "so"),
@@ -109,7 +109,7 @@ SAMPLES = {
             hosts.Refuse("no"),
             hosts.ReservePorts(1, "10.0.0.1", 2),
             hosts.StartRank(1, 0, b"{}", {"A": "b"}, {"MLX_RANK": "0"}, {"MLX_HOSTFILE": "[]"}, 1),
-            hosts.KeepSpare(0, b"{}", {"A": "b"}, 1), hosts.DropSpare(),
+            hosts.KeepStandby(0, b"{}", {"A": "b"}, 1), hosts.DropStandby(),
             hosts.Release(),
         ],
     ),
@@ -120,9 +120,9 @@ Edit = st.tuples(st.integers(0, 10**6), st.integers(0, 4), st.binary(max_size=6)
 
 def damaged(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
     """`data` with some bytes put in, replaced and left out."""
-    for place, length, piece in edits:
+    for place, length, disk_block in edits:
         at = place % (len(data) + 1)
-        data = data[:at] + piece + data[at + length :]
+        data = data[:at] + disk_block + data[at + length :]
     return data
 
 

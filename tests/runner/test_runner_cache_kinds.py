@@ -1,4 +1,4 @@
-"""Every kind of cache in a batch: rows that join, leave and move, and snapshots, against sequences by themselves."""
+"""Every kind of cache in a batch: rows that join, leave and move, and cached prefixes, against sequences by themselves."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ def test_prompts_padded_behind_in_one_pass_are_those_alone(stage: StageModel) ->
 
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:
     rng = random.Random(3)
-    lanes = [make_store(stage.make_caches, 0, stage.one_by_one) for _ in range(2)]
+    micro_batches = [make_store(stage.make_caches, 0, stage.one_by_one) for _ in range(2)]
     alone: dict[str, Alone] = {}
     for step in range(14):
         if step < 5 or step == 9:
             prompt = [rng.randrange(300) for _ in range((1, 40, 7, 17, 3, 23)[min(step, 5)])]
-            lanes[0].join(str(step), prefilled(stage, prompt, 16).caches, len(prompt))
+            micro_batches[0].join(str(step), prefilled(stage, prompt, 16).caches, len(prompt))
             alone[str(step)] = prefilled(stage, prompt, 16)
         if step in (6, 11):
-            gone = lanes[0].ids[0]
-            lanes[0].leave(gone)
+            gone = micro_batches[0].ids[0]
+            micro_batches[0].leave(gone)
             del alone[gone]
         if step in (7, 12):
-            moved = lanes[0].ids[-1]
-            lanes[1].join(moved, lanes[0].extract(moved), lanes[0].length(moved))
-            lanes[0].leave(moved)
-        for store in lanes:
+            moved = micro_batches[0].ids[-1]
+            micro_batches[1].join(moved, micro_batches[0].extract(moved), micro_batches[0].length(moved))
+            micro_batches[0].leave(moved)
+        for store in micro_batches:
             if not store.ids:
                 continue
             tokens = [rng.randrange(300) for _ in store.ids]
@@ -98,7 +98,7 @@ def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:
             store.check()
 
 
-def test_a_snapshot_is_taken_up_again_and_again(stage: StageModel) -> None:
+def test_a_cached_prefix_is_taken_up_again_and_again(stage: StageModel) -> None:
     prompt = [3 + 7 * i % 290 for i in range(32)]
     first, prefixes = prefilled(stage, prompt, 32), PrefixStore()
     prefixes.save("p", first.caches, 32, 32)

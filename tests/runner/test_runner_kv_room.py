@@ -48,32 +48,32 @@ class Rank:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.runner = Runner(Stage(), lanes=len(scheduler.batches.lanes), vocab_size=9, eos_token_ids=(),  # type: ignore[arg-type]
+        self.runner = Runner(Stage(), micro_batches=len(scheduler.batches.micro_batches), vocab_size=9, eos_token_ids=(),  # type: ignore[arg-type]
                              samples=False, drafts=scheduler.speculation.most)
         self.most = 0
         self.copies = 0
-        self.shapes = [KVShape()] * len(scheduler.batches.lanes)
+        self.shapes = [KVShape()] * len(scheduler.batches.micro_batches)
 
     def execute(self, plan: StepPlan) -> None:
         self.runner.execute(plan)
-        lanes = self.runner._lanes
-        assert [one.store.nbytes for one in lanes] == [POSITION * shape.size for shape in plan.kv_shapes]
-        assert [one.shape for one in self.scheduler.batches.lanes] == plan.kv_shapes
+        micro_batches = self.runner._micro_batches
+        assert [one.store.nbytes for one in micro_batches] == [POSITION * shape.size for shape in plan.kv_shapes]
+        assert [one.shape for one in self.scheduler.batches.micro_batches] == plan.kv_shapes
         self.copies += sum(old != new for old, new in zip(self.shapes, plan.kv_shapes, strict=True))
         self.shapes = plan.kv_shapes
-        prompts = sum(held.length for lane in lanes for held in lane.held.values() if held.caches is not None)
+        prompts = sum(held.length for micro_batch in micro_batches for held in micro_batch.held.values() if held.caches is not None)
         held = sum(shape.size for shape in plan.kv_shapes) + prompts + self.scheduler.prefixes.positions
         assert held <= self.scheduler.limits.kv_tokens, plan
         assert all(shape.rows <= self.scheduler.limits.rows for shape in plan.kv_shapes)
         self.most = max(self.most, held)
-        for lane in lanes:
-            lane.store.check()
+        for micro_batch in micro_batches:
+            micro_batch.store.check()
 
 
-def made(lanes: int, kv_tokens: int, **changes: Any) -> Scheduler:
+def made(micro_batches: int, kv_tokens: int, **changes: Any) -> Scheduler:
     base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4,
                             "eos_token_ids": frozenset(), "vocab_size": 9, "prefix_tokens": kv_tokens // 4}
-    return Scheduler(make_limits(lanes=lanes, kv_tokens=kv_tokens, **base | changes))
+    return Scheduler(make_limits(micro_batches=micro_batches, kv_tokens=kv_tokens, **base | changes))
 
 
 def request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
@@ -99,9 +99,9 @@ def test_random_joins_and_leaves_hold_what_is_counted_and_never_more_than_the_li
             under_way.append(plan)
         elif under_way:
             plan = under_way.pop(0)
-            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+            scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
         check_invariants(scheduler)
-    assert rank.most > 0.9 * scheduler.limits.kv_tokens and not any(one.shape.size for one in scheduler.batches.lanes)
+    assert rank.most > 0.9 * scheduler.limits.kv_tokens and not any(one.shape.size for one in scheduler.batches.micro_batches)
 
 
 def test_rows_join_within_the_limit_and_mostly_without_a_copy() -> None:
@@ -112,12 +112,12 @@ def test_rows_join_within_the_limit_and_mostly_without_a_copy() -> None:
     for _ in range(40):
         if (plan := scheduler.next_plan()) is not None:
             rank.execute(plan)
-            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+            scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
     assert scheduler.batches.running >= 27 and rank.most > 28_000
     assert rank.copies < 14
 
 
-def test_capacity_has_spare_room_as_far_as_there_is_any_and_is_given_back_when_half_of_it_is_idle() -> None:
+def test_capacity_has_standby_room_as_far_as_there_is_any_and_is_given_back_when_half_of_it_is_idle() -> None:
     held, copied = KVShape(), 0
     for rows in range(1, 33):
         before, held = held, kv_shape(held, rows, 1000, most=32)

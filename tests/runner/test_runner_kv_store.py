@@ -321,7 +321,7 @@ def test_memory_grows_with_need_and_is_given_back() -> None:
     assert store.length("again") == 4
 
 
-def test_steps_cross_the_growth_of_the_arena() -> None:
+def test_steps_cross_the_growth_of_the_kv_buffer() -> None:
     store = KVStore(lambda: [KVCache()])
     store.join("a", numbers(250, 0.0))
     store.join("b", numbers(3, 0.0))
@@ -331,7 +331,7 @@ def test_steps_cross_the_growth_of_the_arena() -> None:
     assert store.extract("b")[0].state[0].flatten().tolist() == [0.0, 1.0, 2.0] + [0.0] * 300
 
 
-def test_a_step_copies_no_arena_even_with_extracts_alive() -> None:
+def test_a_step_copies_no_kv_buffer_even_with_extracts_alive() -> None:
     store = KVStore(lambda: [KVCache()])
     for name, length in (("a", 40_000), ("b", 30_000)):
         store.join(name, numbers(length, 0.0))
@@ -364,7 +364,7 @@ def test_masks_equal_the_reference(lengths: tuple[int, ...], window: int, span: 
         assert sorted(keys[row][seen[row]]) == list(range(first, length + 1))
 
 
-def test_fallback_rows_move_like_arena_rows() -> None:
+def test_fallback_rows_move_like_kv_buffer_rows() -> None:
     def caches(start: float) -> list[Any]:
         state = ArraysCache(1)
         state[0] = mx.full((1, 2), start)

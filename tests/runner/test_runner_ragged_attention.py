@@ -108,8 +108,8 @@ def test_on_a_cpu_and_where_it_is_turned_off_there_is_none():
 def test_kernels_compute_what_masked_attention_computes(dtype, rows, heads, kv_heads, dim, longest):
     mx.random.seed(rows)
     queries = mx.random.normal((rows, heads, 1, dim)).astype(dtype)
-    arena = [mx.random.normal((rows + 2, kv_heads, longest + 30, dim)).astype(dtype) for _ in range(2)]
-    keys, values = (part[:rows, :, :longest] for part in arena)
+    kv_buffer = [mx.random.normal((rows + 2, kv_heads, longest + 30, dim)).astype(dtype) for _ in range(2)]
+    keys, values = (part[:rows, :, :longest] for part in kv_buffer)
     lengths = mx.array([longest - 1 - (37 * row) % longest for row in range(rows)], dtype=mx.int32)
     mine = ragged_attention.attend(queries, keys, values, lengths, longest - 1, dim**-0.5)
     seen = (mx.arange(longest) <= lengths[:, None])[:, None, None]

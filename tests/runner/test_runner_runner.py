@@ -14,7 +14,7 @@ from tandem.errors import BatchDesync
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
 from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SavePrefixOp, StepPlan, batch_fingerprint
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
 
@@ -31,7 +31,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
 
 @pytest.fixture
 def runner(stage: StageModel) -> Runner:
-    return Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    return Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
 
 
 def first(**changes: object) -> StepPlan:
@@ -75,7 +75,7 @@ def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: Stag
     monkeypatch.setattr(stage, "forward", lambda x, caches: (seen.append(x.shape), forward(x, caches))[1])
 
     def vectors(names: str) -> dict[str, bytes]:
-        runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+        runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
         params, fingerprint = SamplingParams(max_tokens=0), batch_fingerprint([(one, 0) for one in names])
         plan = StepPlan(0, 0, inserts=[InsertOp(one, texts[one], lengths[one], params) for one in names],
                         prefill=[PrefillOp(one, 0, lengths[one], True, pooling, False) for one in names],
@@ -102,7 +102,7 @@ class Unsent:
 def test_a_first_stage_waits_for_no_token_that_may_be_on_its_way(tmp_path: Path) -> None:
     files = resolve(str(tiny_model(tmp_path)))
     part = load_stage(files, describe(files), range(1))
-    runner = Runner(part, lanes=2, vocab_size=part.vocab_size, eos_token_ids=(2,), link=Unsent(), samples=False)
+    runner = Runner(part, micro_batches=2, vocab_size=part.vocab_size, eos_token_ids=(2,), link=Unsent(), samples=False)
     runner.execute(step(0, 0, {"a": 0}, **insert("a")))
     runner.execute(step(1, 1, {"b": 0}, **insert("b")))
     runner.execute(step(2, 0, {"a": 4, "c": 0}, pause=True, **insert("c")))
@@ -130,7 +130,7 @@ def test_a_plan_for_another_batch_stops_the_rank(runner: Runner, plan: StepPlan)
 
 def test_unknown_prefixes_stop_the_rank(runner: Runner) -> None:
     with pytest.raises(BatchDesync):
-        runner.execute(first(restores=[SnapshotOp("a", "p7", 2)]))
+        runner.execute(first(restores=[SavePrefixOp("a", "p7", 2)]))
 
 
 def test_evicting_an_unknown_prefix_stops_the_rank(runner: Runner) -> None:
@@ -138,8 +138,8 @@ def test_evicting_an_unknown_prefix_stops_the_rank(runner: Runner) -> None:
         runner.execute(StepPlan(0, 0, evicts=["p0"], fingerprint=batch_fingerprint([])))
 
 
-def step(number: int, lane: int, lengths: dict[str, int], **changes: object) -> StepPlan:
-    return StepPlan(number, lane, fingerprint=batch_fingerprint(lengths.items()), **changes)  # type: ignore[arg-type]
+def step(number: int, micro_batch: int, lengths: dict[str, int], **changes: object) -> StepPlan:
+    return StepPlan(number, micro_batch, fingerprint=batch_fingerprint(lengths.items()), **changes)  # type: ignore[arg-type]
 
 
 def insert(request_id: str) -> dict[str, object]:
@@ -147,12 +147,12 @@ def insert(request_id: str) -> dict[str, object]:
             "sampling_seeds": {request_id: 1}}
 
 
-def test_sequences_that_wait_or_move_between_lanes_go_on_as_if_nothing_had_been(stage: StageModel) -> None:
-    plain = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+def test_sequences_that_wait_or_move_between_micro_batches_go_on_as_if_nothing_had_been(stage: StageModel) -> None:
+    plain = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
     expected = [plain.execute(first()).finish().tokens[0]]
     expected += [plain.execute(decode(i, 3 + i)).finish().tokens[0] for i in (1, 2, 3)]
 
-    runner = Runner(stage, lanes=3, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    runner = Runner(stage, micro_batches=3, vocab_size=stage.vocab_size, eos_token_ids=(2,))
     tokens: dict[str, list[int]] = {"a": [], "b": []}
 
     def execute(plan: StepPlan) -> None:
@@ -170,7 +170,7 @@ def test_sequences_that_wait_or_move_between_lanes_go_on_as_if_nothing_had_been(
 
 
 def test_a_sequence_that_moves_from_where_it_is_not_stops_the_rank(stage: StageModel) -> None:
-    runner = Runner(stage, lanes=2, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    runner = Runner(stage, micro_batches=2, vocab_size=stage.vocab_size, eos_token_ids=(2,))
     with pytest.raises(BatchDesync, match="is to move"):
         runner.execute(step(0, 0, {"a": 0}, moves=[MoveOp("a", 1, 0)]))
 

@@ -49,11 +49,11 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_stage(files, description, range(description.num_layers), dtype="float32")
 
 
-class Lane:
-    """Follows one lane's sequences as an engine does, with drafts of its own."""
+class MicroBatch:
+    """Follows one micro-batch's sequences as an engine does, with drafts of its own."""
 
     def __init__(self, stage: StageModel, prompts: dict[str, list[int]], drafts: int) -> None:
-        self.runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=drafts)
+        self.runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,), drafts=drafts)
         self.tokens = {name: list(prompt) for name, prompt in prompts.items()}
         self.logprobs: dict[str, list[TokenLogprob]] = {name: [] for name in prompts}
         self.prompts, self.step = prompts, 0
@@ -96,28 +96,28 @@ def prompts(vocab: int) -> dict[str, list[int]]:
 
 
 def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel) -> None:
-    plain = Lane(stage, prompts(stage.vocab_size), 0)
+    plain = MicroBatch(stage, prompts(stage.vocab_size), 0)
     while min(map(len, plain.outputs().values())) < NEW:
         plain.decode()
     truth, rng = plain.outputs(), random.Random(8)
-    lane = Lane(stage, prompts(stage.vocab_size), DRAFTS)
+    micro_batch = MicroBatch(stage, prompts(stage.vocab_size), DRAFTS)
     wider = 0
-    while min(map(len, lane.outputs().values())) < NEW:
+    while min(map(len, micro_batch.outputs().values())) < NEW:
         drafts = {}
-        for name, output in lane.outputs().items():
+        for name, output in micro_batch.outputs().items():
             if name != "penalised":
                 right = truth[name][len(output):][:rng.randint(0, DRAFTS)]
                 drafts[name] = [token if rng.random() < 0.8 else rng.randrange(stage.vocab_size) for token in right]
-        lane.decode(drafts)
+        micro_batch.decode(drafts)
         wider += any(drafts.values())
         if rng.random() < 0.2:  # back to plain steps: a plan without drafts hands its tokens out
-            lane.decode({})
-            lane.decode()
-            lane.decode()
-    assert lane.outputs() == truth
+            micro_batch.decode({})
+            micro_batch.decode()
+            micro_batch.decode()
+    assert micro_batch.outputs() == truth
     assert 5 < wider < NEW / 1.5
     for name in ("greedy", "drawn"):
-        for one, other in zip(lane.logprobs[name][:NEW], plain.logprobs[name], strict=False):
+        for one, other in zip(micro_batch.logprobs[name][:NEW], plain.logprobs[name], strict=False):
             assert one.token == other.token
             assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
@@ -133,29 +133,29 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
     (SpecDecodeRow("greedy", 9, [4]), "cannot be cut"), (SpecDecodeRow("greedy", 1, [4]), "cannot be cut"),
     (SpecDecodeRow("greedy", 5, []), "does not say"), (SpecDecodeRow("b", 5, [4]), "does not decode here")])
 def test_a_plan_that_does_not_fit_stops_the_rank(llama: StageModel, row: SpecDecodeRow, words: str) -> None:
-    lane = Lane(llama, {"greedy": [5, 6, 7, 8, 9]}, DRAFTS)
+    micro_batch = MicroBatch(llama, {"greedy": [5, 6, 7, 8, 9]}, DRAFTS)
     with pytest.raises(BatchDesync, match=words):
-        lane.runner.execute(StepPlan(1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 5)]),
+        micro_batch.runner.execute(StepPlan(1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 5)]),
                                      spec_decode_plan=SpecDecodePlan([row])))
 
 
 def test_masks_may_differ_between_the_positions_of_a_row(llama: StageModel) -> None:
-    lane = Lane(llama, {"greedy": [5, 6, 7]}, DRAFTS)
+    micro_batch = MicroBatch(llama, {"greedy": [5, 6, 7]}, DRAFTS)
     allowed = np.zeros((3, llama.vocab_size), dtype=np.bool_)
     allowed[[0, 1, 2], [40, 41, 42]] = True
-    row = SpecDecodeRow("greedy", 3, [lane.tokens["greedy"][-1], 40, 41])
+    row = SpecDecodeRow("greedy", 3, [micro_batch.tokens["greedy"][-1], 40, 41])
     plan = StepPlan(1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 3)]),
                     spec_decode_plan=SpecDecodePlan([row]))
-    assert lane.runner.execute(plan, {"greedy": allowed}).finish().tokens == [40, 41, 42]
+    assert micro_batch.runner.execute(plan, {"greedy": allowed}).finish().tokens == [40, 41, 42]
 
 
 def test_rows_that_wait_are_only_cut(llama: StageModel) -> None:
-    lane = Lane(llama, {"greedy": [5, 6, 7]}, DRAFTS)
-    lane.decode({"greedy": [1, 1, 1]})
-    length = len(lane.tokens["greedy"]) - 1
+    micro_batch = MicroBatch(llama, {"greedy": [5, 6, 7]}, DRAFTS)
+    micro_batch.decode({"greedy": [1, 1, 1]})
+    length = len(micro_batch.tokens["greedy"]) - 1
     plan = StepPlan(2, 0, pause=True, fingerprint=batch_fingerprint([("greedy", length)]),
                     spec_decode_plan=SpecDecodePlan([SpecDecodeRow("greedy", length)]))
-    assert lane.runner.execute(plan).finish().tokens == []
+    assert micro_batch.runner.execute(plan).finish().tokens == []
 
 
 def test_drafts_leave_the_distribution_of_drawn_tokens_as_it_is() -> None:

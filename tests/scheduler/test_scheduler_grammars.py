@@ -38,7 +38,7 @@ class Steps:
             if not plans:
                 return
             plan = plans.popleft()
-            for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+            for message in self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))):
                 assert isinstance(message, Output)
                 self.produced[message.request_id] = self.produced.get(message.request_id, 0) + len(message.tokens)
             check_invariants(self.scheduler)
@@ -50,8 +50,8 @@ class Steps:
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_all_of_its_prompt_but_the_last_chunk_is_computed_and_others_go_on(lanes: int) -> None:
-    steps = Steps(lanes=lanes)
+def test_all_of_its_prompt_but_the_last_chunk_is_computed_and_others_go_on(micro_batches: int) -> None:
+    steps = Steps(micro_batches=micro_batches)
     steps.ask("slow", form=FORM)
     for name in "abc":
         steps.ask(name, prompt=5)
@@ -73,7 +73,7 @@ def test_one_that_starts_again_waits_again() -> None:
     for _ in range(6):
         plan = steps.scheduler.next_plan()
         assert plan
-        steps.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+        steps.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
     produced = steps.scheduler.sequences["slow"].produced
     assert produced > 0
     steps.scheduler.restart()
@@ -99,7 +99,7 @@ def test_one_that_takes_too_long_or_is_aborted_ends_alone() -> None:
     assert steps.scheduler.idle and steps.produced == {"plain": 20}
 
 
-def test_a_grammar_under_which_gangs_die_ends_its_own_request() -> None:
+def test_a_grammar_under_which_rank_groups_die_ends_its_own_request() -> None:
     steps, refused = Steps(), []
     steps.ask("slow", prompt=5, form=FORM)
     steps.ask("plain", prompt=5)

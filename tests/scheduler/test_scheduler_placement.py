@@ -1,4 +1,4 @@
-"""Sequences of like lengths share a lane, without lanes that differ much in rows."""
+"""Sequences of like lengths share a micro-batch, without micro-batches that differ much in rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def submit(one: Scheduler, name: str, length: int) -> None:
 def run(one: Scheduler, steps: int) -> None:
     for _ in range(steps):
         if plan := one.next_plan():
-            one.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+            one.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
             check_invariants(one)
 
 
 def lengths(one: Scheduler) -> list[list[int]]:
-    return [sorted(sequence.prompt_len for sequence in lane.members.values()) for lane in one.batches.lanes]
+    return [sorted(sequence.prompt_len for sequence in micro_batch.members.values()) for micro_batch in one.batches.micro_batches]
 
 
 def test_a_long_context_is_paid_for_by_few():
@@ -37,7 +37,7 @@ def test_a_long_context_is_paid_for_by_few():
     for number in range(7):
         submit(one, f"short {number}", 200)
         run(one, 2)
-    beside = next(lane for lane in one.batches.lanes if "long" in lane.members)
+    beside = next(micro_batch for micro_batch in one.batches.micro_batches if "long" in micro_batch.members)
     assert len(beside.members) <= 3
     assert one.batches.kv_positions < 45_000  # four rows of 10,000 and more, were they dealt out in turn
 
@@ -47,7 +47,7 @@ def test_the_same_lengths_are_dealt_out_evenly():
     for number in range(8):
         submit(one, str(number), 100)
     run(one, 12)
-    assert [len(lane.members) for lane in one.batches.lanes] == [4, 4]
+    assert [len(micro_batch.members) for micro_batch in one.batches.micro_batches] == [4, 4]
 
 
 def test_two_lengths_part():
@@ -59,13 +59,13 @@ def test_two_lengths_part():
     assert one.batches.kv_positions <= 5 * 4100 + 3 * 100
 
 
-def test_no_lane_starves_whatever_comes():
+def test_no_micro_batch_starves_whatever_comes():
     rng = random.Random(3)
-    one = scheduler(lanes=3)
+    one = scheduler(micro_batches=3)
     for number in range(16):
         submit(one, str(number), rng.choice([10, 300, 5000]))
         run(one, rng.randrange(4))
     run(one, 30)
-    rows = [len(lane.members) for lane in one.batches.lanes]
+    rows = [len(micro_batch.members) for micro_batch in one.batches.micro_batches]
     assert sum(rows) == 16
     assert max(rows) - min(rows) <= 5

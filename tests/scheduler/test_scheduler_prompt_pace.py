@@ -22,7 +22,7 @@ def limits(**changes: object) -> Limits:
 
 
 class Device:
-    """Computes plans one after the other, two of them sent at a time; a lane's steps take their turns."""
+    """Computes plans one after the other, two of them sent at a time; a micro-batch's steps take their turns."""
 
     def __init__(self, scheduler: Scheduler, token_s: Callable[[float], float]) -> None:
         self.scheduler, self._token_s, self._sent, self.now = scheduler, token_s, deque[StepPlan](), 0.0
@@ -44,7 +44,7 @@ class Device:
             self.embedded += 1
 
     def speed(self, first: int, began: float) -> float:
-        """Decode steps a lane since then, in the time that as many would take alone."""
+        """Decode steps a micro-batch since then, in the time that as many would take alone."""
         return sum(len(plan.decode) for plan, _ in self.done[first:]) * DECODE_S / (self.now - began)
 
     def step(self) -> StepPlan:
@@ -55,7 +55,7 @@ class Device:
         tokens = sum(op.count for op in plan.prefill)
         seconds = (DECODE_S if plan.decode or tokens else 0.0) + tokens * self._token_s(self.now)
         self.now += seconds
-        self.scheduler.update(StepResult(plan.step_id, plan.lane, [3] * len(plan.sampled()),
+        self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [3] * len(plan.sampled()),
                                          vectors=dict.fromkeys(plan.ended(), b"1234")), self.now, seconds)
         self.done.append((plan, seconds))
         return plan
@@ -149,11 +149,11 @@ def test_short_prompts_overtake_with_small_chunks_too() -> None:
     device.until(ends("long"))
 
 
-def test_prompts_of_another_lane_do_not_count_as_steps_of_decoding() -> None:
-    """A lane that only decodes waits for the other one's chunks: they must not grow by that."""
-    device = streaming(lambda now: 0.01, lanes=2, max_batch_size=8)
+def test_prompts_of_another_micro_batch_do_not_count_as_steps_of_decoding() -> None:
+    """A micro-batch that only decodes waits for the other one's chunks: they must not grow by that."""
+    device = streaming(lambda now: 0.01, micro_batches=2, max_batch_size=8)
     device.submit("other", 40)
-    device.until(lambda plan: len(plan.decode) == 1 and plan.lane == 1)
+    device.until(lambda plan: len(plan.decode) == 1 and plan.micro_batch == 1)
     for _ in range(10):
         device.step()
     limit = device.scheduler.prompts.limit_s
@@ -191,12 +191,12 @@ def test_a_step_that_was_held_up_shuts_out_embeddings_for_a_few_steps_alone() ->
     assert len(device.done) - began < 30
 
 
-def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed() -> None:
-    device, sent = streaming(lambda now: 0.002, lanes=2), 0
+def test_embeddings_beside_a_stream_of_another_micro_batch_leave_it_half_of_its_speed() -> None:
+    device, sent = streaming(lambda now: 0.002, micro_batches=2), 0
     device.until(lambda plan: device.now > 100 * DECODE_S)
     began, first = device.now, len(device.done)
     while len(device.done) < first + 400:
-        while len(device.scheduler.batches.lanes[1].members) + len(device.scheduler.waiting) < 4:
+        while len(device.scheduler.batches.micro_batches[1].members) + len(device.scheduler.waiting) < 4:
             device.embed(f"e{sent}", 50)
             sent += 1
         device.step()
@@ -204,29 +204,29 @@ def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(lanes: int) -> None:
+def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(micro_batches: int) -> None:
     """No step of decoding alone has been seen before."""
-    device = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.002)
+    device = Device(Scheduler(limits(micro_batches=micro_batches)), lambda now: 0.002)
     for step in range(420):
         if step == 20:
             device.submit("stream", 40)
             began, first = device.now, len(device.done)
-        device.flood(16 + lanes, 100)
+        device.flood(16 + micro_batches, 100)
         device.step()
     assert device.speed(first, began) > 0.4
     assert device.embedded > 60
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_embeddings_take_no_more_time_than_the_streams_beside_them(lanes: int) -> None:
+def test_embeddings_take_no_more_time_than_the_streams_beside_them(micro_batches: int) -> None:
     """Sixteen texts always wait; a stream keeps half of its speed, and the texts are embedded all the same."""
-    device = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.0005)
-    for lane in range(lanes):
-        device.submit(f"s{lane}", 40)
+    device = Device(Scheduler(limits(micro_batches=micro_batches)), lambda now: 0.0005)
+    for micro_batch in range(micro_batches):
+        device.submit(f"s{micro_batch}", 40)
     device.until(lambda plan: device.now > 100 * DECODE_S)
     began, first = device.now, len(device.done)
     while len(device.done) < first + 400:
-        device.flood(16 + lanes, 100)
+        device.flood(16 + micro_batches, 100)
         device.step()
     assert device.speed(first, began) > 0.45
     assert device.embedded > 60

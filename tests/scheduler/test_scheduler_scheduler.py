@@ -10,12 +10,12 @@ import pytest
 
 from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import OverloadedError, RequestError
-from tandem.kv.index import block_hashes, piece_names
+from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Output, Refused
-from tandem.protocol.pieces import Survey
+from tandem.protocol.disk_blocks import Survey
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.lane import PATIENCE
+from tandem.scheduler.micro_batch import PATIENCE
 from tandem.scheduler.scheduler import Scheduler
 
 EOS = 0
@@ -30,7 +30,7 @@ def pooled(name: str, prompt: int = 4, pooling: Any = "last") -> EngineRequest:
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 5) -> list[object]:
-    return list(scheduler.update(StepResult(plan.step_id, plan.lane, [token] * len(plan.sampled()))))
+    return list(scheduler.update(StepResult(plan.step_id, plan.micro_batch, [token] * len(plan.sampled()))))
 
 
 def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
@@ -53,7 +53,7 @@ def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
 def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = Scheduler(make_limits(
-        lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
+        micro_batches=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
         kv_tokens=rng.choice([200, 400, 100_000]), max_context=190))
     live: set[str] = set()
     plans: deque[StepPlan] = deque()
@@ -83,7 +83,7 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
             plan = plans.popleft()
             tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
             vectors = dict.fromkeys(plan.ended(), b"1234")
-            for message in scheduler.update(StepResult(plan.step_id, plan.lane, tokens, vectors=vectors)):
+            for message in scheduler.update(StepResult(plan.step_id, plan.micro_batch, tokens, vectors=vectors)):
                 assert isinstance(message, Output) and message.request_id in live
                 if message.finish_reason:
                     live.remove(message.request_id)
@@ -162,14 +162,14 @@ def test_short_prompts_overtake_a_long_one_but_not_for_ever() -> None:
     assert 0 < longest <= PATIENCE
 
 
-def test_lanes_share_the_requests_and_take_turns() -> None:
-    scheduler = Scheduler(make_limits(lanes=2))
+def test_micro_batches_share_the_requests_and_take_turns() -> None:
+    scheduler = Scheduler(make_limits(micro_batches=2))
     for i in range(4):
         scheduler.submit(request(f"r{i}", max_tokens=5), seed=1)
     plans = [scheduler.next_plan() for _ in range(4)]
-    lanes = [plan.lane for plan in plans if plan]
-    assert set(lanes) == {0, 1} and len(lanes) == 3
-    assert [len(lane.members) for lane in scheduler.batches.lanes] == [2, 2]
+    micro_batches = [plan.micro_batch for plan in plans if plan]
+    assert set(micro_batches) == {0, 1} and len(micro_batches) == 3
+    assert [len(micro_batch.members) for micro_batch in scheduler.batches.micro_batches] == [2, 2]
 
 
 def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost() -> None:
@@ -227,7 +227,7 @@ def test_replay_sends_prompt_and_tokens_so_far() -> None:
     assert plan.sampling_seeds == {"a": 77}
 
 
-def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
+def test_a_request_under_which_rank_groups_keep_dying_is_refused() -> None:
     scheduler = Scheduler(make_limits())
     scheduler.submit(request("a"), seed=1)
     outcomes = []
@@ -270,7 +270,7 @@ def test_a_prompt_whose_logits_are_not_finite_leaves_no_prefix(token: int) -> No
         if (plan := scheduler.next_plan()) is None:
             break
         answer(scheduler, plan, token if "b" in plan.sampled() else 5)
-    names = piece_names(block_hashes([1] * 300))
+    names = disk_block_names(block_hashes([1] * 300))
     orders = [order for order in scheduler.disk.orders if isinstance(order, Survey)]
     if token == -1:
         assert scheduler.prefixes.positions == 0
@@ -299,7 +299,7 @@ def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) ->
 
 
 def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
-    scheduler = Scheduler(make_limits(max_queue=2, max_queue_tokens=100))
+    scheduler = Scheduler(make_limits(max_queued_requests=2, max_queue_tokens=100))
     scheduler.submit(request("a", 60), seed=1)
     with pytest.raises(OverloadedError):
         scheduler.submit(request("b", 60), seed=1)
@@ -366,7 +366,7 @@ def test_what_is_out_counts_as_output_and_is_not_sent_again() -> None:
         if plan.inserts:
             [op] = plan.inserts
             assert (op.tokens, op.prompt_len, plan.sampling_seeds) == ([1, 2, 3, 7, 8], 3, {"a": 9})
-        for message in one.update(StepResult(plan.step_id, plan.lane, [0] * len(plan.sampled()))):
+        for message in one.update(StepResult(plan.step_id, plan.micro_batch, [0] * len(plan.sampled()))):
             assert isinstance(message, Output)
             got += message.tokens
             last = message

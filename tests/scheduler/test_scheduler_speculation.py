@@ -48,7 +48,7 @@ def expected(request: EngineRequest) -> list[int]:
 
 @dataclass
 class FakeRanks:
-    """One lane's worth of each: the rows that a rank holds, by lane, and the token that it would feed on."""
+    """One micro-batch's worth of each: the rows that a rank holds, by micro-batch, and the token that it would feed on."""
 
     seconds: Callable[[int, int], float] = lambda rows, width: 1.0
     """Of a step, by rows and width."""
@@ -67,35 +67,35 @@ class FakeRanks:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """The result that goes with the plan; asserts that it is one that ranks can follow."""
-        lane = self.rows.setdefault(plan.lane, {})
+        micro_batch = self.rows.setdefault(plan.micro_batch, {})
         for request_id in plan.removes:
             next(rows for rows in self.rows.values() if request_id in rows).pop(request_id)
             self.held.pop(request_id, None)
         for op in plan.inserts:
-            self.prompts[op.request_id], lane[op.request_id] = op.tokens, []
+            self.prompts[op.request_id], micro_batch[op.request_id] = op.tokens, []
             self.known[op.request_id] = list(op.tokens)
         for restore in plan.restores:
-            lane[restore.request_id] = self.saved[restore.key][:restore.length]
+            micro_batch[restore.request_id] = self.saved[restore.key][:restore.length]
         named = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         for request_id, row in named.items():
-            assert 0 <= len(lane[request_id]) - row.length <= DRAFTS
-            del lane[request_id][row.length:]
-            self._name(row, lane[request_id])
-        assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in lane.items())
+            assert 0 <= len(micro_batch[request_id]) - row.length <= DRAFTS
+            del micro_batch[request_id][row.length:]
+            self._name(row, micro_batch[request_id])
+        assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in micro_batch.items())
         sampled: list[tuple[str, int]] = []
         ask = plan.spec_decode_plan.ask if plan.spec_decode_plan else 0
         for request_id in plan.decode:
-            assert len(lane[request_id]) + max(plan.width, ask) <= self.context
+            assert len(micro_batch[request_id]) + max(plan.width, ask) <= self.context
             feed = named[request_id].tokens if named else [self.held.pop(request_id)]
             for token in feed:
-                lane[request_id].append(token)
-                sampled.append((request_id, next_token(lane[request_id])))
+                micro_batch[request_id].append(token)
+                sampled.append((request_id, next_token(micro_batch[request_id])))
         for op in plan.prefill:
-            lane[op.request_id] += self.prompts[op.request_id][op.start:op.start + op.count]
+            micro_batch[op.request_id] += self.prompts[op.request_id][op.start:op.start + op.count]
             if op.last:
-                sampled.append((op.request_id, next_token(lane[op.request_id])))
+                sampled.append((op.request_id, next_token(micro_batch[op.request_id])))
         for save in plan.saves:
-            self.saved[save.key] = lane[save.request_id][:save.length]
+            self.saved[save.key] = micro_batch[save.request_id][:save.length]
         assert [name for name, _ in sampled] == plan.sampled()
         self.held = {**self.held, **dict(sampled)} if plan.hands_out else {
             name: token for name, token in self.held.items() if name not in dict(sampled)}
@@ -103,7 +103,7 @@ class FakeRanks:
             self.steps += 1
             self.widths.append(plan.width)
             self.now += self.seconds(len(plan.decode), plan.width)
-        return StepResult(plan.step_id, plan.lane, [token for _, token in sampled], drafts=self._drafts(plan, sampled))
+        return StepResult(plan.step_id, plan.micro_batch, [token for _, token in sampled], drafts=self._drafts(plan, sampled))
 
     def _name(self, row: SpecDecodeRow, kept: list[int]) -> None:
         """As runner/drafter.py learns what the plan knows."""
@@ -147,7 +147,7 @@ def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: de
 def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = Scheduler(limits(
-        lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([3, 5, 64]),
+        micro_batches=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([3, 5, 64]),
         kv_tokens=rng.choice([150, 400, 100_000]), max_context=140, prefix_tokens=rng.choice([0, 60])))
     if model := rng.random() < 0.5:
         scheduler = Scheduler(replace(scheduler.limits, speculation=SpeculationLimits(drafts=DRAFTS, model=True)))

@@ -1,4 +1,4 @@
-"""A request that kills gangs is found, and the innocent beside it are served."""
+"""A request that kills rank groups is found, and the innocent beside it are served."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pytest
 
 from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.control import Output, Refused
+from tandem.protocol.quarantine import ANYWHERE, CLEAR, QuarantineRecord
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.protocol.suspicion import ANYWHERE, CLEAR, Suspicion
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
 
-def a_scheduler(lanes: int = 1) -> Scheduler:
-    return Scheduler(make_limits(lanes=lanes, kv_tokens=5000, max_context=400))
+def a_scheduler(micro_batches: int = 1) -> Scheduler:
+    return Scheduler(make_limits(micro_batches=micro_batches, kv_tokens=5000, max_context=400))
 
 
-def submit(scheduler: Scheduler, name: str, tokens: int = 40, suspicion: Suspicion | None = None) -> None:
+def submit(scheduler: Scheduler, name: str, tokens: int = 40, quarantine_record: QuarantineRecord | None = None) -> None:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    scheduler.submit(EngineRequest(request_id=name, prompt=[1] * 20, params=params, suspicion=suspicion), seed=1)
+    scheduler.submit(EngineRequest(request_id=name, prompt=[1] * 20, params=params, quarantine_record=quarantine_record), seed=1)
 
 
 def resting_for(scheduler: Scheduler) -> Sequence | None:
@@ -29,7 +29,7 @@ def resting_for(scheduler: Scheduler) -> Sequence | None:
     return None if (suspect := scheduler.suspect) is None or suspect.may_be_tried else suspect
 
 
-class Gang:
+class RankGroup:
     """Executes plans two at a time, and dies when one of `killers` has produced so many tokens."""
 
     def __init__(self, scheduler: Scheduler, killers: dict[str, int]) -> None:
@@ -63,7 +63,7 @@ class Gang:
         raise AssertionError("it never ends")
 
     def take(self, plan: StepPlan) -> None:
-        for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+        for message in self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))):
             assert isinstance(message, Output)
             self.produced[message.request_id] = self.produced.get(message.request_id, 0) + len(message.tokens)
 
@@ -74,50 +74,50 @@ def working(plan: StepPlan) -> list[str]:
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 15, 30])
-def test_the_one_that_kills_is_refused_and_nobody_else(lanes: int, at: int) -> None:
-    scheduler = a_scheduler(lanes)
+def test_the_one_that_kills_is_refused_and_nobody_else(micro_batches: int, at: int) -> None:
+    scheduler = a_scheduler(micro_batches)
     for name in ("a", "b", "killer", "c", "d"):
         submit(scheduler, name)
-    gang = Gang(scheduler, {"killer": at})
-    gang.run()
-    assert gang.refused == ["killer"]
-    assert (gang.deaths, gang.rests) == (4, 1), "twice in company, twice alone, and once it was looked without it"
-    assert {name: count for name, count in gang.produced.items() if name != "killer"} == dict.fromkeys("abcd", 40)
+    rank_group = RankGroup(scheduler, {"killer": at})
+    rank_group.run()
+    assert rank_group.refused == ["killer"]
+    assert (rank_group.deaths, rank_group.rests) == (4, 1), "twice in company, twice alone, and once it was looked without it"
+    assert {name: count for name, count in rank_group.produced.items() if name != "killer"} == dict.fromkeys("abcd", 40)
 
 
 def test_two_that_kill_are_both_found() -> None:
     scheduler = a_scheduler()
     for name in ("k1", "a", "k2", "b"):
         submit(scheduler, name)
-    gang = Gang(scheduler, {"k1": 3, "k2": 12})
-    gang.run()
-    assert sorted(gang.refused) == ["k1", "k2"]
-    assert gang.deaths <= 10
-    assert gang.produced["a"] == gang.produced["b"] == 40
+    rank_group = RankGroup(scheduler, {"k1": 3, "k2": 12})
+    rank_group.run()
+    assert sorted(rank_group.refused) == ["k1", "k2"]
+    assert rank_group.deaths <= 10
+    assert rank_group.produced["a"] == rank_group.produced["b"] == 40
 
 
-def test_gangs_that_die_for_other_reasons_cost_nobody_an_answer() -> None:
+def test_rank_groups_that_die_for_other_reasons_cost_nobody_an_answer() -> None:
     """Each death comes after some progress."""
     scheduler = a_scheduler()
     submit(scheduler, "a", tokens=100)
     submit(scheduler, "b", tokens=100)
-    gang = Gang(scheduler, {})
+    rank_group = RankGroup(scheduler, {})
     for target in (20, 40, 60, 80):
-        while gang.produced.get("a", 0) < target:
+        while rank_group.produced.get("a", 0) < target:
             plan = scheduler.next_plan()
             assert plan is not None
-            gang.take(plan)
+            rank_group.take(plan)
         assert scheduler.next_plan()
         assert scheduler.restart() == []
-    gang.run()
-    assert gang.produced == {"a": 100, "b": 100}
+    rank_group.run()
+    assert rank_group.produced == {"a": 100, "b": 100}
 
 
 def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
     scheduler = a_scheduler()
-    submit(scheduler, "suspect", suspicion=Suspicion(company=2, end=20 + 8))
+    submit(scheduler, "suspect", quarantine_record=QuarantineRecord(company=2, end=20 + 8))
     submit(scheduler, "new")
-    gang = Gang(scheduler, {})
+    rank_group = RankGroup(scheduler, {})
     together = []
     assert scheduler.next_plan() is None, "its api is to know first, since what it kills at once says nothing more"
     assert (suspect := scheduler.suspect) is not None and suspect.may_be_tried and not suspect.expected
@@ -127,15 +127,15 @@ def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
     while not scheduler.idle:
         plan = scheduler.next_plan()
         assert plan is not None
-        together.append((gang.produced.get("suspect", 0), sorted(working(plan))))
-        gang.take(plan)
+        together.append((rank_group.produced.get("suspect", 0), sorted(working(plan))))
+        rank_group.take(plan)
     assert all(names == ["suspect"] for count, names in together if count < CLEAR)
     assert any(names == ["new", "suspect"] for count, names in together), "cleared, it shares the batch again"
-    assert gang.produced == {"suspect": 40, "new": 40}
+    assert rank_group.produced == {"suspect": 40, "new": 40}
 
 
 def dies(scheduler: Scheduler, steps: int, *, blame: bool = True) -> list[str]:
-    """The gang does so many steps and dies in the next one; returns who is refused."""
+    """The rank group does so many steps and dies in the next one; returns who is refused."""
     if (resting := resting_for(scheduler)) is not None:
         resting.rested = True
     plans: deque[StepPlan] = deque()
@@ -144,7 +144,7 @@ def dies(scheduler: Scheduler, steps: int, *, blame: bool = True) -> list[str]:
             plans.append(plan)
         if len(plans) and _ < steps:
             plan = plans.popleft()
-            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+            scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))
     return [one.request_id for one in scheduler.restart(blame=blame) if isinstance(one, Refused)]
 
 
@@ -154,40 +154,40 @@ def test_what_is_nobodys_doing_is_held_against_nobody() -> None:
     submit(scheduler, "a")
     for _ in range(20):
         assert dies(scheduler, 0, blame=False) == []
-    assert not scheduler.sequences["a"].suspicion.suspect
+    assert not scheduler.sequences["a"].quarantine_record.suspect
 
 
-def test_a_gang_that_dies_idle_clears_all_suspects() -> None:
+def test_a_rank_group_that_dies_idle_clears_all_suspects() -> None:
     scheduler = a_scheduler()
     for name in "ab":
         submit(scheduler, name)
     for _ in range(3):
         dies(scheduler, 0)
-    assert scheduler.sequences["a"].suspicion.alone == 1 and resting_for(scheduler) is scheduler.sequences["a"]
-    assert scheduler.next_plan() is None, "nothing runs while it is looked whether the gang lives without it"
+    assert scheduler.sequences["a"].quarantine_record.alone == 1 and resting_for(scheduler) is scheduler.sequences["a"]
+    assert scheduler.next_plan() is None, "nothing runs while it is looked whether the rank group lives without it"
     assert scheduler.restart(died=False) == [], "ended on purpose"
     assert resting_for(scheduler) is scheduler.sequences["a"]
     assert scheduler.restart() == []
     assert resting_for(scheduler) is None
-    assert not any(one.suspicion.suspect for one in scheduler.sequences.values())
+    assert not any(one.quarantine_record.suspect for one in scheduler.sequences.values())
 
 
 def test_one_that_dies_alone_at_other_places_is_given_more_tries() -> None:
     """Places that it had passed once cannot be what kills."""
-    suspicion = Suspicion(company=2)
-    suspicion.died(100, 110, alone=True)
-    assert suspicion.alone == 1 and suspicion.rests
+    quarantine_record = QuarantineRecord(company=2)
+    quarantine_record.died(100, 110, alone=True)
+    assert quarantine_record.alone == 1 and quarantine_record.rests
     for _ in range(ANYWHERE - 2):
-        suspicion.died(20, 40, alone=True)
-        assert not suspicion.guilty
-    suspicion.died(20, 40, alone=True)
-    assert suspicion.guilty
+        quarantine_record.died(20, 40, alone=True)
+        assert not quarantine_record.guilty
+    quarantine_record.died(20, 40, alone=True)
+    assert quarantine_record.guilty
 
 
 def test_the_same_place_twice_is_enough() -> None:
-    suspicion = Suspicion(company=2)
-    suspicion.died(100, 110, alone=True)
-    assert not suspicion.guilty
-    suspicion.died(96, 104, alone=True)
-    assert suspicion.guilty
-    assert suspicion.passed(119) and not suspicion.guilty
+    quarantine_record = QuarantineRecord(company=2)
+    quarantine_record.died(100, 110, alone=True)
+    assert not quarantine_record.guilty
+    quarantine_record.died(96, 104, alone=True)
+    assert quarantine_record.guilty
+    assert quarantine_record.passed(119) and not quarantine_record.guilty

@@ -21,6 +21,7 @@ import zmq
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ProcessSettings, ServerSettings, Settings
+from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.control import (
     Abort,
     ApiMessage,
@@ -37,7 +38,6 @@ from tandem.protocol.control import (
     Submit,
     Trial,
 )
-from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest
 from tandem.server.app import create_app
@@ -132,7 +132,7 @@ class FakeEngine:
         self.refusal: tuple[int, str, str | None, float | None] | None = None
         self.status = EngineStatus(
             query_id=0, state="ready", detail="", model="tiny", source=str(model_dir), max_context=256, vocab_size=512,
-            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, lanes=1, ranks=[RANK],
+            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, micro_batches=1, ranks=[RANK],
             hidden_size=8, pooling="last",
         )  # fmt: skip
         self.submitted: dict[str, EngineRequest] = {}
@@ -197,8 +197,8 @@ class FakeEngine:
                 self._send(identity, Refused(message.request.request_id, status, text, code, None, retry))
             else:
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
-                if message.request.suspicion is not None and message.request.suspicion.suspect:
-                    resting = self.rests and message.request.suspicion.rests
+                if message.request.quarantine_record is not None and message.request.quarantine_record.suspect:
+                    resting = self.rests and message.request.quarantine_record.rests
                     self._send(identity, Trial(message.request.request_id, resting=resting))
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)

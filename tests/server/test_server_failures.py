@@ -84,7 +84,7 @@ def test_refused_with_429(server, engine, stream):
     assert server.chat().status_code == 200
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, "too_long"), (503, "loading"), (500, "gang_killer"), (418, "odd")])
+@pytest.mark.parametrize(("status", "code"), [(400, "too_long"), (503, "loading"), (500, "group_killer"), (418, "odd")])
 def test_other_refusals_keep_their_status(server, engine, wait_until, status, code):
     engine.refusal = (status, "No.", code, None)
     response = server.chat(n=2)

@@ -267,7 +267,7 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatc
 
 def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatch):
     status = EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
-                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
+                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, micro_batches=1,
                           ranks=[])
     answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
                ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
@@ -361,7 +361,7 @@ class Answers(FakeProbe):
 
     def ask(self):
         return EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
-                            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
+                            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, micro_batches=1,
                             ranks=[])
 
 

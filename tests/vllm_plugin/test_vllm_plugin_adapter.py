@@ -140,7 +140,7 @@ def greedy(stage: StageModel, prompt: list[int]) -> list[int]:
 
 
 def drive(stage: StageModel, adapter: Adapter, scheduler: FakeScheduler) -> dict[str, list[int]]:
-    runner = Runner(stage, lanes=adapter.lanes, vocab_size=stage.vocab_size, eos_token_ids=(), drafts=3)
+    runner = Runner(stage, micro_batches=adapter.micro_batches, vocab_size=stage.vocab_size, eos_token_ids=(), drafts=3)
     everybody = dict(scheduler.requests)
     for _ in range(3000):
         plan = adapter.plan(scheduler.output())  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def test_a_prefix_that_vllm_takes_for_cached_is_restored_and_not_computed_again(
     assert one.recomputed == 0
 
 
-def test_a_snapshot_costs_what_its_states_take() -> None:
+def test_a_cached_prefix_costs_what_its_states_take() -> None:
     for extra, kept in ((0, 3), (400, 2), (1000, 0)):
         one = adapter(kv_tokens=5000, prefix_extra=extra, trimmable=False)
         plans = [one.plan(first_step(str(number), [500 * number + i for i in range(64)]))  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_a_snapshot_costs_what_its_states_take() -> None:
         assert sum(len(plan.saves) - len(plan.evicts) for plan in plans if plan is not None) == kept
 
 
-def test_a_prefix_that_no_snapshot_holds_is_computed_again_in_bounded_pieces() -> None:
+def test_a_prefix_that_no_cached_prefix_holds_is_computed_again_in_bounded_disk_blocks() -> None:
     one = adapter()
     plan = one.plan(first_step("b", list(range(230)), computed=128))  # type: ignore[arg-type]
     assert plan is not None and not plan.restores
@@ -227,7 +227,7 @@ def test_a_prefix_that_no_snapshot_holds_is_computed_again_in_bounded_pieces() -
     assert one.recomputed == 128
 
 
-def test_snapshots_give_way_to_what_runs() -> None:
+def test_cached_prefixes_give_way_to_what_runs() -> None:
     one = adapter(kv_tokens=150)
     one.plan(first_step("a", list(range(64))))  # type: ignore[arg-type]
     plan = one.plan(first_step("b", list(range(300, 400))))  # type: ignore[arg-type]

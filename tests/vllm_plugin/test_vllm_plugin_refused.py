@@ -78,7 +78,7 @@ def test_types_that_see_are_refused(monkeypatch: pytest.MonkeyPatch, tiny: Path,
     from tandem.vllm_plugin.compat import _is_multimodal
 
     monkeypatch.setattr(limits, "describe", lambda files: None)
-    monkeypatch.setattr(limits, "require_trial", lambda path, description: None)
+    monkeypatch.setattr(limits, "require_dry_run", lambda path, description: None)
     for file in tiny.iterdir():
         if file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)

@@ -19,8 +19,8 @@ from typing import BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.borders import start_thread
 from tandem.cli.address import find_server
+from tandem.crash_guard import start_thread
 from tandem.errors import UsageError
 from tandem.printable import printable
 from tandem.server.store.lines import Line, answer_line, parse_lines

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tandem.borders import own_process
 from tandem.cli.arguments import SERVE_SECTIONS, Later, Parser, add_command, add_settings, drop_output, exit_code, fail
 from tandem.cli.options import bench, machines, sampling, servers, vllm_mlx
+from tandem.crash_guard import own_process
 from tandem.descriptors import raise_limit
 from tandem.version import __version__
 

@@ -22,17 +22,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Compare and print the verdict. Returns 0 if it passed, 1 if not; raises UsageError and RankFailure."""
     if arguments.tiny:
         return _try(arguments)
-    world = launched_rank()
-    comparison = _prepared(arguments, world)
-    return _tell(comparison.run_member(world) if world is not None else comparison.run())
+    process_group = launched_rank()
+    comparison = _prepared(arguments, process_group)
+    return _tell(comparison.run_member(process_group) if process_group is not None else comparison.run())
 
 
-def _prepared(arguments: argparse.Namespace, world: MlxRank | None = None) -> Comparison:
+def _prepared(arguments: argparse.Namespace, process_group: MlxRank | None = None) -> Comparison:
     settings = load_settings(arguments).settings
     set_up("WARNING")
     options = Options(reference=arguments.reference, prompts=arguments.prompts, tokens=arguments.tokens,
                       prefill_chunk=arguments.prefill_chunk, tolerance=arguments.tolerance)
-    return prepare(settings, options, world, lambda text: print(text, file=sys.stderr, flush=True))
+    return prepare(settings, options, process_group, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 def _tell(verdict: Verdict | None) -> int:
@@ -55,7 +55,7 @@ def _try(arguments: argparse.Namespace) -> int:
     else:
         raise ConfigError(f"--tiny {named}: is neither a directory with a config.json nor one of "
                           f"{', '.join(sorted(TINY))}", param="tiny")
-    from tandem.loading.trial import cut_down, outcome  # imports mlx, which else comes after the BLAS
+    from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which else comes after the BLAS
     from tandem.testing import tiny_model
 
     passed, line = outcome(config)

@@ -18,12 +18,12 @@ from functools import partial
 
 import msgspec
 
-from tandem.borders import own_process, start_thread
 from tandem.cli.arguments import exit_code, fail, load_settings
 from tandem.config.keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
+from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, UsageError
 from tandem.loading.mlx_lm_models import import_models_only
@@ -64,7 +64,7 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
     settings = prepared(arguments)
     count = settings.parallel.data_parallel_size
     if settings.models != ModelsSettings() or settings.named:
-        raise UsageError("several models ([models], --also) are for `tandem serve`; an engine has one", param="also")
+        raise UsageError("several models ([models], --extra-models) are for `tandem serve`; an engine has one", param="extra_models")
     if count > 1:
         raise UsageError(f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
                          param="data_parallel_size")
@@ -99,8 +99,8 @@ def _last_words(message: str) -> None:
 
 def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
     from tandem.server.cache.warm_file import warm_bodies
+    from tandem.server.engines.model_pool import ModelPool
     from tandem.server.engines.replicas import Replicas
-    from tandem.server.engines.residents import Residents
     from tandem.server.engines.router import Router
     from tandem.server.engines.served_model import Served
     from tandem.server.engines.supervisor import SupervisorLink
@@ -113,16 +113,16 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
         if not served:
             raise
         log.error("Skipping warm-up prompts: %s", error.message)
-        settings = replace(settings, server=replace(settings.server, warm=()))
+        settings = replace(settings, server=replace(settings.server, warmup_prompts=()))
 
     def replicas(model: Settings, link: SupervisorLink | None = None) -> Replicas:
         return Replicas(Router(affinity=model.scheduler.prefix_cache > 0), link=link,
                         patience_s=model.scheduler.start_timeout)
 
-    engines: Replicas | Residents
+    engines: Replicas | ModelPool
     if settings.named:
         models = [settings_of(settings, named) for named in settings.named]
-        engines = Residents([Served(model, replicas(model)) for model in models], SupervisorLink(control),
+        engines = ModelPool([Served(model, replicas(model)) for model in models], SupervisorLink(control),
                             max_loaded=settings.models.max_loaded)
     else:
         engines = replicas(settings, SupervisorLink(control))

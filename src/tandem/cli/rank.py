@@ -8,9 +8,9 @@ import math
 import msgspec
 
 from tandem.errors import ConfigError
-from tandem.launchers.facts import launched_world
+from tandem.launchers.facts import launched_process_group
 from tandem.launchers.manual import read_token
-from tandem.launchers.rank_host import host_ranks
+from tandem.launchers.node_agent import host_ranks
 from tandem.log import set_up
 from tandem.processes.child import NoPayload, receive_payload
 from tandem.protocol.payloads import HostPayload
@@ -19,7 +19,7 @@ from tandem.protocol.payloads import HostPayload
 def run(arguments: argparse.Namespace) -> int:
     """Join, and run a rank whenever the head asks for one, until the head releases this machine. Raises UsageError."""
     payload = _received() if arguments.stdin else _payload(arguments)
-    set_up(payload.log_level, prefix="[rank host]")
+    set_up(payload.log_level, prefix="[node agent]")
     return host_ranks(payload)
 
 
@@ -38,7 +38,7 @@ def _payload(arguments: argparse.Namespace) -> HostPayload:
     if not 0 < arguments.join_timeout < math.inf:
         raise ConfigError(f"--join-timeout: {arguments.join_timeout:g} is out of range: must be above 0",
                           param="join_timeout")
-    slot = arguments.rank if arguments.rank is not None else launched_world().rank
+    slot = arguments.rank if arguments.rank is not None else launched_process_group().rank
     if slot is not None and slot < 0:
         raise ConfigError(f"--rank: {slot} is out of range: must be 0 or more", param="rank")
     return HostPayload(keys=read_token(arguments.token_file), endpoints=[_endpoint(arguments.join)], slot=slot,

@@ -41,8 +41,8 @@ from tandem.server.listener import listen
 from tandem.server.store.journal import make_directory
 from tandem.supervision.api import ApiProcess
 from tandem.supervision.control_socket import ControlServer, control_path
+from tandem.supervision.engine_pool import EnginePool, several, with_names
 from tandem.supervision.engines import EngineSet
-from tandem.supervision.fleet import Fleet, several, with_names
 
 log = logging.getLogger("tandem.cli")
 
@@ -127,7 +127,7 @@ class Supervisor:
         self._settings = settings
         self._listener = listener
         self._history = History()
-        self._engines: EngineSet | Fleet = (Fleet(settings, history=self._history) if several(settings)
+        self._engines: EngineSet | EnginePool = (EnginePool(settings, history=self._history) if several(settings)
                                             else EngineSet(settings, history=self._history))
         self._api = ApiProcess(settings, listener, self._history)
         self._over = ""
@@ -165,7 +165,7 @@ class Supervisor:
         if isinstance(request, supervisor.ListReplicas):
             if self._api.heard(request.api):
                 self._reached = request.reached
-            models, budget = ((self._engines.models(), self._engines.budget) if isinstance(self._engines, Fleet)
+            models, budget = ((self._engines.models(), self._engines.budget) if isinstance(self._engines, EnginePool)
                               else ([], {}))
             return supervisor.ReplicaList(self._engines.infos(), models, budget, self._over, self._engines.announced,
                                           self._history.after(request.events_after), request.number)
@@ -176,7 +176,7 @@ class Supervisor:
             return supervisor.Done(self._engines.add(request.role))
         if isinstance(request, supervisor.DrainReplica):
             return supervisor.Done(self._engines.drain(request.replica))
-        if not isinstance(self._engines, Fleet):
+        if not isinstance(self._engines, EnginePool):
             raise UsageError("this server has one model, which stays loaded")
         if isinstance(request, supervisor.LoadModel):
             return supervisor.Done(model=self._engines.load(request.model))
@@ -208,7 +208,7 @@ class Supervisor:
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         ranks = sum(len(engine.ranks) for engine in engines)
-        if isinstance(self._engines, Fleet):
+        if isinstance(self._engines, EnginePool):
             replicas = f", the first of {len(self._engines.models())} models"
         else:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""

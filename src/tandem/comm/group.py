@@ -1,6 +1,6 @@
 """MLX's process groups: of one pipeline stage, over whichever backend joins its ranks, and the ring between stages.
 
-Where the backend finds its peers stands in the environment, which the launcher prepares (launchers/worlds.py). Nothing
+Where the backend finds its peers stands in the environment, which the launcher prepares (launchers/process_groups.py). Nothing
 here has a timeout: MLX offers none, so ranks are supervised from outside, by progress.
 """
 

@@ -80,7 +80,7 @@ class ParallelSettings:
     has an NVIDIA GPU of its own; else ring."""
     layer_split: tuple[int, ...] | None = None
     """Layers per stage, such as 20,16; by default in proportion to each machine's memory."""
-    lanes: int | None = None
+    micro_batches: int | None = None
     """Independent batches in flight, so that all stages work at once; by default one per stage."""
     channel: Literal["auto", "tcp", "mlx"] = "auto"
     """How stages pass activations on. auto: tcp, which is `mlx` only over RDMA."""
@@ -116,7 +116,7 @@ class ParallelSettings:
     """Seconds of silence after which a rank's machine and the engine's give each other up; the rank then ends."""
     threads_per_rank: int | None = None
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
-    spares: int = 0
+    standby_ranks: int = 0
     """1: beside each rank a process waits that has imported everything (it takes some 100 MB), so that ranks which have
     to be replaced start sooner."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -141,14 +141,14 @@ class SchedulerSettings:
     """What runs together in a step, and how much may wait."""
 
     max_batch_size: int = 32
-    """Most sequences that decode together, over all lanes."""
+    """Most sequences that decode together, over all micro-batches."""
     prefill_chunk: int | None = None
     """Most prompt tokens computed in one step, so that a long prompt does not hold up running streams for longer; by
     default 512 on a GPU and 192 on a CPU."""
     prefill_time_ms: float | None = None
     """Most milliseconds that prompts may add to a step in which others decode: their chunks are halved, down to 32
     tokens, until they keep to it. By default ten times what a step of decoding takes; 0: as long as it takes."""
-    max_queue: int = 256
+    max_queued_requests: int = 256
     """Most requests that wait; the next is refused with 429."""
     max_queue_tokens: int = 1_000_000
     """Most prompt tokens that wait; a request beyond it is refused with 429."""
@@ -178,11 +178,11 @@ class SchedulerSettings:
     rejoin_timeout: float = 60.0
     """Seconds that requests wait for a machine that was lost. Then the model is laid out over those that remain, if it
     fits there, until the machine is back."""
-    canary: bool = True
+    self_check: bool = True
     """Self-check: before serving, compute a prompt of two chunks twice in different ways over all ranks and links, and
     refuse to serve if anything disagrees; then compare each step of the ranks. Layouts of one rank skip it."""
     max_restarts: int = 5
-    """Gang restarts in a row, without a request served in between, before the engine gives up. Also most times that
+    """Rank group restarts in a row, without a request served in between, before the engine gives up. Also most times that
     `tandem serve` starts an engine again within 5 minutes, or its api within one."""
 
 
@@ -256,7 +256,7 @@ class ServerSettings:
     the context."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
-    warm: tuple[str, ...] = ()
+    warmup_prompts: tuple[str, ...] = ()
     """Files with prompts that are computed before the server says that it is ready, and again when ranks were replaced,
     so that prompts that begin like them are answered sooner: as `tandem cache warm` takes them (docs/kv.md)."""
     keep_conversations: float = 0.0
@@ -320,11 +320,11 @@ class ModelsSettings:
     parsers and default_max_tokens of [server], `keep` (true) and `unload_after`.
     """
 
-    also: tuple[str, ...] = ()
+    extra_models: tuple[str, ...] = ()
     """Further models, each as NAME=MODEL, where NAME is what clients ask for."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters for MODEL, each as NAME=DIRECTORY: served as models of their own, with MODEL's settings."""
-    keep: tuple[str, ...] = ()
+    pinned_models: tuple[str, ...] = ()
     """Names of models that are loaded at the start and never unloaded."""
     unload_after: float | None = None
     """Seconds without a request after which a model is unloaded; by default only to make room for another."""

@@ -16,7 +16,7 @@ _SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
 _NOT_OWN = ("served_name",)
 """The table's own name says that."""
 _LAYOUT = ("pipeline_parallel_size", "tensor_parallel_size", "parallel", "tensor_split", "expert_parallel",
-           "layer_split", "lanes")
+           "layer_split", "micro_batches")
 """A model that says one of these has a layout of its own."""
 
 
@@ -38,16 +38,16 @@ def check_table(name: str, values: dict[str, Any], source: str) -> NamedModel:
 
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """The models beside that of `settings.model`, in order. Raises ConfigError for a name that cannot be, or twice."""
-    found = [_pair(text, "--also", "model", "small=org/small-model") for text in settings.models.also]
+    found = [_pair(text, "--extra-models", "model", "small=org/small-model") for text in settings.models.extra_models]
     found += [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.models.lora_modules]
     found += settings.named
     names = [settings.model.served_name, *(one.name for one in found)]
     for one in found:
         if not _NAME.fullmatch(one.name) or one.name == "default":
             raise ConfigError(f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
-                              "and not `default`, which means the first", param="also")
+                              "and not `default`, which means the first", param="extra_models")
         if names.count(one.name) > 1:
-            raise ConfigError(f"{one.source}: there are two models of the name {one.name}", param="also")
+            raise ConfigError(f"{one.source}: there are two models of the name {one.name}", param="extra_models")
         if not (one.values.get("model") or settings.model.model):
             raise ConfigError(f"{one.source}: needs `model`: a directory, a GGUF file, a hub id or demo", param="model")
     return tuple(found)

@@ -34,16 +34,16 @@ _RANGES: dict[str, tuple[float, float]] = {
     "parallel": _AT_LEAST_ONE,
     "tensor_split": _POSITIVE,
     "layer_split": _AT_LEAST_ONE,
-    "lanes": _AT_LEAST_ONE,
+    "micro_batches": _AT_LEAST_ONE,
     "threads_per_rank": _AT_LEAST_ONE,
-    "spares": (0, 1),
+    "standby_ranks": (0, 1),
     "host_entries": (0, math.inf),
     "join_port": (1, 65535),
     "heartbeat_timeout": (2.0, math.inf),
     "max_batch_size": _AT_LEAST_ONE,
     "prefill_chunk": _AT_LEAST_ONE,
     "prefill_time_ms": (0.0, math.inf),
-    "max_queue": _AT_LEAST_ONE,
+    "max_queued_requests": _AT_LEAST_ONE,
     "max_queue_tokens": _AT_LEAST_ONE,
     "kv_tokens": _AT_LEAST_ONE,
     "prefix_cache": (0.0, 1.0),
@@ -78,7 +78,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "generation_config", "override_generation_config", "blas",
               "host", "api_key_file", "journal", "engine_socket", "hostfile", "hardware_profile",
               "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path", "kv_disk",
-              "tls_cert", "tls_key", "warm")
+              "tls_cert", "tls_key", "warmup_prompts")
 
 
 def default_label(name: str) -> str:

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from tandem.borders import own_process
+from tandem.crash_guard import own_process
 from tandem.descriptors import raise_limit
 from tandem.diagnostics.tasks import AnyTask, CommandTask, RecordingTask, Task, TimingTask, leave
 from tandem.processes.child import receive_payload, watch_lifeline

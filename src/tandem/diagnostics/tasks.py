@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 
 from tandem.env import child_environment
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.worlds import make_world
+from tandem.launchers.process_groups import make_process_group
 from tandem.planner.profile import Step
 from tandem.processes.child import ChildProcess
 from tandem.protocol.keys import ClusterKeys
@@ -212,11 +212,11 @@ def check_parts(entry: str, options: Sequence[dict[str, object]], variables: Seq
 @contextmanager
 def local_group(backend: str, ranks: int) -> Iterator[list[dict[str, str]]]:
     """Make an MLX group on this machine; yields the environment variables of each rank. Raises LayoutError."""
-    launcher, world = LocalLauncher(1), make_world(backend, ranks, 0)
+    launcher, process_group = LocalLauncher(1), make_process_group(backend, ranks, 0)
     try:
-        yield [{**launcher.variables(rank, ranks), **world.variables(rank)} for rank in range(ranks)]
+        yield [{**launcher.variables(rank, ranks), **process_group.variables(rank)} for rank in range(ranks)]
     finally:
-        world.remove()
+        process_group.remove()
 
 
 def timing_group(task: TimingTask, addresses: Sequence[str], ports: Sequence[int]) -> list[TimingTask]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
-from tandem.engine.layout import GangLayout, plan_layout
+from tandem.engine.layout import RankGroupLayout, plan_layout
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.machines import hosts_for, named_backend
 from tandem.planner.hardware import METAL_FENCE, Link, Machine
@@ -41,7 +41,7 @@ SEEK_S = 1.0
 class ActiveLayout:
     """A layout, and the places of the full one that its ranks take."""
 
-    layout: GangLayout
+    layout: RankGroupLayout
     slots: tuple[int, ...] | None = None
     """None: all places, in their order, as in the full layout alone."""
     degraded: str = ""
@@ -148,7 +148,7 @@ class ExcludedMachines:
 class Alternatives:
     """The planner's layouts over fewer machines than the full one has: the best first, the next if one cannot start."""
 
-    def __init__(self, settings: Settings, full: GangLayout, facts: Sequence[Ready]) -> None:
+    def __init__(self, settings: Settings, full: RankGroupLayout, facts: Sequence[Ready]) -> None:
         """`facts`: what the ranks of the full layout, in their order, have said of their machines."""
         self._settings = settings
         self._full = full

@@ -1,6 +1,6 @@
 """The loop schedule -> execute -> update.
 
-The engine holds every request: prompt, parameters and the tokens produced so far. Ranks are disposable; a new gang
+The engine holds every request: prompt, parameters and the tokens produced so far. Ranks are disposable; a new rank group
 gets its sequences from here and goes on where the old one stopped.
 """
 
@@ -14,19 +14,19 @@ from typing import Protocol
 import zmq
 
 from tandem.config.settings import Settings
-from tandem.engine.desk import CacheDesk, Reply
-from tandem.engine.layout import GangLayout, make_executor
+from tandem.engine.cache_queries import CacheQueryHandler, Reply
+from tandem.engine.layout import RankGroupLayout, make_executor
 from tandem.engine.metrics import DrainRate, EngineMetrics
-from tandem.engine.quorum import Quorum
-from tandem.engine.recovery import Gang
+from tandem.engine.recovery import RankGroup
 from tandem.engine.report import Report as StatusReport
+from tandem.engine.result_collector import ResultCollector
 from tandem.engine.sizing import MemoryGuard
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
+from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
-from tandem.protocol.kept import QueryCache
+from tandem.protocol.disk_blocks import UseRemoteStores
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.scheduler.scheduler import Scheduler
@@ -78,17 +78,17 @@ class _Standstill:
 class Engine:
     """Used by one thread, which with the inline executor owns all MLX work."""
 
-    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None,
+    def __init__(self, settings: Settings, layout: RankGroupLayout, executor: Executor | None = None,
                  lending: ClusterKeys | None = None) -> None:
         """Store the collaborators; `start` launches ranks. `executor` is for tests. `lending`: keys with which ranks of
         all engines of the model fetch KV from one another's disks."""
         self.settings = settings
         self.metrics = EngineMetrics()
-        self.gang = Gang(settings, layout, executor or make_executor(settings, layout, lending),
+        self.rank_group = RankGroup(settings, layout, executor or make_executor(settings, layout, lending),
                          self.metrics)
-        self._report = StatusReport(self.gang, self.metrics)
-        self._desk = CacheDesk(self.gang, self._report)
-        self._quorum = Quorum()
+        self._report = StatusReport(self.rank_group, self.metrics)
+        self._cache_queries = CacheQueryHandler(self.rank_group, self._report)
+        self._result_collector = ResultCollector()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
@@ -100,22 +100,22 @@ class Engine:
     @property
     def executor(self) -> Executor:
         """The executor that runs the plans."""
-        return self.gang.executor
+        return self.rank_group.executor
 
     @property
-    def layout(self) -> GangLayout:
+    def layout(self) -> RankGroupLayout:
         """How the model lies over the ranks that serve now."""
-        return self.gang.layout
+        return self.rank_group.layout
 
     @property
     def state(self) -> str:
         """State as in `EngineStatus`."""
-        return self.gang.state
+        return self.rank_group.state
 
     @property
     def restarts(self) -> int:
         """Times that the ranks were replaced."""
-        return self.gang.restarts
+        return self.rank_group.restarts
 
     @property
     def scheduler(self) -> Scheduler:
@@ -125,7 +125,7 @@ class Engine:
 
     def start(self, progress: Progress | None = None) -> None:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
-        self._scheduler = self.gang.start(progress)
+        self._scheduler = self.rank_group.start(progress)
         if self.layout.ranks[0].kv_disk and self._report.kv_disk != "on":
             log.warning("KV disk not used (--kv-disk): %s", self._report.kv_disk)
 
@@ -134,7 +134,7 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError (bad request, queue full, draining)."""
         if self._scheduler is None or self.state in ("draining", "failed"):
-            raise UnavailableError(f"the engine is {self.state}: {self.gang.detail or 'try again later'}")
+            raise UnavailableError(f"the engine is {self.state}: {self.rank_group.detail or 'try again later'}")
         if request.pooling is None and not self.layout.description.generates:
             raise RequestError(f"{self.layout.served_name} has no output projection, so it only embeds; use "
                                "/v1/embeddings", param="model", code="model_cannot_generate")
@@ -160,20 +160,20 @@ class Engine:
     def hand_over(self, request_id: str) -> None:
         """Let a request go on at another replica (`HandedOver`), if it can leave."""
         if self._scheduler is not None and (sequence := self._scheduler.sequences.get(request_id)) is not None:
-            self._scheduler.departures.ask(sequence)
+            self._scheduler.migrations.ask(sequence)
 
-    def meet(self, neighbours: Borrow) -> None:
+    def meet(self, neighbours: UseRemoteStores) -> None:
         """Which ranks of other replicas lend KV."""
-        if neighbours.lenders != self.gang.neighbours:
-            self.gang.neighbours = neighbours.lenders
+        if neighbours.remote_stores != self.rank_group.neighbours:
+            self.rank_group.neighbours = neighbours.remote_stores
             log.info("Remote KV available from %d directories of other replicas",
-                     len(self.gang.lenders.keys() - self.gang.lends.keys()))
+                     len(self.rank_group.remote_stores.keys() - self.rank_group.lends.keys()))
             if self._scheduler is not None:
-                self._scheduler.disk.lend(self.gang.lenders.items())
+                self._scheduler.disk.use_remote_stores(self.rank_group.remote_stores.items())
 
     def query_cache(self, query: QueryCache, reply: Reply) -> None:
         """Which prefixes are kept; `reply` is called with the answer, now or in a `pump` to come."""
-        self._desk.ask(query, reply, self._scheduler)
+        self._cache_queries.ask(query, reply, self._scheduler)
 
     def noted(self, request_id: str) -> None:
         """The request's api knows that it is on trial: it may run. What it kills at once could not tell any more."""
@@ -194,7 +194,7 @@ class Engine:
             source.deliver(self.take_messages())
             source.take(replacing=True)
 
-        self.gang.on_wait = exchange
+        self.rank_group.on_wait = exchange
         while True:
             source.take()
             source.deliver(self.pump(0.0))
@@ -207,16 +207,16 @@ class Engine:
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
 
-        Also looks after the ranks, and is to be called now and then when there is nothing to do. Replaces the gang when
+        Also looks after the ranks, and is to be called now and then when there is nothing to do. Replaces the rank group when
         it fails. Raises RankFailure when it gives up; `failures()` then ends the requests. EngineStuck means that only
         another process can go on with them.
         """
         if self._scheduler is None:
             return []
         try:
-            if self.gang.all_back():
+            if self.rank_group.all_back():
                 self._recover(self._scheduler, None)
-            self.gang.widen(self._scheduler)
+            self.rank_group.widen(self._scheduler)
             self._send_plans()
             waits = self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling
             for report in self.executor.collect(timeout_s if waits else 0.0):
@@ -224,9 +224,9 @@ class Engine:
             # At once, so that the ranks have their next step before anybody looks at this one's outcome.
             self._send_plans()
             self._await_grammars(time.monotonic())
-            self._desk.look(self._scheduler)
+            self._cache_queries.look(self._scheduler)
         except EngineStuck:
-            self.gang.state = "failed"
+            self.rank_group.state = "failed"
             raise
         except RankFailure as failure:
             self._recover(self._scheduler, failure)
@@ -234,9 +234,9 @@ class Engine:
 
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
         self._compiling = _Standstill()
-        self._desk.give_up()
-        self._quorum.forget()
-        self.gang.recover(scheduler, failure, self._out)
+        self._cache_queries.give_up()
+        self._result_collector.forget()
+        self.rank_group.recover(scheduler, failure, self._out)
 
     def take_messages(self) -> list[EngineMessage]:
         """Return the messages for clients since the last call; `pump` returns them too."""
@@ -275,12 +275,12 @@ class Engine:
             disk.lose_patience()
 
     def _migrate(self, now: float) -> None:
-        departures = self.scheduler.departures
-        self._out += departures.depart()
-        if self._writing.seconds(departures.progress, now) > WRITE_S:
+        migrations = self.scheduler.migrations
+        self._out += migrations.depart()
+        if self._writing.seconds(migrations.progress, now) > WRITE_S:
             log.warning("KV disk wrote nothing for %.0f s: migrating requests of a drain without it, "
                         "keeping others", WRITE_S)
-            departures.lose_patience()
+            migrations.lose_patience()
 
     def _await_grammars(self, now: float) -> None:
         """End a request whose grammar takes too long to compile."""
@@ -299,15 +299,15 @@ class Engine:
             self.metrics.disk(self.scheduler.disk.counts)
             return
         self._report.stepped(report)
-        self._guard.watch(self.gang.ready, report, self.scheduler)
-        whole = self._quorum.complete(report, self.gang.layout.ranks)
+        self._guard.watch(self.rank_group.ready, report, self.scheduler)
+        whole = self._result_collector.complete(report, self.rank_group.layout.ranks)
         if whole is None:
             return
         assert whole.result is not None
         messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)
         self.metrics.scheduled(self.scheduler.batches.preemptions, self.scheduler.speculation.counts)
         if messages:
-            self.gang.proven()
+            self.rank_group.proven()
         self._out += messages
 
     def failures(self, error: Exception) -> list[EngineMessage]:
@@ -318,7 +318,7 @@ class Engine:
 
     def drain(self) -> None:
         """Take no new requests; `idle` turns true when the others are done."""
-        self.gang.state, self.gang.detail = "draining", "the server is shutting down"
+        self.rank_group.state, self.rank_group.detail = "draining", "the server is shutting down"
 
     def close(self) -> None:
         """End all ranks, and let go of their machines."""

@@ -1,4 +1,4 @@
-"""From settings to a gang: which model, which layers where, which executor."""
+"""From settings to a rank group: which model, which layers where, which executor."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tandem.launchers.machines import role_of, stage_memory, told_memory, with_l
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.kv_types import no_pieces, require_quantizable
+from tandem.models.dry_run import require_dry_run
+from tandem.models.kv_types import no_disk_blocks, require_quantizable
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
-from tandem.models.trial import require_trial
 from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
@@ -40,20 +40,20 @@ from tandem.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_LANES = 16
+MAX_MICRO_BATCHES = 16
 ALIKE = 1.1
 """Machines whose memory differs by less than this factor get as many layers each."""
 
 
 @dataclass(frozen=True)
-class GangLayout:
+class RankGroupLayout:
     """A model laid out over stages; nothing is loaded yet."""
 
     files: ModelFiles
     description: ModelDescription
     ranks: tuple[StageSpec, ...]
     max_context: int
-    lanes: int
+    micro_batches: int
     pooling: Pooling | None = "last"
     """How prompts become vectors; None where the model asks for what is not supported."""
     defaults: SamplingDefaults = SamplingDefaults()
@@ -67,7 +67,7 @@ class GangLayout:
         return self.ranks[0].model_name
 
 
-def plan_layout(settings: Settings) -> GangLayout:
+def plan_layout(settings: Settings) -> RankGroupLayout:
     """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
     parallel, model = with_layout(settings.parallel), settings.model
     if parallel.data_parallel_size > 1:
@@ -75,7 +75,7 @@ def plan_layout(settings: Settings) -> GangLayout:
                           "replicas; leave it out", param="data_parallel_size")
     files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
     description = describe(files)
-    require_trial(files.path, description)
+    require_dry_run(files.path, description)
     if description.left_out:
         log.warning("%s: its text model alone is served, %s left out; requests with other than text are refused",
                     files.name, " and ".join(description.left_out))
@@ -90,9 +90,9 @@ def plan_layout(settings: Settings) -> GangLayout:
     _check_gpu_options(parallel, settings.scheduler.wired)
     profile = read_profile(parallel.hardware_profile, "--hardware-profile") if parallel.hardware_profile else None
     defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
-    lanes = parallel.lanes or len(ranges)
-    if not 1 <= lanes <= MAX_LANES:
-        raise LayoutError(f"--lanes {lanes}: must be 1 to {MAX_LANES}", param="lanes")
+    micro_batches = parallel.micro_batches or len(ranges)
+    if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
+        raise LayoutError(f"--micro-batches {micro_batches}: must be 1 to {MAX_MICRO_BATCHES}", param="micro_batches")
     context = description.max_context
     if model.max_context is not None:
         if model.max_context > context:
@@ -113,7 +113,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
             stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
-            lanes=lanes, dtype=model.dtype, dequantize=model.dequantize,
+            micro_batches=micro_batches, dtype=model.dtype, dequantize=model.dequantize,
             attention=model.attention, fuse_projections=model.fuse_projections,
             vocab_size=description.vocab_size,
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
@@ -127,11 +127,11 @@ def plan_layout(settings: Settings) -> GangLayout:
             kv_disk=kv_disk, kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
             kv_dtype=settings.scheduler.kv_dtype, kv_space=kv_space(model, files) if kv_disk else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults,
+    return RankGroupLayout(files, description, tuple(specs), context, micro_batches, pooling_of(files.path, model.pooling), defaults,
                       profile)
 
 
-def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
+def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
     """Log one line for an option that has no effect in this layout."""
     backend = settings.parallel.backend
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
@@ -174,7 +174,7 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: Mo
         raise ConfigError(f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; "
                           "leave one out", param="roles")
     if not description.kept_by_position:
-        raise UnsupportedModel(no_pieces(role, description.family), param="roles")
+        raise UnsupportedModel(no_disk_blocks(role, description.family), param="roles")
 
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
@@ -223,7 +223,7 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
     return sizes
 
 
-def make_executor(settings: Settings, layout: GangLayout, lending: ClusterKeys | None = None) -> Executor:
+def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterKeys | None = None) -> Executor:
     """The executor that the settings ask for. The inline one brings mlx into this process. `lending`: as for `Engine`;
     who computes in this process has the same disk as the others."""
     keep_awake()
@@ -231,9 +231,9 @@ def make_executor(settings: Settings, layout: GangLayout, lending: ClusterKeys |
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
-        if settings.parallel.spares:
-            raise LayoutError("--spares is for ranks in processes of their own, and this one is the engine's; leave it "
-                              "out, or give --executor cluster", param="spares")
+        if settings.parallel.standby_ranks:
+            raise LayoutError("--standby-ranks is for ranks in processes of their own, and this one is the engine's; leave it "
+                              "out, or give --executor cluster", param="standby_ranks")
         from tandem.comm.blas import preload_blas
 
         prepare_metal(layout.ranks[0].fast_fences)
@@ -250,7 +250,7 @@ def make_executor(settings: Settings, layout: GangLayout, lending: ClusterKeys |
                            step_timeout_s=settings.scheduler.step_timeout,
                            rejoin_timeout_s=settings.scheduler.rejoin_timeout,
                            fit=None if told else partial(fit_memory, layout.description),
-                           spares=settings.parallel.spares > 0, lending=lending)
+                           standbys=settings.parallel.standby_ranks > 0, lending=lending)
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:

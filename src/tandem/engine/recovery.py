@@ -1,10 +1,10 @@
 """The rank group: how ranks are started, replaced when they fail, and laid out over the machines that are present.
 
-Ranks are disposable. The scheduler holds every request; a new gang gets its sequences from there, and goes on where the
+Ranks are disposable. The scheduler holds every request; a new rank group gets its sequences from there, and goes on where the
 old one stopped.
 
 At the first start a mistake (a file that is missing, too little memory) is for the user to mend, and ends the engine.
-Once a gang has served, the same error says that something has gone away which may come back: it is waited for.
+Once a rank group has served, the same error says that something has gone away which may come back: it is waited for.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tandem.config.settings import Settings
-from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.degrade import MOST_HALVINGS, ActiveLayout, Alternatives, ExcludedMachines, MemoryBackoff
-from tandem.engine.layout import GangLayout, kv_space
+from tandem.engine.layout import RankGroupLayout, kv_space
 from tandem.engine.metrics import EngineMetrics
+from tandem.engine.self_check import REPEAT_S, send_self_check
 from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
 from tandem.executors.base import Executor, Progress, do_nothing
 from tandem.launchers.machines import role_of
-from tandem.models.kv_types import no_pieces
+from tandem.models.kv_types import no_disk_blocks
 from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
@@ -56,10 +56,10 @@ FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 """Reasons why a request no longer fits."""
 
 
-class Gang:
+class RankGroup:
     """Starts ranks, and replaces all of them when one fails. Used by one thread."""
 
-    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor, metrics: EngineMetrics) -> None:
+    def __init__(self, settings: Settings, layout: RankGroupLayout, executor: Executor, metrics: EngineMetrics) -> None:
         """Store the collaborators; call `start` to launch ranks."""
         self._settings = settings
         self._metrics = metrics
@@ -76,7 +76,7 @@ class Gang:
         self.neighbours: list[tuple[str, str]] = []
         """KV directories of other replicas (`Ready.store`), and the endpoint of each."""
         self.lost: int | None = None
-        """The rank whose failure ended the last gang, until the next one stands."""
+        """The rank whose failure ended the last rank group, until the next one stands."""
         self.load_s = 0.0
         """Seconds that the last start took."""
         self.on_wait: Callable[[], None] = do_nothing
@@ -88,11 +88,11 @@ class Gang:
         self._excluded = ExcludedMachines()
         self._limits_for = (layout, 0)
         """Layout and halvings that the scheduler's limits are for."""
-        self._canary_s = 0.0
+        self._self_check_s = 0.0
         self._ready_at = 0.0
 
     @property
-    def layout(self) -> GangLayout:
+    def layout(self) -> RankGroupLayout:
         """The layout of the model over the ranks."""
         return self._active.layout
 
@@ -115,10 +115,10 @@ class Gang:
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 require_quantized(self.layout, self.ready)
                 role = role_of(self._settings.parallel)
-                if role != "both" and any(ready.pieces is None for ready in self.ready):
-                    raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
+                if role != "both" and any(ready.disk_blocks is None for ready in self.ready):
+                    raise UnsupportedModel(no_disk_blocks(role, self.layout.description.family), param="roles")
                 limits = self._limits()
-                scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
+                scheduler = Scheduler(limits, first_step=self._self_check(limits, 0, progress))
                 break
             except RankFailure as failure:
                 worth_it = self._halve_limits(failure) or failure.cause in LOSSES
@@ -143,8 +143,8 @@ class Gang:
         for ready in self.ready:
             if ready.disk_trouble:
                 log.warning("Rank %d: %s; KV disk not used until the ranks start again", ready.rank, ready.disk_trouble)
-        scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes,
-                             self.lenders.items())
+        scheduler.disk.begin((ready.disk_blocks for ready in self.ready), scheduler.waiting, scheduler.prefixes,
+                             self.remote_stores.items())
 
     @property
     def lends(self) -> dict[str, str]:
@@ -152,7 +152,7 @@ class Gang:
         return {ready.store: ready.lends for ready in self.ready if ready.lends}
 
     @property
-    def lenders(self) -> dict[str, str]:
+    def remote_stores(self) -> dict[str, str]:
         """KV directories and endpoints that these ranks can use: those of the same model, type and version."""
         spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
         return {store: endpoint for store, endpoint in self.neighbours
@@ -182,21 +182,21 @@ class Gang:
             self.state, self.detail = "ready", ""
         self.lost = None
         self._ready_at = time.monotonic()
-        self.executor.keep_spares()
+        self.executor.keep_standbys()
 
     def _limits(self) -> Limits:
         return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded),
                            halvings=self._memory.halvings)
 
-    def _canary(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
+    def _self_check(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
-        if not self._settings.scheduler.canary or len(self.layout.ranks) == 1:
+        if not self._settings.scheduler.self_check or len(self.layout.ranks) == 1:
             return first_step
         if progress is not None:
             for ready in self.ready:
                 progress(ready.rank, 0, 0, "check")
-        outcome = send_canary(self.executor, self.layout, limits, self.ready, first_step)
-        self._canary_s = outcome.seconds
+        outcome = send_self_check(self.executor, self.layout, limits, self.ready, first_step)
+        self._self_check_s = outcome.seconds
         return outcome.next_step
 
     def proven(self) -> None:
@@ -293,8 +293,8 @@ class Gang:
                 out += scheduler.resize(self._limits(), FULL if self._memory.halvings != halvings else FEWER)
                 self._limits_for = (self.layout, self._memory.halvings)
                 self._metrics.kv_total.set(scheduler.limits.kv_tokens)
-            if self._canary_s < REPEAT_S:
-                scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)
+            if self._self_check_s < REPEAT_S:
+                scheduler.next_step = self._self_check(scheduler.limits, scheduler.next_step)
         except RankFailure as failure:
             return failure
         except UsageError as mistake:

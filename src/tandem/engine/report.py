@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from tandem.engine.layout import GangLayout
+from tandem.engine.layout import RankGroupLayout
 from tandem.engine.metrics import EngineMetrics
-from tandem.engine.recovery import Gang
+from tandem.engine.recovery import RankGroup
 from tandem.executors.watchdog import Slowness
 from tandem.kv.disk import Pace
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
@@ -28,15 +28,15 @@ PROOF = 8192
 """Least prompt tokens that must have been computed before their speed is reported."""
 
 
-def _speculation(layout: GangLayout) -> str:
+def _speculation(layout: RankGroupLayout) -> str:
     """Text for `/model/info`."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")
 
 
-class Handoffs:
-    """How long arrays take from stage to stage of one gang, seen from the engine: no two clocks are compared.
+class StageLatency:
+    """How long arrays take from stage to stage of one rank group, seen from the engine: no two clocks are compared.
 
     A rank's report comes when its output is done, and says how long its input had been there by then;
     the time between the output of one stage and the input of the next is the difference. Reports come over the control
@@ -69,27 +69,27 @@ class Handoffs:
 class Report:
     """Keeps the last reports of ranks."""
 
-    def __init__(self, gang: Gang, metrics: EngineMetrics) -> None:
-        self._gang = gang
+    def __init__(self, rank_group: RankGroup, metrics: EngineMetrics) -> None:
+        self._rank_group = rank_group
         self._metrics = metrics
         self._step_s: dict[int, float] = {}
         self._latest: dict[int, Stepped] = {}
-        self._layout = gang.layout
-        self._handoffs = self._new_handoffs()
+        self._layout = rank_group.layout
+        self._stage_latency = self._new_stage_latency()
         self._slowness: dict[int, Slowness] = {}
 
-    def _new_handoffs(self) -> Handoffs:
-        return Handoffs({spec.rank: spec.stage for spec in self._layout.ranks})
+    def _new_stage_latency(self) -> StageLatency:
+        return StageLatency({spec.rank: spec.stage for spec in self._layout.ranks})
 
     def stepped(self, report: Stepped) -> None:
         """Record that a rank has done a step."""
         self._metrics.stepped(report)
-        if self._layout is not self._gang.layout:
-            self._layout = self._gang.layout
+        if self._layout is not self._rank_group.layout:
+            self._layout = self._rank_group.layout
             self._latest.clear()
             self._step_s.clear()
-            self._handoffs = self._new_handoffs()
-        self._handoffs.note(report.step, time.monotonic())
+            self._stage_latency = self._new_stage_latency()
+        self._stage_latency.note(report.step, time.monotonic())
         rank, busy = report.step.rank, report.step.busy_s
         self._step_s[rank] = OLD * self._step_s.get(rank, busy) + (1 - OLD) * busy
         self._latest[rank] = report
@@ -97,17 +97,17 @@ class Report:
     @property
     def prefix_bytes(self) -> int:
         """Bytes of the prefixes that ranks keep in memory."""
-        latest = self._latest.values() if self._layout is self._gang.layout else ()
+        latest = self._latest.values() if self._layout is self._rank_group.layout else ()
         return sum(report.step.prefix_bytes for report in latest)
 
     @property
     def kv_disk(self) -> str:
         """Whether prefixes are kept on disk, in words of `/model/info`."""
-        return _kv_disk(self._gang.layout, self._gang.ready)
+        return _kv_disk(self._rank_group.layout, self._rank_group.ready)
 
     def status(self, scheduler: Scheduler | None) -> EngineStatus:
         """Snapshot for the api; also refreshes the gauges. `scheduler` is None while the first ranks load."""
-        gang, layout = self._gang, self._gang.layout
+        rank_group, layout = self._rank_group, self._rank_group.layout
         queued = len(scheduler.waiting) if scheduler else 0
         running = scheduler.batches.running if scheduler else 0
         used = scheduler.batches.kv_positions if scheduler else 0
@@ -117,48 +117,48 @@ class Report:
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
         self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(
-            query_id=0, state=gang.state, detail=gang.detail, model=layout.served_name, source=str(layout.files.path),
+            query_id=0, state=rank_group.state, detail=rank_group.detail, model=layout.served_name, source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,
             vocab_size=layout.description.vocab_size, queued=queued, running=running, kv_tokens_used=used,
-            kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=gang.restarts,
+            kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=rank_group.restarts,
             prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
-            prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
-            kv_disk=self.kv_disk, kv_store=_kv_store(gang.ready),
-            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_reach=_kv_reach(gang),
+            prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=rank_group.load_s, degraded=rank_group.degraded,
+            kv_disk=self.kv_disk, kv_store=_kv_store(rank_group.ready),
+            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_reach=_kv_reach(rank_group),
             lent_saves=scheduler.disk.lent_saves if scheduler else 0.0,
-            lends=list(gang.lends.items()) if gang.state in ("ready", "draining") else [],
+            lends=list(rank_group.lends.items()) if rank_group.state in ("ready", "draining") else [],
             prefix_room=scheduler.limits.prefix_tokens if scheduler else 0,
             prompt_tokens_s=_proven(scheduler.disk.beginning) if scheduler else 0.0,
-            kv_dtype=_kv_dtype(layout, gang.ready),
-            kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
-            speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
+            kv_dtype=_kv_dtype(layout, rank_group.ready),
+            kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in rank_group.ready),
+            speculation=_speculation(layout), stages=layout.ranks[0].stages, micro_batches=layout.micro_batches,
             generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
             hidden_size=layout.description.hidden_size, pooling=layout.pooling,
             generates=layout.description.generates, defaults=layout.defaults, ttft_s=self._metrics.recent_ttft_s,
-            ranks=[self._rank(ready) for ready in gang.ready], num_layers=layout.description.num_layers,
-            events=gang.history.after())
+            ranks=[self._rank(ready) for ready in rank_group.ready], num_layers=layout.description.num_layers,
+            events=rank_group.history.after())
 
     def _rank(self, ready: Ready) -> RankInfo:
-        spec = self._gang.layout.ranks[ready.rank]
-        latest = self._latest.get(ready.rank) if self._layout is self._gang.layout else None
+        spec = self._rank_group.layout.ranks[ready.rank]
+        latest = self._latest.get(ready.rank) if self._layout is self._rank_group.layout else None
         return RankInfo(rank=ready.rank, stage=spec.stage, layers=spec.layers, pid=ready.pid, host=ready.host,
                         weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
                         step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
                         kv_bytes=latest.step.kv_bytes if latest else 0,
                         slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes,
                         wired_bytes=ready.wired_bytes, used_bytes=latest.used_bytes if latest else 0,
-                        state=self._state(ready.rank), handoff_s=self._handoffs.seconds(ready.rank) if latest else 0.0)
+                        state=self._state(ready.rank), stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0)
 
     def _state(self, rank: int) -> str:
-        if self._gang.state != "recovering":
+        if self._rank_group.state != "recovering":
             return "ready"
-        return "lost" if rank == self._gang.lost else "waiting"
+        return "lost" if rank == self._rank_group.lost else "waiting"
 
     def _slowdown(self, rank: int) -> float:
-        slowdowns = self._gang.executor.slowdowns
+        slowdowns = self._rank_group.executor.slowdowns
         slowdown = slowdowns[rank] if rank < len(slowdowns) else 1.0
         self._metrics.slowdown.labels(str(rank)).set(slowdown)
         self._note_slowness(rank, slowdown)
@@ -166,10 +166,10 @@ class Report:
 
     def _note_slowness(self, rank: int, slowdown: float) -> None:
         """Write slowness into the history, once when it begins to last and once when it is over."""
-        slowness, note = self._slowness.setdefault(rank, Slowness()), self._gang.history.note
+        slowness, note = self._slowness.setdefault(rank, Slowness()), self._rank_group.history.note
         if slowness.turned(slowdown, time.monotonic()):
             if slowness.told:
-                alone = len({ready.host for ready in self._gang.ready}) == 1
+                alone = len({ready.host for ready in self._rank_group.ready}) == 1
                 note("rank_slow", f"rank {rank} is slow: steps take {slowdown:.1f} times the usual time; no action is "
                      "taken while it makes progress", level="info" if alone else "warning", rank=rank,
                      remedy="See what else runs on that machine, and whether it is hot or saves power.")
@@ -177,7 +177,7 @@ class Report:
                 note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
 
 
-def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
+def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
     """Text for `/model/info`."""
     asked = layout.ranks[0].kv_dtype
     layers = sorted({layer for ready in ranks for layer in ready.quantized_layers})
@@ -196,21 +196,21 @@ def _proven(pace: Pace) -> float:
 
 def _kv_store(ranks: Sequence[Ready]) -> str:
     """Empty where a rank keeps nothing on disk."""
-    stores = {ready.store if ready.pieces is not None else "" for ready in ranks}
+    stores = {ready.store if ready.disk_blocks is not None else "" for ready in ranks}
     return "" if "" in stores else " ".join(sorted(stores))
 
 
-def _kv_reach(gang: Gang) -> list[str]:
-    own = _kv_store(gang.ready).split()
-    return sorted({*own, *gang.lenders}) if own else []
+def _kv_reach(rank_group: RankGroup) -> list[str]:
+    own = _kv_store(rank_group.ready).split()
+    return sorted({*own, *rank_group.remote_stores}) if own else []
 
 
-def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:
+def _kv_disk(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
     if not layout.ranks[0].kv_disk:
         return "off"
     if layout.ranks[0].draft_path:
         return "off: a draft model's KV is not kept"
     if trouble := next((ready.disk_trouble for ready in ranks if ready.disk_trouble), ""):
         return f"off: {trouble}"
-    kept = all(ready.pieces is not None for ready in ranks)
-    return "on" if kept else "off: this model keeps windows or states, which have no pieces"
+    kept = all(ready.disk_blocks is not None for ready in ranks)
+    return "on" if kept else "off: this model keeps windows or states, which have no disk blocks"

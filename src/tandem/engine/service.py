@@ -16,14 +16,14 @@ import msgspec
 
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine, EngineStopped
-from tandem.engine.gateway import Client, Gateway, Inbound
+from tandem.engine.ipc_server import Client, Inbound, IPCServer
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
 from tandem.protocol import control
+from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.events import History
-from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.request import EngineRequest
 
@@ -50,9 +50,9 @@ class EngineService:
         layout = plan_layout(settings)
         say_what_is_idle(settings, layout)
         self._engine = Engine(settings, layout, lending=lending)
-        self._engine.gang.on_wait = self.take
+        self._engine.rank_group.on_wait = self.take
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
-        self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
+        self._ipc_server = IPCServer(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
         self._handed: dict[str, Client] = {}
         """Migrated requests whose KV may not have been fetched from here yet."""
@@ -61,7 +61,7 @@ class EngineService:
         self._serving = False
         self._deadline: float | None = None
         self._published = 0.0
-        self._loading = _Loading(self._publish, self._engine.gang.history)
+        self._loading = _Loading(self._publish, self._engine.rank_group.history)
 
     def stop(self) -> bool:
         """Drain: refuse new requests, finish the running ones (up to `drain_timeout`), end.
@@ -79,8 +79,8 @@ class EngineService:
         """
         try:
             self._engine.start(self._loading)
-            log.info("engine ready: %s, %d rank(s), %d lane(s), KV cache of %d tokens", self._engine.layout.served_name,
-                     len(self._engine.layout.ranks), self._engine.layout.lanes, self._engine.status().kv_tokens_total)
+            log.info("engine ready: %s, %d rank(s), %d micro-batch(s), KV cache of %d tokens", self._engine.layout.served_name,
+                     len(self._engine.layout.ranks), self._engine.layout.micro_batches, self._engine.status().kv_tokens_total)
             self._serving = True
             self._publish()
             self._engine.serve(self)
@@ -88,7 +88,7 @@ class EngineService:
             pass
         except EngineStuck as stuck:
             log.error("%s; ending this process, since the step cannot be ended without it", stuck.message)
-            self._gateway.close()
+            self._ipc_server.close()
             # Not an exit in good order, which would wait for the thread that is stuck.
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
@@ -98,7 +98,7 @@ class EngineService:
             return EXIT_FAILED
         finally:
             self._engine.close()
-            self._gateway.close()
+            self._ipc_server.close()
         return EXIT_OK
 
     # --- the engine's loop ---
@@ -106,15 +106,15 @@ class EngineService:
     @property
     def socket(self) -> object:
         """Readable when apis have sent something."""
-        return self._gateway.inbox.socket
+        return self._ipc_server.inbox.socket
 
     def take(self, *, replacing: bool = False) -> None:
         """Hand messages of apis to the engine, and publish the status at times. Raises EngineStopped once drained."""
         if replacing:
             self._handed.clear()
-        for client, message in self._gateway.receive(0.0):
+        for client, message in self._ipc_server.receive(0.0):
             self._handle(client, message)
-        if self._gateway.status.state != self._engine.state or time.monotonic() - self._published > PUBLISH_S:
+        if self._ipc_server.status.state != self._engine.state or time.monotonic() - self._published > PUBLISH_S:
             self._publish()
         if self._over():
             raise EngineStopped
@@ -143,7 +143,7 @@ class EngineService:
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
-            self._engine.query_cache(message, partial(self._gateway.send, client))
+            self._engine.query_cache(message, partial(self._ipc_server.send, client))
         elif isinstance(message, control.HandOver):
             for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
@@ -160,7 +160,7 @@ class EngineService:
             self._engine.submit(request)
         except RequestError as error:
             self._engine.metrics.refused.labels(str(error.status)).inc()
-            self._gateway.send(client, control.Refused(request.request_id, error.status, error.message, error.code,
+            self._ipc_server.send(client, control.Refused(request.request_id, error.status, error.message, error.code,
                                                error.param, getattr(error, "retry_after", None)))
             return
         self._owners[request.request_id] = client
@@ -176,20 +176,20 @@ class EngineService:
                                                                  and message.finish_reason is not None)
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
-            if isinstance(message, control.HandedOver) and owner is not None and self._engine.gang.lends:
+            if isinstance(message, control.HandedOver) and owner is not None and self._engine.rank_group.lends:
                 self._handed[message.request_id], self._handed_at = owner, time.monotonic()
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
         if ended:
             self._publish()  # first, so that a client never sees its finished request as running
         for client, batch in batches.items():
-            self._gateway.send(client, *batch)
+            self._ipc_server.send(client, *batch)
 
     def _publish(self) -> None:
         status = self._engine.status()
         if not self._serving:
             status = msgspec.structs.replace(status, loading=list(self._loading.ranks.values()))
-        self._gateway.status = status
+        self._ipc_server.status = status
         self._published = time.monotonic()
 
 

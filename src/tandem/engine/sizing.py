@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
-from tandem.engine.layout import GangLayout
+from tandem.engine.layout import RankGroupLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.kv.budget import held_sequences, kv_capacity
 from tandem.log import Seldom
@@ -22,7 +22,7 @@ from tandem.models.description import ModelDescription
 from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.pieces import BLOCK_SIZE
+from tandem.protocol.disk_blocks import BLOCK_SIZE
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits
@@ -40,7 +40,7 @@ MARGIN = 0.03
 below it until all is well again."""
 
 
-def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
+def make_limits(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool,
                 halvings: int = 0) -> Limits:
     """Work out what the scheduler must keep to with these ranks. Raises OutOfMemory.
 
@@ -51,24 +51,24 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
-    snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
-    if 0 < prefix_tokens < snapshot + BLOCK_SIZE:
-        log.warning("prefix cache is off: a snapshot of this model's states takes as much memory as %d tokens of KV, "
-                    "and %d are set aside; raise --kv-tokens or --prefix-cache", snapshot, prefix_tokens)
+    cached_prefix = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
+    if 0 < prefix_tokens < cached_prefix + BLOCK_SIZE:
+        log.warning("prefix cache is off: a cached prefix of this model's states takes as much memory as %d tokens of KV, "
+                    "and %d are set aside; raise --kv-tokens or --prefix-cache", cached_prefix, prefix_tokens)
     return Limits(
-        prefix_extra=snapshot,
+        prefix_extra=cached_prefix,
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
-        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> halvings, 1),
+        micro_batches=layout.micro_batches, max_batch_size=max(chosen.max_batch_size >> halvings, 1),
         prefill_chunk=max(chunk >> halvings, 1), kv_tokens=kv_tokens,
         prefill_time_s=None if chosen.prefill_time_ms is None else chosen.prefill_time_ms / 1000,
-        max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
+        max_context=layout.max_context, max_queued_requests=chosen.max_queued_requests, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout.description, ranks),
-        digests=chosen.canary and len(ranks) > 1)
+        digests=chosen.self_check and len(ranks) > 1)
 
 
-def require_quantized(layout: GangLayout, ranks: Sequence[Ready]) -> None:
+def require_quantized(layout: RankGroupLayout, ranks: Sequence[Ready]) -> None:
     """Raises UnsupportedModel where quantised KV was asked for, and no rank has a layer for it."""
     asked = layout.ranks[0].kv_dtype
     if asked != "auto" and not any(ready.quantized_layers for ready in ranks):
@@ -99,7 +99,7 @@ def _fixed(ready: Ready, sequences: int) -> int:
 
 
 def _most(ranks: Sequence[Ready]) -> int:
-    """Bytes of a position on the rank where it takes most; snapshots are counted by it on all ranks alike."""
+    """Bytes of a position on the rank where it takes most; cached prefixes are counted by it on all ranks alike."""
     return max(ready.kv_bytes_per_token for ready in ranks)
 
 
@@ -110,13 +110,13 @@ def _position(ready: Ready, ranks: Sequence[Ready], prefixes: float) -> int:
     return own + (math.ceil(prefixes * (_most(ranks) - own)) if ready.state_bytes else 0)
 
 
-def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
+def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
     """KV tokens that the tightest memory has room for, or that the settings name if fewer. Raises OutOfMemory."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault(_device(ready), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
-    sequences = held_sequences(chosen.max_batch_size, layout.lanes)
+    sequences = held_sequences(chosen.max_batch_size, layout.micro_batches)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
                         [(_fixed(ready, sequences), _position(ready, ranks, prefixes)) for ready in together],
                         kept=sum(ready.cache_bytes for ready in together))
@@ -160,7 +160,7 @@ class MemoryGuard:
         scheduler.batches.pressed = share >= self._ease - (MARGIN if scheduler.batches.pressed else 0)
         # What the last one leaves shows once the steps that were under way are done.
         if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
-            self._next = scheduler.next_step + scheduler.limits.lanes
+            self._next = scheduler.next_step + scheduler.limits.micro_batches
             seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
                            100 * share)
 

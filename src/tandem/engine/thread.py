@@ -17,10 +17,10 @@ from copy import copy
 from functools import partial
 from typing import TypeVar
 
-from tandem.borders import start_thread
 from tandem.config.settings import Settings
+from tandem.crash_guard import start_thread
 from tandem.engine.engine import Engine, EngineStopped
-from tandem.engine.layout import GangLayout
+from tandem.engine.layout import RankGroupLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress, do_nothing
 from tandem.protocol.control import EngineMessage, Output, Refused
@@ -40,7 +40,7 @@ CLOSED = "this LLM is closed"
 class EngineThread:
     """Starts, feeds and ends an engine. Threads may share one."""
 
-    def __init__(self, settings: Settings, layout: GangLayout) -> None:
+    def __init__(self, settings: Settings, layout: RankGroupLayout) -> None:
         """Make the engine; `start` loads the model."""
         self.engine = Engine(settings, layout)
         self._calls: Mailbox[Callable[[], None]] = Mailbox()
@@ -106,7 +106,7 @@ class EngineThread:
     def _run(self) -> None:
         ended: Exception = UnavailableError(CLOSED)
         try:
-            self.engine.gang.on_wait = self.engine.executor.on_wait = self.take
+            self.engine.rank_group.on_wait = self.engine.executor.on_wait = self.take
             self.engine.start(lambda *progress: self._news.put(progress))
             self._news.put(None)
             self.engine.serve(self)

@@ -15,7 +15,7 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import Report
 from tandem.guided.vocabulary import Vocabulary
-from tandem.kv.files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
+from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, Part, note_model
 from tandem.kv.remote import Lending
 from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import (
@@ -28,15 +28,15 @@ from tandem.loading.memory import (
     peak_bytes,
     wire_weights,
 )
-from tandem.loading.parcel import dtype_name
 from tandem.loading.stage import StageModel, load_stage
+from tandem.loading.stage_payload import dtype_name
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import PIECE
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
@@ -105,7 +105,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
     stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
                        dequantize=dequantizes(spec.dequantize, gpu=on_gpu()), fuse=_fuses(spec))
     log.info("Draft model loaded: %s", files.name)
-    return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
+    return Drafter(stage, micro_batches=spec.micro_batches, drafts=spec.drafts, vocab_size=spec.vocab_size)
 
 
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
@@ -120,7 +120,7 @@ def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, gro
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids,
                                 lambda request_id: report(GrammarReady(spec.rank, request_id)))
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
-    runner = Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
+    runner = Runner(stage, micro_batches=spec.micro_batches, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                     group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
                     drafter=load_drafter(spec), attention=chosen_attention(spec.attention), disk=disk)
     return runner, _ready(spec, runner, trouble)
@@ -137,16 +137,16 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Ca
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"
-    space = f"{spec.kv_space}-{versions}-{PIECE}-{dtype_name(stage.dtype)}"
+    space = f"{spec.kv_space}-{versions}-{DISK_BLOCK}-{dtype_name(stage.dtype)}"
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
-    piece = PIECE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
-    if KEPT * spec.kv_disk_bytes < piece:
-        return None, (f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {PIECE} tokens of this model's KV, which are kept "
-                      f"together, take {piece / 1e9:.2g}; give at least {2 * piece / 1e9:.2g}")
-    most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
+    disk_block = DISK_BLOCK * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
+    if KEPT * spec.kv_disk_bytes < disk_block:
+        return None, (f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK} tokens of this model's KV, which are kept "
+                      f"together, take {disk_block / 1e9:.2g}; give at least {2 * disk_block / 1e9:.2g}")
+    most = MOST_HEADER + DISK_BLOCK * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         as_bytes = spec.kv_dtype != "auto"
-        kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most,
+        kept = DiskBlockFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most,
                           kind_of(stage.cache_arrays, as_bytes=as_bytes))
         disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=as_bytes), report, lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
@@ -167,5 +167,5 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()), quantized_layers=runner.stage.quantized_layers,
-                 pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble,
+                 disk_blocks=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble,
                  store=runner.disk.store_id if runner.disk else "", lends=runner.disk.lends if runner.disk else "")

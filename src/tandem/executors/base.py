@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import GrammarReady, StepPlan
 
 Report = Stepped | GrammarReady | Fetched | Written | Surveyed
@@ -21,7 +21,7 @@ def do_nothing() -> None:
 
 
 class Executor(ABC):
-    """A gang of ranks, or one in this process. Used by one thread."""
+    """A rank group of ranks, or one in this process. Used by one thread."""
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Called about every 0.1 s while `start` and `close` wait for ranks."""
@@ -34,7 +34,7 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
 
-    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+    def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Have all ranks read a prefix from their disks, or look what is there. Raises RankFailure."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class Executor(ABC):
     def keep_apart(self, kv_space: str) -> None:  # noqa: B027 - tests' have no disk
         """Let the next `start` keep KV on disk under this name (`StageSpec.kv_space`)."""
 
-    def keep_spares(self) -> None:  # noqa: B027 - one in this process has none
+    def keep_standbys(self) -> None:  # noqa: B027 - one in this process has none
         """The ranks serve: have a process wait beside each, if that was asked for."""
 
     @property

@@ -21,7 +21,7 @@ from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.watchdog import SILENT_S, Watchdog
 from tandem.executors.weights import serve_model
-from tandem.launchers.base import Launcher, Place, RankProcess, World
+from tandem.launchers.base import Launcher, Place, ProcessGroup, RankProcess
 from tandem.log import Seldom
 from tandem.protocol.control import (
     Begin,
@@ -38,10 +38,10 @@ from tandem.protocol.control import (
     Stepped,
     Stop,
 )
+from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import GrammarReady, StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus, rank_identity
@@ -71,18 +71,18 @@ Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 
 
 class ClusterExecutor(Executor):
-    """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
+    """One rank group at a time: if any rank fails all are ended, and `start` makes a new rank group with new keys and ports."""
 
     def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
-                 rejoin_timeout_s: float, fit: Fit | None = None, spares: bool = False,
+                 rejoin_timeout_s: float, fit: Fit | None = None, standbys: bool = False,
                  lending: ClusterKeys | None = None) -> None:
         """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
-        is called once, when the first places are known. With `spares` a process waits beside each rank. `lending`: keys
-        of all gangs whose ranks lend one another what they keep on disk; without them those of one gang do where they
+        is called once, when the first places are known. With `standbys` a process waits beside each rank. `lending`: keys
+        of all rank groups whose ranks lend one another what they keep on disk; without them those of one rank group do where they
         have several disks."""
         self._specs = specs
         self._fit = fit
-        self._spares = spares
+        self._standbys = standbys
         self._lending = lending
         self._places = len(specs)
         self._recruited: list[Place] = []
@@ -95,7 +95,7 @@ class ClusterExecutor(Executor):
         self._watchdog = Watchdog(len(specs), step_timeout_s)
         self._processes: list[RankProcess] = []
         self._bus: EngineBus | None = None
-        self._worlds: list[World] = []
+        self._process_groups: list[ProcessGroup] = []
         self._blobs: BlobServer | None = None
         self._generation = ""
         self._connected = False
@@ -106,7 +106,7 @@ class ClusterExecutor(Executor):
     # --- start ---
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
-        """Launch, greet, connect and load. Ends the gang before it raises."""
+        """Launch, greet, connect and load. Ends the rank group before it raises."""
         self._generation = secrets.token_hex(8)
         self._connected = self._failed = False
         self._watchdog.begin(time.monotonic())
@@ -145,17 +145,17 @@ class ClusterExecutor(Executor):
         self._specs = list(specs)
         self._slots = None if slots is None else list(slots)
         self._watchdog = Watchdog(len(self._specs), self._step_timeout)
-        if self._spares:
-            self._launcher.drop_spares()
+        if self._standbys:
+            self._launcher.drop_standbys()
 
     def keep_apart(self, kv_space: str) -> None:
         """In the specifications of all ranks."""
         self._specs = [replace(spec, kv_space=kv_space) for spec in self._specs]
 
-    def keep_spares(self) -> None:
+    def keep_standbys(self) -> None:
         """Through the launcher."""
-        for spec in self._specs if self._spares else ():
-            self._launcher.keep_spare(spec.rank, len(self._specs), msgspec.json.encode(spec))
+        for spec in self._specs if self._standbys else ():
+            self._launcher.keep_standby(spec.rank, len(self._specs), msgspec.json.encode(spec))
 
     def _stop_serving(self) -> None:
         if self._blobs is not None:
@@ -165,18 +165,18 @@ class ClusterExecutor(Executor):
     def _launch(self, places: list[Place], keys: ClusterKeys) -> None:
         """Start all ranks. Those on one machine share what they may use of its memory."""
         assert self._bus is not None
-        worlds = self._make_worlds()
+        process_groups = self._make_process_groups()
         self._recruited = places
         machines = Counter(place.machine for place in places)
         disks = {(place.machine, spec.kv_disk) for place, spec in zip(places, self._specs, strict=True)}
         lending = self._lending or (keys if len(disks) > 1 else None)
-        for spec, place, world in zip(self._specs, places, worlds, strict=True):
+        for spec, place, process_group in zip(self._specs, places, process_groups, strict=True):
             whole = spec.memory_share * len(self._specs)
-            variables = {} if world is None else world[0].variables(world[1])
+            variables = {} if process_group is None else process_group[0].variables(process_group[1])
             sharing = machines[place.machine]
             spec = replace(spec, memory_share=whole / sharing, gpu_share=whole if place.own_gpu else None,
                            machine=place.machine, sharing=1 if place.own_gpu else sharing,
-                           backend=world[0].backend if world else spec.backend)
+                           backend=process_group[0].backend if process_group else spec.backend)
             payload = WorkerPayload(
                 spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
                 generation=self._generation,
@@ -187,21 +187,21 @@ class ClusterExecutor(Executor):
             self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
                                                         variables))
 
-    def _make_worlds(self) -> list[tuple[World, int] | None]:
+    def _make_process_groups(self) -> list[tuple[ProcessGroup, int] | None]:
         """Each rank's group and its number there: one MLX group for each stage of several ranks, or one over all
         stages when the channel is MLX's."""
         first = self._specs[0]
         one_ring = first.channel == "mlx" and first.stages > 1
         sizes = (len(self._specs),) if one_ring else first.stage_sizes
-        places: list[tuple[World, int] | None] = []
+        places: list[tuple[ProcessGroup, int] | None] = []
         for size in sizes:
             ranks = range(len(places), len(places) + size)
             if size == 1:
                 places.append(None)
                 continue
-            world = self._launcher.world("ring" if one_ring else first.backend, ranks)
-            self._worlds.append(world)
-            places += [(world, index) for index in range(size)]
+            process_group = self._launcher.process_group("ring" if one_ring else first.backend, ranks)
+            self._process_groups.append(process_group)
+            places += [(process_group, index) for index in range(size)]
         return places
 
     def _gather_hellos(self, deadline: float) -> list[Hello]:
@@ -259,15 +259,15 @@ class ClusterExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
-    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+    def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Send the order to every rank."""
-        if not isinstance(order, Borrow):
+        if not isinstance(order, UseRemoteStores):
             self._broadcast(order)
             return
         for spec, place in zip(self._specs, self._recruited, strict=True):
-            lenders = [(store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
-                       for store, endpoint in order.lenders]
-            self._send(spec.rank, Borrow(lenders))
+            remote_stores = [(store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
+                       for store, endpoint in order.remote_stores]
+            self._send(spec.rank, UseRemoteStores(remote_stores))
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Reports of ranks; looks after the processes and the progress of steps at least every 0.1 s."""
@@ -318,7 +318,7 @@ class ClusterExecutor(Executor):
             raise RankFailure(f"rank {rank} {error}", rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
-        """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""
+        """Next message of this rank group. A message that cannot be read is logged and dropped; Failure is raised."""
         if self._bus is None:
             raise RankFailure("the executor is not started")
         try:
@@ -434,9 +434,9 @@ class ClusterExecutor(Executor):
         if self._bus is not None:
             self._bus.close()
             self._bus = None
-        for world in self._worlds:
-            world.remove()
-        self._worlds.clear()
+        for process_group in self._process_groups:
+            process_group.remove()
+        self._process_groups.clear()
 
     def _wait_for_ends(self, seconds: float) -> None:
         """Wait for all ranks to exit, at most `seconds`."""

@@ -1,7 +1,7 @@
 """Does this machine's GPU answer? Asked by every new rank before it loads.
 
 A GPU that was locked up (fast fences, a driver's fault) takes work and never ends it, and nothing but a restart of the
-machine frees it. Without this question each new gang would wait for such a one until `start_timeout`.
+machine frees it. Without this question each new rank group would wait for such a one until `start_timeout`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 from tandem.transport.mailbox import Mailbox
@@ -80,7 +80,7 @@ class InlineExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         loop.submit(plan)
 
-    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+    def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Handed to the thread for the disk."""
         self._started()[0].fetch(order)
 
@@ -113,7 +113,7 @@ class InlineExecutor(Executor):
             if not known:
                 log.error("rank 0 failed; it is loaded anew, and requests go on\n%s",
                           "".join(traceback.format_exception(event)))
-            # Its frames hold the model; another may be loaded while the error is handled.
+            # Its pipeline models hold the model; another may be loaded while the error is handled.
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:
                 raise event

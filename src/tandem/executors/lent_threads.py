@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 
 T = TypeVar("T")
 _Work = tuple[Callable[[], None], threading.Event]
@@ -23,7 +23,7 @@ _unused: list[queue.SimpleQueue[_Work]] = []
 
 
 class LentThread:
-    """Does one piece of work, as a thread of `start_thread` does."""
+    """Does one disk block of work, as a thread of `start_thread` does."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Begins at once."""

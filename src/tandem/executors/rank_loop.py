@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 from tandem.transport.mailbox import Mailbox
@@ -58,7 +58,7 @@ class RankLoop:
         """Queue a plan; returns at once."""
         self._plans.put(plan)
 
-    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+    def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Read a prefix from disk, look what is there, or know who lends more, beside whatever is computed."""
         assert self._runner is not None and self._runner.disk is not None
         self._runner.disk.take_order(order)

@@ -1,4 +1,4 @@
-"""Is a gang getting on? Told from what its ranks report and answer, and from the clock. Pure.
+"""Is a rank group getting on? Told from what its ranks report and answer, and from the clock. Pure.
 
 Four kinds of trouble look alike from the outside, a step that does not end, and are told apart here:
 
@@ -56,7 +56,7 @@ SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
 
 
 class Workload:
-    """Counts the units of work in one gang's plans; one unit is about a token's products."""
+    """Counts the units of work in one rank group's plans; one unit is about a token's products."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
@@ -184,7 +184,7 @@ class _Step:
 
 
 class Watchdog:
-    """Watches one gang after the other; what it has learnt of their pace stays unless it proved wrong.
+    """Watches one rank group after the other; what it has learnt of their pace stays unless it proved wrong.
 
     Times are seconds of one monotonic clock; they never run backwards.
     """
@@ -209,7 +209,7 @@ class Watchdog:
         self._number = 0
 
     def begin(self, now: float) -> None:
-        """The ranks of a new gang have been told to load."""
+        """The ranks of a new rank group have been told to load."""
         self._ranks = [_Rank(tempo=rank.tempo) for rank in self._ranks]
         self._workload = Workload()
         self._steps.clear()

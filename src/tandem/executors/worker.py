@@ -1,6 +1,6 @@
 """Entry point of a rank process: `python -m tandem.executors.worker`, with its payload on standard input.
 
-With the argument `standby` it waits to become a rank (`--spares`).
+With the argument `standby` it waits to become a rank (`--standby-ranks`).
 
 A rank sleeps in a socket while it is idle, never in a collective. It does what plans say; whatever goes wrong ends it,
 with a `Failure` on the bus where that is still possible.
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.borders import own_process
 from tandem.comm.blas import preload_blas
+from tandem.crash_guard import own_process
 from tandem.descriptors import raise_limit
 from tandem.env import set_variables
 from tandem.errors import RankFailure
@@ -32,9 +32,9 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
+from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import STANDBY, WorkerPayload
-from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
@@ -155,7 +155,7 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
-                elif isinstance(command, Fetch | Borrow | Survey):
+                elif isinstance(command, Fetch | UseRemoteStores | Survey):
                     loop.fetch(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")
@@ -206,7 +206,7 @@ def prepare(spec: StageSpec) -> None:
 
 
 def serve(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
-    """Join the gang, and be one of its ranks until the end of the process."""
+    """Join the rank group, and be one of its ranks until the end of the process."""
     keep_awake()
     watch_lifeline()
     spec = payload.spec

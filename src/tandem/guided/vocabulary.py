@@ -1,4 +1,4 @@
-"""The model's vocabulary in llguidance's form, and grammars compiled over it; a rank keeps one for all its lanes."""
+"""The model's vocabulary in llguidance's form, and grammars compiled over it; a rank keeps one for all its micro-batches."""
 
 from __future__ import annotations
 

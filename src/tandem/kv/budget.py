@@ -1,4 +1,4 @@
-"""How many KV positions the batches of a gang occupy, and whether more would fit."""
+"""How many KV positions the batches of a rank group occupy, and whether more would fit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def batch_positions(lengths: Iterable[int], step: int = 1) -> int:
     return len(rows) * rounded(max(rows, default=0), step)
 
 
-def most_rows(max_batch_size: int, lanes: int) -> int:
-    """Most sequences of one lane."""
-    return -(-max_batch_size // lanes)
+def most_rows(max_batch_size: int, micro_batches: int) -> int:
+    """Most sequences of one micro-batch."""
+    return -(-max_batch_size // micro_batches)
 
 
-def held_sequences(max_batch_size: int, lanes: int) -> int:
-    """Sequences of which all lanes together may hold states and windows: full buffers, and a prompt beside each."""
-    return lanes * (most_rows(max_batch_size, lanes) + 1)
+def held_sequences(max_batch_size: int, micro_batches: int) -> int:
+    """Sequences of which all micro-batches together may hold states and windows: full buffers, and a prompt beside each."""
+    return micro_batches * (most_rows(max_batch_size, micro_batches) + 1)
 
 
 def kv_shape(held: KVShape, rows: int, longest: int, *, most: int = sys.maxsize, room: int = sys.maxsize) -> KVShape:

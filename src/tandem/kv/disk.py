@@ -11,10 +11,20 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
-from tandem.kv.index import PieceIndex, PrefixIndex, block_hashes, piece_names
-from tandem.protocol.pieces import BLOCK_SIZE, PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.kv.index import DiskBlockIndex, PrefixIndex, block_hashes, disk_block_names
+from tandem.protocol.disk_blocks import (
+    BLOCK_SIZE,
+    DISK_BLOCK,
+    Fetch,
+    Fetched,
+    StoreOp,
+    Survey,
+    Surveyed,
+    UseRemoteStores,
+    Written,
+)
+from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.suspicion import Suspicion
 
 NEAR = 2048
 """Positions that are near the beginning of a prompt."""
@@ -34,7 +44,7 @@ class Seeking(Protocol):
 
     request: EngineRequest
     tokens: list[int]
-    suspicion: Suspicion
+    quarantine_record: QuarantineRecord
     finished: bool
     fetched: int
     """Positions beyond what was in memory that were read from disk for it."""
@@ -86,11 +96,11 @@ class _Order:
 
     waiting: list[Seeking] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
-    """Pieces to fetch."""
+    """Disk blocks to fetch."""
     gain: int = 0
     """Positions of these beyond what was in memory."""
     wanted: frozenset[bytes] | None = None
-    """Pieces to look for; None: all."""
+    """Disk blocks to look for; None: all."""
     then: Callable[[], None] | None = None
     """Called in place of having sequences wait, once all have answered."""
     answers: dict[int, Any] = field(default_factory=dict)
@@ -101,7 +111,7 @@ class DiskTier:
     """Used by the scheduler alone."""
 
     def __init__(self) -> None:
-        self.orders: list[Fetch | Borrow | Survey] = []
+        self.orders: list[Fetch | UseRemoteStores | Survey] = []
         """Orders for all ranks, before the next plan; the sender empties the list."""
         self.counts = DiskCounts()
         self.computing = Pace()
@@ -112,9 +122,9 @@ class DiskTier:
         """Paces of reading from the ranks' own disks, and of fetching from other machines."""
         self._too_slow = 0
         """Reads that did not pay."""
-        self._pieces = PieceIndex()
-        self._lent = PieceIndex()
-        """Pieces for which a rank needs what others lend, as it last saw."""
+        self._disk_blocks = DiskBlockIndex()
+        self._lent = DiskBlockIndex()
+        """Disk blocks for which a rank needs what others lend, as it last saw."""
         self._ranks = 0
         self._asked: dict[str | int, _Order] = {}
         """Prefixes by key, and looks by number."""
@@ -129,7 +139,7 @@ class DiskTier:
 
     @property
     def on(self) -> bool:
-        """True if all ranks keep pieces on disk, and answer."""
+        """True if all ranks keep disk blocks on disk, and answer."""
         return self._ranks > 0 and not self._silent
 
     @property
@@ -154,22 +164,22 @@ class DiskTier:
             self.beginning.measure(count, seconds)
 
     def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Seeking], prefixes: PrefixIndex,
-              lenders: Iterable[tuple[str, str]] = ()) -> None:
-        """Begin with new ranks and the pieces that each has on its disk; None from one that keeps none. `lenders`:
+              remote_stores: Iterable[tuple[str, str]] = ()) -> None:
+        """Begin with new ranks and the disk blocks that each has on its disk; None from one that keeps none. `remote_stores`:
         directories of other ranks, and their endpoints."""
-        names, others = list(kept), dict(lenders)
+        names, others = list(kept), dict(remote_stores)
         self.reset([] if None in names else [one or [] for one in names])
         if self._ranks and len(others) > 1:
-            self.orders.append(Borrow(list(others.items())))
+            self.orders.append(UseRemoteStores(list(others.items())))
             self._look_for(*waiting)
             return
         for sequence in waiting:
             self.seek(sequence, prefixes)
 
-    def lend(self, lenders: Iterable[tuple[str, str]]) -> None:
+    def use_remote_stores(self, remote_stores: Iterable[tuple[str, str]]) -> None:
         """Have the ranks use these directories of others, and look what is there. Nothing waits for that."""
         if self._ranks:
-            self.orders.append(Borrow(list(dict(lenders).items())))
+            self.orders.append(UseRemoteStores(list(dict(remote_stores).items())))
             self._survey(soon=True)
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
@@ -179,20 +189,20 @@ class DiskTier:
         self._silent = False
         self.orders.clear()
         self._ranks = len(kept)
-        self._pieces.reset(kept)
+        self._disk_blocks.reset(kept)
         self._lent.reset([()] * self._ranks)
 
     def seek(self, sequence: Seeking, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence read into memory, if more of it is on disk than in memory
         and reading takes less time than computing."""
         sequence.fetched = 0
-        if not self.on or sequence.whole or sequence.suspicion.suspect:
+        if not self.on or sequence.whole or sequence.quarantine_record.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
-        every = piece_names(hashes)
-        names = self._pieces.leading(every)
-        told = not sequence.looked and sequence.request.kept >= PIECE
-        if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
+        every = disk_block_names(hashes)
+        names = self._disk_blocks.leading(every)
+        told = not sequence.looked and sequence.request.kept >= DISK_BLOCK
+        if told and len(names) < min(sequence.request.kept // DISK_BLOCK, len(every)):
             self._look_for(sequence, wanted=every)
             return
         if len(names) < len(every) and not sequence.looked:
@@ -203,17 +213,17 @@ class DiskTier:
                     return
         here = prefixes.peek(hashes)
         # What came from another replica is read whatever the pace: it came so that this one need not compute it.
-        came = sequence.request.kept >= PIECE and bool(sequence.request.produced)
-        names = next((some for some in (names, self._own(names)) if len(some) * PIECE - here >= PIECE
-                      and (came or self._pays(some, len(some) * PIECE - here))), [])
+        came = sequence.request.kept >= DISK_BLOCK and bool(sequence.request.produced)
+        names = next((some for some in (names, self._own(names)) if len(some) * DISK_BLOCK - here >= DISK_BLOCK
+                      and (came or self._pays(some, len(some) * DISK_BLOCK - here))), [])
         if not names:
             return
-        gain = len(names) * PIECE - here
+        gain = len(names) * DISK_BLOCK - here
         for asked in self._asked.values():
             if asked.names[:len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK_SIZE])
+            key = prefixes.reserve(hashes[:len(names) * DISK_BLOCK // BLOCK_SIZE])
             if key is None:
                 return
             # One that came would hold up others, were it computed here.
@@ -244,8 +254,8 @@ class DiskTier:
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         """Have the ranks delete a prompt's blocks, once those that wait have been written."""
-        if self._ranks and (names := piece_names(hashes)):
-            self._pieces.lose(names)
+        if self._ranks and (names := disk_block_names(hashes)):
+            self._disk_blocks.lose(names)
             self._survey(drop=True, wanted=names)
 
     def _own(self, names: list[bytes]) -> list[bytes]:
@@ -254,7 +264,7 @@ class DiskTier:
 
     def _pays(self, names: list[bytes], gain: int) -> bool:
         pace = self._reading if len(self._own(names)) == len(names) else self._bringing
-        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * PIECE):
+        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * DISK_BLOCK):
             return True
         self._too_slow += 1
         return self._too_slow % AGAIN == 0
@@ -265,13 +275,13 @@ class DiskTier:
         if report.rank >= self._ranks:
             return  # where one rank keeps nothing, nothing is kept
         if isinstance(report, Written):
-            self._pieces.keep(report.rank, report.names)
-            self._pieces.lose(report.gone)
+            self._disk_blocks.keep(report.rank, report.names)
+            self._disk_blocks.lose(report.gone)
             self.counts.written_bytes += report.nbytes
             self.counts.written_s += report.seconds
             return
         if isinstance(report, Surveyed):
-            self._pieces.see(report.rank, report.names, report.wanted)
+            self._disk_blocks.see(report.rank, report.names, report.wanted)
             self._lent.see(report.rank, report.lent, report.wanted)
         key = report.key if isinstance(report, Fetched) else report.number
         if (asked := self._asked.get(key)) is None:
@@ -301,11 +311,11 @@ class DiskTier:
         self.counts.read_s += seconds
         if not lost or late:
             came = [name for name in asked.names if name not in lost]
-            (self._bringing if brought else self._reading).measure(len(came) * PIECE, seconds)
+            (self._bringing if brought else self._reading).measure(len(came) * DISK_BLOCK, seconds)
             self._lent.lose(came)  # the ranks have kept it
         if lost:
             self.counts.failures += not late
-            self._pieces.lose(lost)
+            self._disk_blocks.lose(lost)
             prefixes.give_up(key)
         else:
             self.counts.hit_tokens += asked.gain
@@ -319,26 +329,26 @@ class DiskTier:
             _let_go(asked.waiting)
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
-        """Return the pieces of these prefixes that are not on all disks yet, to be written."""
+        """Return the disk blocks of these prefixes that are not on all disks yet, to be written."""
         return [StoreOp(key, missing) for key in keys
-                if self._ranks and (missing := self.missing(piece_names(prefixes.hashes(key))))]
+                if self._ranks and (missing := self.missing(disk_block_names(prefixes.hashes(key))))]
 
     def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
-        """Number and name of each of a prefix's pieces, from number `first` on, that is not on all disks."""
+        """Number and name of each of a prefix's disk blocks, from number `first` on, that is not on all disks."""
         return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
 
     def holds(self, name: bytes) -> bool:
-        """True if all ranks have their part of this piece on disk."""
-        return name in self._pieces
+        """True if all ranks have their part of this disk block on disk."""
+        return name in self._disk_blocks
 
     def has(self, hashes: Sequence[bytes]) -> int:
         """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
-        return len(self._pieces.leading(piece_names(hashes))) * PIECE
+        return len(self._disk_blocks.leading(disk_block_names(hashes))) * DISK_BLOCK
 
     @property
     def positions(self) -> int:
-        """Positions on disk, in pieces of which every rank has its part."""
-        return len(self._pieces) * PIECE
+        """Positions on disk, in disk blocks of which every rank has its part."""
+        return len(self._disk_blocks) * DISK_BLOCK
 
 
 def _let_go(waiting: list[Seeking], *, arrived: bool = False) -> None:

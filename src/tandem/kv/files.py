@@ -1,8 +1,8 @@
-"""Pieces of prefixes as files: layers and heads of one rank, with a checksum. No mlx.
+"""Disk blocks of prefixes as files: layers and heads of one rank, with a checksum. No mlx.
 
 `<directory>/<space>/<name>.<layers>.<heads>.kv`; the space says which model, adapter and types it is about. A file is
 a magic number with the format's version, the length of a header, the header (msgpack), then keys and values of each
-layer. A rank may put a piece together from files that others wrote, for other layers or heads.
+layer. A rank may put a disk block together from files that others wrote, for other layers or heads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 
 from tandem.errors import TransportError, UsageError
-from tandem.kv.remote import PARTS, SUFFIX, Lenders, files_of
+from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.system.files import NotRegular, read_regular
 
 MAGIC = b"TDMKV\0\0\1"
@@ -43,7 +43,7 @@ MOST_IDENTITY = 64
 ABOUT = "model"
 """A file in each space: what its model is called, for people."""
 _PREFIX = struct.Struct("<8sI")
-_PIECE = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
+_DISK_BLOCK = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
 MOST_HEADER = 1 << 20
 """Bytes before the arrays of a file."""
 STALE_S = 3600.0
@@ -131,7 +131,7 @@ def _make_space(directory: Path, space: str) -> None:
 def _is_ours(path: Path) -> bool:
     """True for remains of a directory that was deleted while ranks wrote."""
     if path.is_dir() and not path.is_symlink():
-        return all(name in (ABOUT, PARTS) or _PIECE.match(name) or name.endswith(".tmp") for name in os.listdir(path))
+        return all(name in (ABOUT, PARTS) or _DISK_BLOCK.match(name) or name.endswith(".tmp") for name in os.listdir(path))
     return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
 
 
@@ -157,7 +157,7 @@ def _identity(directory: Path, name: str = "") -> str:
             temporary.unlink(missing_ok=True)
 
 
-class PieceFiles:
+class DiskBlockFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
     def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int,
@@ -178,7 +178,7 @@ class PieceFiles:
         self._parts: dict[bytes, list[Part]] = {}
         self._lent: dict[bytes, list[Part]] = {}
         """Parts that other machines have."""
-        self._lenders: Lenders | None = None
+        self._remote_stores: RemoteStores | None = None
         self.brought = 0
         """Bytes that came from there so far."""
         self._gone: list[bytes] = []
@@ -189,24 +189,24 @@ class PieceFiles:
         self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
 
     def _announce(self, *parts: Part) -> None:
-        """Write down the labels of these parts for ranks that look for single pieces. Errors are ignored."""
+        """Write down the labels of these parts for ranks that look for single disk blocks. Errors are ignored."""
         for label in {part.label for part in parts} - self._labels:
             with suppress(OSError):
                 (self._path / PARTS).mkdir(exist_ok=True, mode=0o700)
                 _write(self._path / PARTS / label, "")
                 self._labels.add(label)
 
-    def borrow(self, lenders: Lenders) -> None:
-        """Fetch what is missing here from `lenders`, which `survey` asks and `close` closes."""
-        self._lenders = lenders
+    def use_remote_stores(self, remote_stores: RemoteStores) -> None:
+        """Fetch what is missing here from `remote_stores`, which `survey` asks and `close` closes."""
+        self._remote_stores = remote_stores
 
     def close(self) -> None:
         """Close the connections to other machines."""
-        if self._lenders is not None:
-            self._lenders.close()
+        if self._remote_stores is not None:
+            self._remote_stores.close()
 
     def names(self, among: Iterable[bytes] | None = None) -> list[bytes]:
-        """Pieces that this rank can put together, `among` these or of all."""
+        """Disk blocks that this rank can put together, `among` these or of all."""
         return [name for name in ({**self._parts, **self._lent} if among is None else among)
                 if self._sources(name) is not None]
 
@@ -236,9 +236,9 @@ class PieceFiles:
                     raise
         layers = []
         for layer, taken in zip(self.need.layers, sources, strict=True):
-            pieces = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
-            layers.append(pieces[0] if len(pieces) == 1 else (np.concatenate([one[0] for one in pieces], axis=1),
-                                                              np.concatenate([one[1] for one in pieces], axis=1)))
+            disk_blocks = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
+            layers.append(disk_blocks[0] if len(disk_blocks) == 1 else (np.concatenate([one[0] for one in disk_blocks], axis=1),
+                                                              np.concatenate([one[1] for one in disk_blocks], axis=1)))
         types = {header.dtype for header, _ in files.values()}
         if len(types) > 1:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
@@ -287,8 +287,8 @@ class PieceFiles:
 
     def _bring(self, file: str) -> bytes:
         """Fetch a file from another machine. Raises TransportError."""
-        assert self._lenders is not None
-        data = self._lenders.bring(file)
+        assert self._remote_stores is not None
+        data = self._remote_stores.fetch(file)
         self.brought += len(data)
         return data
 
@@ -297,13 +297,13 @@ class PieceFiles:
         try:
             data = read_regular(path, self._most)
         except NotRegular as error:
-            raise ValueError("it is no piece") from error
+            raise ValueError("it is no disk block") from error
         with suppress(OSError):  # a disk that cannot be written serves all the same
             os.utime(path)
         return data
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
-        """Write this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
+        """Write this rank's part of a disk block; returns the bytes. Raises OSError, with nothing left behind."""
         blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
         checksum = 0
         for block in blocks:
@@ -366,7 +366,7 @@ class PieceFiles:
         """Scan the files, after deleting all of this space with `drop`. Returns the bytes of this space, or those
         deleted, and of all that is left.
 
-        Where some pieces are `wanted`, nothing else is deleted or looked at, here or remotely, nor counted. Raises
+        Where some disk blocks are `wanted`, nothing else is deleted or looked at, here or remotely, nor counted. Raises
         OSError.
         """
         dropped, stems = 0, None if wanted is None else {name.hex() for name in wanted}
@@ -386,14 +386,14 @@ class PieceFiles:
                 self._lent.pop(name, None)
             for file, _ in files_of(self._path, stems):
                 _note(self._parts, file)
-        if self._lenders is not None and not drop:  # others drop what they have at the same time
-            for file, size in self._lenders.look(stems):
+        if self._remote_stores is not None and not drop:  # others drop what they have at the same time
+            for file, size in self._remote_stores.look(stems):
                 if size <= self._most:
                     _note(self._lent, file)
         return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:
-        """Return the pieces that lost a file since the last call."""
+        """Return the disk blocks that lost a file since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -437,7 +437,7 @@ def _file(name: bytes, part: Part) -> str:
 
 @lru_cache(1024)
 def _sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
-    """Alike for all pieces of which the same parts are there."""
+    """Alike for all disk blocks of which the same parts are there."""
     found = []
     for layer in need.layers:
         # What is here comes first, in smaller parts too.
@@ -474,14 +474,14 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 
 def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
-    """Raises ValueError where the bytes are not what the header says, or that is no piece of so many heads."""
+    """Raises ValueError where the bytes are not what the header says, or that is no disk block of so many heads."""
     dtype, at = _NUMPY.get(header.dtype), 0
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
     shapes = [shape for pair in header.shapes for shape in pair]
-    if any(shape[:3] != [1, heads, PIECE] or len(shape) != 4 or shape[3] < 1 for shape in shapes) \
+    if any(shape[:3] != [1, heads, DISK_BLOCK] or len(shape) != 4 or shape[3] < 1 for shape in shapes) \
             or sum(map(math.prod, shapes)) * dtype.itemsize != len(payload):
-        raise ValueError("its arrays are not those of a piece")
+        raise ValueError("its arrays are not those of a disk block")
     arrays = []
     for shape in shapes:
         arrays.append(np.frombuffer(payload, dtype, math.prod(shape), at).reshape(shape))

@@ -1,8 +1,8 @@
 """Index of KV on the ranks: cached prefixes in memory, and blocks on disk. Pure bookkeeping, no arrays.
 
-A snapshot holds the KV of the first `length` positions of some sequence. It is found again through the hashes of its
+A cached prefix holds the KV of the first `length` positions of some sequence. It is found again through the hashes of its
 blocks, each chained to the one before (as in vLLM's automatic prefix caching), so a prompt that shares only a part
-finds that part too where the caches can be cut (`trimmable`). The least recently used snapshots go first. The engine
+finds that part too where the caches can be cut (`trimmable`). The least recently used cached prefixes go first. The engine
 decides; ranks save, restore and evict by plan, so prefix caching is alike on all of them.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tandem.protocol.pieces import BLOCK_SIZE, PIECE
+from tandem.protocol.disk_blocks import BLOCK_SIZE, DISK_BLOCK
 
 SPARED = 0.5
 """Share of the budget that admission leaves to prefixes when prompts share their beginnings."""
@@ -25,7 +25,7 @@ SEEN_BLOCKS, FIRST_BLOCKS = 4096, 64
 
 
 @dataclass
-class Snapshot:
+class CachedPrefix:
     """KV of the first `length` positions of a sequence, kept on the ranks under `key`."""
 
     key: str
@@ -33,38 +33,38 @@ class Snapshot:
     hashes: tuple[bytes, ...]
     """Hashes of its blocks; for caches that cannot be cut only the last one counts."""
     hits: int = 0
-    """Prompts that were served from it, or from snapshots that it replaced."""
+    """Prompts that were served from it, or from cached prefixes that it replaced."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """Restore `length` positions from the snapshot `key`."""
+    """Restore `length` positions from the cached prefix `key`."""
 
     key: str
     length: int
 
 
 class PrefixIndex:
-    """Snapshots by the prefixes that they can serve, within a budget of KV positions."""
+    """Cached prefixes by the prefixes that they can serve, within a budget of KV positions."""
 
     def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
-        """`budget` in KV positions over all snapshots; 0 turns the cache off. `trimmable`: a snapshot can be cut.
-        `extra`: positions that every snapshot costs besides its length."""
+        """`budget` in KV positions over all cached prefixes; 0 turns the cache off. `trimmable`: a cached prefix can be cut.
+        `extra`: positions that every cached prefix costs besides its length."""
         self._budget = self._room = budget
         self._extra = extra
         self._trimmable = trimmable
-        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         """Least recently used first."""
-        self._reserved: dict[str, Snapshot] = {}
-        """Snapshots that ranks are about to read: they take room, and serve no prompt yet."""
+        self._reserved: dict[str, CachedPrefix] = {}
+        """Cached prefixes that ranks are about to read: they take room, and serve no prompt yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
-        """Snapshots that hold the prefix with this hash, oldest first."""
+        """Cached prefixes that hold the prefix with this hash, oldest first."""
         self._ends: dict[bytes, str] = {}
-        """Snapshots by the hash of their last block."""
+        """Cached prefixes by the hash of their last block."""
         self._evicted: list[str] = []
         self._next_key = 0
         self.positions = 0
-        """KV positions held by all snapshots, or that their states take as much memory as."""
+        """KV positions held by all cached prefixes, or that their states take as much memory as."""
         self.queries = self.hits = self.hit_tokens = 0
         self._seen: dict[bytes, None] = {}
         """First blocks of past prompts, the latest last."""
@@ -82,7 +82,7 @@ class PrefixIndex:
         if self.enabled:
             return "any length" if self._trimmable else "blocks"
         dear = 0 < self._budget < BLOCK_SIZE + self._extra and self._extra
-        return f"off: a snapshot of its states takes as much memory as {self._extra} tokens" if dear else "off"
+        return f"off: a cached prefix of its states takes as much memory as {self._extra} tokens" if dear else "off"
 
     @property
     def budget(self) -> int:
@@ -94,7 +94,7 @@ class PrefixIndex:
         self._budget = self._room = max(budget, self._budget)
 
     def lookup(self, tokens: Sequence[int]) -> Hit | None:
-        """The longest kept prefix of `tokens` that leaves at least one token to compute."""
+        """The longest cached prefix of `tokens` that leaves at least one token to compute."""
         if not self.enabled:
             return None
         self.queries += 1
@@ -108,10 +108,10 @@ class PrefixIndex:
             elif self._trimmable:
                 break
         if best is not None:
-            self._snapshots.move_to_end(best.key)
+            self._cached_prefixes.move_to_end(best.key)
             self.hits += 1
             self.hit_tokens += best.length
-            self._snapshots[best.key].hits += 1
+            self._cached_prefixes[best.key].hits += 1
         return best
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
@@ -125,7 +125,7 @@ class PrefixIndex:
             del self._seen[next(iter(self._seen))]
 
     def peek(self, hashes: Sequence[bytes]) -> int:
-        """Positions of the longest kept prefix of a prompt with these blocks, which counts as no use of it."""
+        """Positions of the longest cached prefix of a prompt with these blocks, which counts as no use of it."""
         return max((i * BLOCK_SIZE for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
 
     def save_point(self, prompt_len: int) -> int:
@@ -133,66 +133,66 @@ class PrefixIndex:
         restored, after its last whole block but for one token, which the next prompt computes."""
         return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE
 
-    def save(self, tokens: Sequence[int]) -> Snapshot | None:
+    def save(self, tokens: Sequence[int]) -> CachedPrefix | None:
         """Keep the KV of `tokens` (cut to whole blocks). None when that much is kept already, or it does not fit.
 
-        The caller must have the ranks save it, and those snapshots that had to go evicted (`take_evicted`).
+        The caller must have the ranks save it, and those cached prefixes that had to go evicted (`take_evicted`).
         """
         length = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         if not self._fits(length):
             return None
         hashes = block_hashes(tokens[:length])
         if known := self._by_hash.get(hashes[-1]):
-            self._snapshots.move_to_end(next(reversed(known)))
+            self._cached_prefixes.move_to_end(next(reversed(known)))
             return None
         hits = 0
         for digest in hashes[:-1] if self._trimmable else ():
             if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
-                hits += self._snapshots[key].hits
+                hits += self._cached_prefixes[key].hits
                 self._evict(key)
         self._shrink_to(self._room - length - self._extra)
-        snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
-        snapshot.hits = hits
-        self._keep(snapshot)
-        return snapshot
+        cached_prefix = self._make(hashes if self._trimmable else hashes[-1:], length)
+        cached_prefix.hits = hits
+        self._keep(cached_prefix)
+        return cached_prefix
 
     def _fits(self, length: int) -> bool:
-        """Whether a snapshot of `length` positions fits beside the reserved ones alone."""
+        """Whether a cached prefix of `length` positions fits beside the reserved ones alone."""
         return self.enabled and length >= BLOCK_SIZE and self._reserved_positions + length + self._extra <= self._room
 
     @property
     def _reserved_positions(self) -> int:
-        return sum(snapshot.length + self._extra for snapshot in self._reserved.values())
+        return sum(cached_prefix.length + self._extra for cached_prefix in self._reserved.values())
 
     def _shrink_to(self, positions: int) -> None:
         """Evict the least recently used until no more than `positions` are held, or reserved ones alone."""
-        while self._snapshots and self.positions > positions:
-            self._evict(next(iter(self._snapshots)))
+        while self._cached_prefixes and self.positions > positions:
+            self._evict(next(iter(self._cached_prefixes)))
 
-    def _make(self, hashes: Sequence[bytes], length: int) -> Snapshot:
-        snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes))
+    def _make(self, hashes: Sequence[bytes], length: int) -> CachedPrefix:
+        cached_prefix = CachedPrefix(f"p{self._next_key}", length, tuple(hashes))
         self._next_key += 1
         self.positions += length + self._extra
-        return snapshot
+        return cached_prefix
 
-    def _keep(self, snapshot: Snapshot) -> None:
-        self._snapshots[snapshot.key] = snapshot
-        for digest in snapshot.hashes:
-            self._by_hash.setdefault(digest, {})[snapshot.key] = None
-        self._ends[snapshot.hashes[-1]] = snapshot.key
+    def _keep(self, cached_prefix: CachedPrefix) -> None:
+        self._cached_prefixes[cached_prefix.key] = cached_prefix
+        for digest in cached_prefix.hashes:
+            self._by_hash.setdefault(digest, {})[cached_prefix.key] = None
+        self._ends[cached_prefix.hashes[-1]] = cached_prefix.key
 
-    def kept(self) -> list[Snapshot]:
-        """Snapshots, the most recently used first."""
-        return list(reversed(self._snapshots.values()))
+    def kept(self) -> list[CachedPrefix]:
+        """Cached prefixes, the most recently used first."""
+        return list(reversed(self._cached_prefixes.values()))
 
     def holding(self, tokens: Sequence[int]) -> str | None:
-        """Key of a snapshot that has all whole blocks of `tokens`."""
+        """Key of a cached prefix that has all whole blocks of `tokens`."""
         hashes = block_hashes(tokens)
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
-        """Hashes of the blocks of a snapshot; none if it has been evicted since."""
-        return self._snapshots[key].hashes if key in self._snapshots else ()
+        """Hashes of the blocks of a cached prefix; none if it has been evicted since."""
+        return self._cached_prefixes[key].hashes if key in self._cached_prefixes else ()
 
     def reserve(self, hashes: Sequence[bytes]) -> str | None:
         """Room for a prefix of these blocks, which ranks will have under the key that is returned; None for no room.
@@ -203,27 +203,27 @@ class PrefixIndex:
         if not (self._trimmable and self._fits(length)):
             return None
         self._shrink_to(self._room - length - self._extra)
-        snapshot = self._make(hashes, length)
-        self._reserved[snapshot.key] = snapshot
-        return snapshot.key
+        cached_prefix = self._make(hashes, length)
+        self._reserved[cached_prefix.key] = cached_prefix
+        return cached_prefix.key
 
     def arrived(self, key: str) -> None:
         """All ranks have a reserved prefix: it serves from now on."""
-        if (snapshot := self._reserved.pop(key, None)) is not None:
-            self._keep(snapshot)
+        if (cached_prefix := self._reserved.pop(key, None)) is not None:
+            self._keep(cached_prefix)
 
     def give_up(self, key: str) -> None:
         """A reserved prefix does not come; ranks must drop what they have of it."""
-        if (snapshot := self._reserved.pop(key, None)) is not None:
-            self.positions -= snapshot.length + self._extra
+        if (cached_prefix := self._reserved.pop(key, None)) is not None:
+            self.positions -= cached_prefix.length + self._extra
             self._evicted.append(key)
 
     def _evict(self, key: str) -> None:
-        snapshot = self._snapshots.pop(key)
-        self.positions -= snapshot.length + self._extra
-        if self._ends.get(snapshot.hashes[-1]) == key:
-            del self._ends[snapshot.hashes[-1]]
-        for digest in snapshot.hashes:
+        cached_prefix = self._cached_prefixes.pop(key)
+        self.positions -= cached_prefix.length + self._extra
+        if self._ends.get(cached_prefix.hashes[-1]) == key:
+            del self._ends[cached_prefix.hashes[-1]]
+        for digest in cached_prefix.hashes:
             del self._by_hash[digest][key]
             if not self._by_hash[digest]:
                 del self._by_hash[digest]
@@ -262,7 +262,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget everything: the ranks that held it are gone."""
-        self._snapshots.clear()
+        self._cached_prefixes.clear()
         self._reserved.clear()
         self._by_hash.clear()
         self._evicted.clear()
@@ -281,14 +281,14 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
     return hashes
 
 
-def piece_names(hashes: Sequence[bytes]) -> list[bytes]:
-    """Names of the whole pieces of a prefix whose `block_hashes` these are."""
-    blocks = PIECE // BLOCK_SIZE
+def disk_block_names(hashes: Sequence[bytes]) -> list[bytes]:
+    """Names of the whole disk blocks of a prefix whose `block_hashes` these are."""
+    blocks = DISK_BLOCK // BLOCK_SIZE
     return list(hashes[blocks - 1::blocks])
 
 
-class PieceIndex:
-    """Pieces by rank, on its own disk or fetched. A piece is `in` it when every rank has its part."""
+class DiskBlockIndex:
+    """Disk blocks by rank, on its own disk or fetched. A disk block is `in` it when every rank has its part."""
 
     def __init__(self) -> None:
         self._ranks: list[set[bytes]] = []
@@ -313,7 +313,7 @@ class PieceIndex:
             held -= gone
 
     def __len__(self) -> int:
-        """Number of pieces that all ranks have."""
+        """Number of disk blocks that all ranks have."""
         return len(set.intersection(*self._ranks)) if self._ranks else 0
 
     def __contains__(self, name: bytes) -> bool:

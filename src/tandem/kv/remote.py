@@ -1,4 +1,4 @@
-"""Remote KV: parts of pieces on other machines' disks, for ranks that hold the keys."""
+"""Remote KV: parts of disk blocks on other machines' disks, for ranks that hold the keys."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MOST_LISTED = 50_000
 MOST_STEMS = 5000
 """Most stems of one request; beyond it all files are listed."""
 SUFFIX = ".kv"
-"""Suffix of files that hold parts of pieces."""
+"""Suffix of files that hold parts of disk blocks."""
 PARTS = "parts"
 """Directory beside these files, with an empty file for each label in their names."""
 
 
 def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield files of pieces in a directory: all, or those whose names begin with one of `stems` and a dot, without
+    """Yield files of disk blocks in a directory: all, or those whose names begin with one of `stems` and a dot, without
     reading the directory. Raises OSError."""
     if stems is None:
         names = os.listdir(directory)
@@ -55,7 +55,7 @@ class Lending(Struct, frozen=True):
     """Address of the rank's machine to listen at."""
 
 
-class PieceServer(BlobServer):
+class DiskBlockServer(BlobServer):
     """Serves the files that are in a directory at the moment, and nothing else."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
@@ -84,12 +84,12 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    """True for the name of a piece's file."""
+    """True for the name of a disk block's file."""
     return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
             and "\0" not in name)
 
 
-class Lenders:
+class RemoteStores:
     """Files on other machines. Used by one thread."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
@@ -130,7 +130,7 @@ class Lenders:
         return [(name, size) for stem in (self._where if stems is None else stems)
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
-    def bring(self, name: str) -> bytes:
+    def fetch(self, name: str) -> bytes:
         """Fetch a file. Raises TransportError."""
         endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:

@@ -1,4 +1,4 @@
-"""A rank's KV on disk: pieces of prefixes are written and read in a thread of its own, whatever the rank computes."""
+"""A rank's KV on disk: disk blocks of prefixes are written and read in a thread of its own, whatever the rank computes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from tandem.borders import start_thread
 from tandem.comm.group import dispatch
+from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
-from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
-from tandem.kv.remote import Lenders, Lending, PieceServer
-from tandem.loading.parcel import carrier, dtype_name
+from tandem.kv.files import DiskBlockFiles, Kind, Layer, Unusable
+from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
+from tandem.loading.stage_payload import dtype_name, storage_dtype
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, UseRemoteStores, Written
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 WAITING_BYTES = 1 << 30
-"""Most bytes of pieces that wait to be written; others are dropped."""
+"""Most bytes of disk blocks that wait to be written; others are dropped."""
 WRITE_BYTES_S = 400e6
 """Bytes a second that are written at most, so that reads are not held up; migrations are not limited."""
 TRIAL_S = 1.0
@@ -103,22 +103,22 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 class _Arrived:
     """A prefix that is being read: blocks are copied into their places as they come."""
 
-    def __init__(self, first: list[Layer], dtype: str, pieces: int) -> None:
-        """`first`: any piece of it."""
-        self.dtype, self.length = dtype, PIECE * pieces
+    def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
+        """`first`: any disk block of it."""
+        self.dtype, self.length = dtype, DISK_BLOCK * disk_blocks
         self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
 
     def _room(self, side: np.ndarray) -> np.ndarray:
         return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
 
-    def put(self, number: int, piece: list[Layer], dtype: str) -> None:
-        """Copy a piece into its place. Raises ValueError if it does not match the first."""
-        where = slice(number * PIECE, (number + 1) * PIECE)
-        for layer, held in zip(piece, self.layers, strict=True):
+    def put(self, number: int, disk_block: list[Layer], dtype: str) -> None:
+        """Copy a disk block into its place. Raises ValueError if it does not match the first."""
+        where = slice(number * DISK_BLOCK, (number + 1) * DISK_BLOCK)
+        for layer, held in zip(disk_block, self.layers, strict=True):
             for side, whole in zip(layer, held, strict=True):
                 place = whole[:, :, where]
                 if place.shape != side.shape or dtype != self.dtype:
-                    raise ValueError("pieces of a prefix are not alike")
+                    raise ValueError("disk blocks of a prefix are not alike")
                 place[:] = side
 
     def arrays(self) -> list[tuple[mx.array, mx.array]]:
@@ -132,14 +132,14 @@ class _Arrived:
 
 
 class _Span:
-    """Consecutive pieces that wait to be written: one copy of each side of a layer."""
+    """Consecutive disk blocks that wait to be written: one copy of each side of a layer."""
 
     def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
-        """`pairs` of each layer; `first`: number of the first piece."""
+        """`pairs` of each layer; `first`: number of the first disk block."""
         self.dtype = dtype_name(pairs[0][0].dtype)
         self._first = first
         # Arrays of their own: MLX promises nothing for two threads at one.
-        self._own = [[mx.contiguous(side).view(carrier(side.dtype)) for side in pair] for pair in pairs]
+        self._own = [[mx.contiguous(side).view(storage_dtype(side.dtype)) for side in pair] for pair in pairs]
         dispatch(self._own)
 
     @cached_property
@@ -148,16 +148,16 @@ class _Span:
         self._own = []
         return arrays
 
-    def piece(self, number: int) -> list[Layer]:
+    def disk_block(self, number: int) -> list[Layer]:
         """Waits until it is computed. For one thread."""
-        where = slice((number - self._first) * PIECE, (number - self._first + 1) * PIECE)
+        where = slice((number - self._first) * DISK_BLOCK, (number - self._first + 1) * DISK_BLOCK)
         return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
 
 
 class KVDisk:
     """`store` and `take` are for the thread that owns MLX, `take_order` for any."""
 
-    def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
+    def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report,
                  lending: Lending | None = None) -> None:
         """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
@@ -170,15 +170,15 @@ class KVDisk:
         """None for a prefix that could not be read."""
         self._quiet_until = 0.0
         self.names = files.names()
-        """Pieces that were there at the start."""
+        """Disk blocks that were there at the start."""
         self.store_id = files.store_id
         """Which directory it is, and for which model and type."""
-        self._lenders = None if lending is None else Lenders(lending.keys)
-        if self._lenders is not None:
-            files.borrow(self._lenders)
-        self._server: PieceServer | None = None
+        self._remote_stores = None if lending is None else RemoteStores(lending.keys)
+        if self._remote_stores is not None:
+            files.use_remote_stores(self._remote_stores)
+        self._server: DiskBlockServer | None = None
         try:
-            self._server = None if lending is None else PieceServer(files.directory, lending)
+            self._server = None if lending is None else DiskBlockServer(files.directory, lending)
         except TransportError as error:  # its address is not one of this machine, as behind NAT
             log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         self.lends = self._server.endpoint if self._server is not None else ""
@@ -186,30 +186,30 @@ class KVDisk:
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
-        """Write pieces of a prefix whose layers' caches have these states."""
+        """Write disk blocks of a prefix whose layers' caches have these states."""
         # A run of numbers keeps its distance to where it stands in the list.
-        for _, run in itertools.groupby(enumerate(op.pieces), lambda one: one[1][0] - one[0]):
-            self._store([piece for _, piece in run], states, op.awaited)
+        for _, run in itertools.groupby(enumerate(op.disk_blocks), lambda one: one[1][0] - one[0]):
+            self._store([disk_block for _, disk_block in run], states, op.awaited)
 
-    def _store(self, pieces: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
-        """Queue as many of these consecutive pieces for writing as there is room for."""
-        first = pieces[0][0]
-        one = self._layers.stored(states, slice(first * PIECE, (first + 1) * PIECE))  # not evaluated
+    def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
+        """Queue as many of these consecutive disk blocks for writing as there is room for."""
+        first = disk_blocks[0][0]
+        one = self._layers.stored(states, slice(first * DISK_BLOCK, (first + 1) * DISK_BLOCK))  # not evaluated
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
             seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
             return
         nbytes = sum(array.nbytes for pair in one for array in pair)
         with self._lock:
-            taken = pieces[:max(WAITING_BYTES - self._waiting, 0) // nbytes]
+            taken = disk_blocks[:max(WAITING_BYTES - self._waiting, 0) // nbytes]
             self._waiting += len(taken) * nbytes
-        if len(taken) < len(pieces):
+        if len(taken) < len(disk_blocks):
             seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
         if taken:
-            span = _Span(self._layers.stored(states, slice(first * PIECE, (first + len(taken)) * PIECE)), first)
+            span = _Span(self._layers.stored(states, slice(first * DISK_BLOCK, (first + len(taken)) * DISK_BLOCK)), first)
             for number, name in taken:
                 self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
-    def take_order(self, order: Fetch | Borrow | Survey) -> None:
+    def take_order(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Read a prefix, have what is not on this disk from others' from now on, or look what is there.
 
         A look comes once what waits has been written, unless it is to be soon. `Fetched` and `Surveyed` answer.
@@ -249,8 +249,8 @@ class KVDisk:
             try:
                 if isinstance(job, Survey):
                     self._survey(job)
-                elif isinstance(job, Borrow):
-                    self._borrow(job)
+                elif isinstance(job, UseRemoteStores):
+                    self._use_remote_stores(job)
                 elif kind == _READ:
                     self._read(job)
                 else:
@@ -266,7 +266,7 @@ class KVDisk:
             self._report(Fetched(self._rank, job.key, job.names))
         elif isinstance(job, Survey):
             self._report(Surveyed(self._rank, job.number, [], wanted=job.wanted))
-        elif not isinstance(job, Borrow):
+        elif not isinstance(job, UseRemoteStores):
             self._report(Written(self._rank, []))
 
     def _read(self, order: Fetch) -> None:
@@ -294,9 +294,9 @@ class KVDisk:
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
                              self._files.brought - before, late))
 
-    def _borrow(self, order: Borrow) -> None:
-        if self._lenders is not None:
-            self._lenders.change(endpoint for store, endpoint in order.lenders if store != self.store_id)
+    def _use_remote_stores(self, order: UseRemoteStores) -> None:
+        if self._remote_stores is not None:
+            self._remote_stores.change(endpoint for store, endpoint in order.remote_stores if store != self.store_id)
 
     def _survey(self, order: Survey) -> None:
         try:
@@ -313,7 +313,7 @@ class KVDisk:
         try:
             if time.monotonic() < self._quiet_until:
                 return
-            layers = span.piece(number)  # once it is computed, as all before it
+            layers = span.disk_block(number)  # once it is computed, as all before it
             started = time.monotonic()
             size = self._files.write(name, layers, span.dtype)
             took = time.monotonic() - started

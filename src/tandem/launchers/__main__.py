@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from tandem.borders import own_process
+from tandem.crash_guard import own_process
 
 
 def main(role: str, *words: str) -> int:
     """Run a role until it ends; return its exit code."""
     own_process()
     if role == "rank-host":
-        from tandem.launchers.rank_host import main as host_ranks
+        from tandem.launchers.node_agent import main as host_ranks
 
         return host_ranks()
     if role == "agent":

@@ -38,8 +38,8 @@ class RankProcess(Protocol):
 
 
 @dataclass(frozen=True)
-class World:
-    """A process group of MLX, made anew with fresh ports for each gang. Variables and files are by rank."""
+class ProcessGroup:
+    """A process group of MLX, made anew with fresh ports for each rank group. Variables and files are by rank."""
 
     backend: str
     """MLX's name of the backend, as `StageGroup` takes it."""
@@ -81,7 +81,7 @@ class Place:
 
 
 class Launcher(ABC):
-    """Places the ranks of one gang after the other. Used by one thread."""
+    """Places the ranks of one rank group after the other. Used by one thread."""
 
     @property
     @abstractmethod
@@ -91,7 +91,7 @@ class Launcher(ABC):
     @abstractmethod
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
-        """Find a place for each of `count` ranks; places of the last gang are used again.
+        """Find a place for each of `count` ranks; places of the last rank group are used again.
 
         With `slots` only those places are wanted, for ranks in that order. `deadline` is in seconds of the
         monotonic clock. Raises UsageError for what the user must mend, and RankFailure (cause `host`) when places are
@@ -104,7 +104,7 @@ class Launcher(ABC):
         return None
 
     @abstractmethod
-    def world(self, backend: str, ranks: Sequence[int]) -> World:
+    def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
         """Make an MLX group of some of the recruited ranks, over `backend` (auto: the launcher chooses).
 
         Raises LayoutError and RankFailure.
@@ -115,12 +115,12 @@ class Launcher(ABC):
         """Start one of the recruited ranks with its payload. Raises UsageError and RankFailure."""
 
     @abstractmethod
-    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
-        """Start a standby process beside a started rank, for the rank with this specification in the next gang."""
+    def keep_standby(self, rank: int, world_size: int, spec: bytes) -> None:
+        """Start a standby process beside a started rank, for the rank with this specification in the next rank group."""
 
     @abstractmethod
-    def drop_spares(self) -> None:
-        """End the standby processes: the next gang has another layout."""
+    def drop_standbys(self) -> None:
+        """End the standby processes: the next rank group has another layout."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Release the machines. Idempotent."""

@@ -1,4 +1,4 @@
-"""Facts that a rank host reports of its machine when it joins."""
+"""Facts that a node agent reports of its machine when it joins."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import msgspec
 
 from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
-from tandem.launchers.worlds import visible_gpus
-from tandem.protocol.hosts import HostFacts, MlxWorld
+from tandem.launchers.process_groups import visible_gpus
+from tandem.protocol.hosts import HostFacts, MlxProcessGroup
 from tandem.system.files import read_text
 from tandem.system.identity import machine_id
 from tandem.system.metal import usable_memory
@@ -76,7 +76,7 @@ def is_own(address: str) -> bool:
     return True
 
 
-def launched_world() -> MlxWorld:
+def launched_process_group() -> MlxProcessGroup:
     """Read what `mlx.launch` put into this process's environment. Raises ConfigError when it cannot be read."""
     rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
     host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
@@ -85,7 +85,7 @@ def launched_world() -> MlxWorld:
             "rank": int(rank) if rank is not None else None, "hostfile": _listed("MLX_HOSTFILE"),
             "devices": _listed("MLX_IBV_DEVICES"), "coordinator": variable("MLX_JACCL_COORDINATOR") or "",
             "prefers_ring": variable("MLX_JACCL_RING") is not None, "nccl": f"{host}:{port}" if host and port else "",
-            "mpi": variable("OMPI_COMM_WORLD_SIZE") is not None}, MlxWorld)
+            "mpi": variable("OMPI_COMM_WORLD_SIZE") is not None}, MlxProcessGroup)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"MLX_RANK is {str(rank)[:20]}, but what comes with it cannot be read: {error}; start with "
                           "mlx.launch, or unset it") from error

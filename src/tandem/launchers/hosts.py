@@ -1,4 +1,4 @@
-"""A launcher whose ranks are started by rank hosts, whoever starts those: ssh, Ray, or people."""
+"""A launcher whose ranks are started by node agents, whoever starts those: ssh, Ray, or people."""
 
 from __future__ import annotations
 
@@ -12,38 +12,44 @@ from collections.abc import Sequence
 
 from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
-from tandem.launchers.base import Launcher, OnWait, Place, World
+from tandem.launchers.base import Launcher, OnWait, Place, ProcessGroup
 from tandem.launchers.local import thread_variables
-from tandem.launchers.roster import JoinedHost, RemoteRank, Roster
-from tandem.launchers.worlds import Devices, any_world, jaccl_world, nccl_world, ring_world
+from tandem.launchers.membership import JoinedHost, Membership, RemoteRank
+from tandem.launchers.process_groups import (
+    Devices,
+    any_process_group,
+    jaccl_process_group,
+    nccl_process_group,
+    ring_process_group,
+)
 from tandem.printable import printable
-from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
+from tandem.protocol.hosts import DropStandby, KeepStandby, StartRank
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import HostPayload
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
-"""Seconds that a rank host tries to join."""
+"""Seconds that a node agent tries to join."""
 WAIT_S = 0.1
 SEEK_S = 30.0
 """Seconds between two warnings about a lost machine that does not return."""
 
 
 def copy_line(label: str, line: str) -> None:
-    """Add a line of a rank host to the log. It has its own time, level and rank; `label` tells where it is from."""
+    """Add a line of a node agent to the log. It has its own time, level and rank; `label` tells where it is from."""
     sys.stderr.write(printable(f"[{label}] {line}\n"))
     sys.stderr.flush()
 
 
 class HostsLauncher(Launcher):
-    """Listens for rank hosts. Subclasses start them (`bring`) and end them (`release`)."""
+    """Listens for node agents. Subclasses start them (`bring`) and end them (`release`)."""
 
     def __init__(self, parallel: ParallelSettings, *, bind: str, port: int = 0, keys: ClusterKeys | None = None,
                  tickets: bool = True, log_level: str = "INFO") -> None:
         """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
 
-        With `tickets` each rank host must show the one of its latest invitation. `log_level` is theirs. Raises
+        With `tickets` each node agent must show the one of its latest invitation. `log_level` is theirs. Raises
         UsageError when the port is taken.
         """
         self._bind = bind
@@ -51,10 +57,10 @@ class HostsLauncher(Launcher):
         self._threads = parallel.threads_per_rank
         self.keys = keys or ClusterKeys.generate()
         try:
-            self.roster = Roster(self.keys, bind, port, parallel.heartbeat_timeout, tickets=tickets)
+            self.membership = Membership(self.keys, bind, port, parallel.heartbeat_timeout, tickets=tickets)
         except TransportError as error:
             why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
-            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "
+            raise UsageError(f"node agents cannot join at {bind}:{port}: {why}; choose another --join-port or "
                              "--head-address", param="join_port") from error
         self._members: list[JoinedHost] = []
         """Hosts by rank."""
@@ -64,8 +70,8 @@ class HostsLauncher(Launcher):
         self._trouble = ""
         """Why a machine that had joined once could not return lately."""
         self._files: dict[int, dict[str, str]] = {}
-        self._gangs = 0
-        """Number of gangs that were recruited."""
+        self._rank_groups = 0
+        """Number of rank groups that were recruited."""
 
     @property
     def bus_host(self) -> str:
@@ -73,18 +79,18 @@ class HostsLauncher(Launcher):
         return self._bind
 
     def invite(self, slot: int, head: str, address: str | None = None, join_timeout: float = JOIN_S) -> HostPayload:
-        """Return the payload for a new rank host for `slot` that reaches this machine at `head`; remove the one before.
+        """Return the payload for a new node agent for `slot` that reaches this machine at `head`; remove the one before.
         `address` and `join_timeout` as in `HostPayload`."""
         ticket = secrets.token_hex(16)
-        self.roster.issue(slot, ticket)
-        return HostPayload(keys=self.keys, endpoints=[f"{head}:{self.roster.port}"], slot=slot, ticket=ticket,
+        self.membership.issue(slot, ticket)
+        return HostPayload(keys=self.keys, endpoints=[f"{head}:{self.membership.port}"], slot=slot, ticket=ticket,
                            address=address, join_timeout=join_timeout, log_level=self._log_level)
 
     # --- what subclasses do ---
 
     @abstractmethod
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Start a rank host for each slot in `missing`. Called over and over while any is missing.
+        """Start a node agent for each slot in `missing`. Called over and over while any is missing.
 
         `first` is True until all have joined once. Raises UsageError or RankFailure when one cannot be started.
         """
@@ -94,10 +100,10 @@ class HostsLauncher(Launcher):
         """Return a line that names the hosts which did not join in time, with the remedy."""
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Note that the rank hosts of all these slots have joined: one that is missing from now on was lost."""
+        """Note that the node agents of all these slots have joined: one that is missing from now on was lost."""
 
     def release(self) -> None:
-        """End what `bring` started; the rank hosts were told to end."""
+        """End what `bring` started; the node agents were told to end."""
 
     def addresses(self, slot: int) -> list[str]:
         """Return the addresses (IPs) for the rank's collectives; the first is used where only one can be."""
@@ -123,18 +129,18 @@ class HostsLauncher(Launcher):
 
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
-        """Start the rank hosts and wait for them."""
-        first = self._gangs == 0
+        """Start the node agents and wait for them."""
+        first = self._rank_groups == 0
         wanted = list(range(count)) if slots is None else list(slots)
-        while missing := [slot for slot in wanted if (joined := self.roster.fill(count))[slot] is None]:
+        while missing := [slot for slot in wanted if (joined := self.membership.fill(count))[slot] is None]:
             self._bring(missing, first=first)
             if time.monotonic() > deadline:
                 words = self._trouble or self.describe_missing(missing)
                 raise UsageError(words) if first else RankFailure(words, cause="host")
-            self.roster.wait(WAIT_S)
+            self.membership.wait(WAIT_S)
             if on_wait is not None:
                 on_wait()
-        self._gangs += 1
+        self._rank_groups += 1
         self._trouble = ""
         self._members = [member for slot in wanted if (member := joined[slot]) is not None]
         self._slots = wanted
@@ -166,8 +172,8 @@ class HostsLauncher(Launcher):
                 log.warning("%s; trying again", failure.message)
 
     def present(self, count: int) -> list[int] | None:
-        """Return the slots whose rank hosts are connected; the others are started again."""
-        joined = self.roster.fill(count)
+        """Return the slots whose node agents are connected; the others are started again."""
+        joined = self.membership.fill(count)
         missing = [slot for slot, member in enumerate(joined) if member is None]
         if missing:
             self._bring(missing, first=False)
@@ -180,43 +186,43 @@ class HostsLauncher(Launcher):
             return own
         return next((other.join.head for other in self._members if not other.facts.address.startswith("127.")), own)
 
-    def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """Make an MLX group. The first gang uses what mlx.launch prepared, if it did; later ones take fresh ports."""
+    def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
+        """Make an MLX group. The first rank group uses what mlx.launch prepared, if it did; later ones take fresh ports."""
         chosen = self.default_backend() if backend == "auto" else backend
-        world = self._make_world(chosen, ranks)
+        process_group = self._make_process_group(chosen, ranks)
         for index, rank in enumerate(ranks):
-            self._files[rank] = world.files(index)
-        return world
+            self._files[rank] = process_group.files(index)
+        return process_group
 
-    def _make_world(self, backend: str, ranks: Sequence[int]) -> World:
+    def _make_process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
         if backend == "ring":
-            return ring_world([self._listeners(rank) for rank in ranks])
+            return ring_process_group([self._listeners(rank) for rank in ranks])
         if backend in ("jaccl", "jaccl-ring"):
             return self._jaccl(backend, ranks)
         if backend == "nccl":
-            return nccl_world(len(ranks), self._coordinator(ranks[0], self._members[ranks[0]].mlx.nccl))
+            return nccl_process_group(len(ranks), self._coordinator(ranks[0], self._members[ranks[0]].mlx.nccl))
         if backend == "mpi":
             return self._mpi(ranks)
         complete = all(self.devices(self._slots[rank]) for rank in ranks)
-        return any_world(self._make_world("ring", ranks), self._jaccl("jaccl", ranks) if complete else None)
+        return any_process_group(self._make_process_group("ring", ranks), self._jaccl("jaccl", ranks) if complete else None)
 
-    def _jaccl(self, backend: str, ranks: Sequence[int]) -> World:
+    def _jaccl(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
         names = [self._members[rank].facts.name for rank in ranks]
         slots = [self._slots[rank] for rank in ranks]
         rows = [self.devices(slot) for slot in slots]
         if all(len(row) > max(slots) for row in rows):
             rows = [[row[slot] for slot in slots] for row in rows]
-        return jaccl_world(backend, names, rows,
+        return jaccl_process_group(backend, names, rows,
                            self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
-    def _mpi(self, ranks: Sequence[int]) -> World:
+    def _mpi(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of ranks that inherit what mpirun gave to their hosts; mpirun lets them start once."""
         if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
             raise LayoutError("--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
                               "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`", param="backend")
-        if self._gangs > 1:
+        if self._rank_groups > 1:
             raise UsageError("--backend mpi: ranks cannot be replaced, for mpirun starts each but once; start anew")
-        return World("mpi", [{}] * len(ranks))
+        return ProcessGroup("mpi", [{}] * len(ranks))
 
     def _listeners(self, rank: int) -> list[str]:
         member, addresses = self._members[rank], self.addresses(self._slots[rank])
@@ -224,8 +230,8 @@ class HostsLauncher(Launcher):
         prepared = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
         listeners = []
         for index, address in enumerate(addresses):
-            wanted = [int(prepared[index].rpartition(":")[2])] if prepared and self._gangs == 1 else []
-            [port] = self.roster.reserve(member, address, 1, wanted)
+            wanted = [int(prepared[index].rpartition(":")[2])] if prepared and self._rank_groups == 1 else []
+            [port] = self.membership.reserve(member, address, 1, wanted)
             listeners.append(f"{address}:{port}")
         return listeners
 
@@ -234,15 +240,15 @@ class HostsLauncher(Launcher):
         address, _, port = prepared.rpartition(":")
         if rank or not prepared:
             address, port = self.addresses(self._slots[rank])[0], ""
-        wanted = [int(port)] if port and self._gangs == 1 else []
-        [free] = self.roster.reserve(self._members[rank], address, 1, wanted)
+        wanted = [int(port)] if port and self._rank_groups == 1 else []
+        [free] = self.membership.reserve(self._members[rank], address, 1, wanted)
         return f"{address}:{free}"
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
         """Have the rank's host start the rank."""
         member = self._members[rank]
-        process = self.roster.begin(member)
-        self.roster.send(member, StartRank(process.number, rank, payload, self._variables(rank), extra_env,
+        process = self.membership.begin(member)
+        self.membership.send(member, StartRank(process.number, rank, payload, self._variables(rank), extra_env,
                                            self._files.get(rank, {}), len(self._together(member))))
         return process
 
@@ -251,15 +257,15 @@ class HostsLauncher(Launcher):
         environment = {**self.environment(self._slots[rank]), **self._gpu(member, self._together(member))}
         return environment | thread_variables(self._threads) if self._threads else environment
 
-    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
+    def keep_standby(self, rank: int, world_size: int, spec: bytes) -> None:
         """Start a standby process on the rank's machine."""
         member = self._members[rank]
-        self.roster.send(member, KeepSpare(rank, spec, self._variables(rank), len(self._together(member))))
+        self.membership.send(member, KeepStandby(rank, spec, self._variables(rank), len(self._together(member))))
 
-    def drop_spares(self) -> None:
+    def drop_standbys(self) -> None:
         """End the standby processes of connected hosts; those of a lost host end with it."""
         for member in self._members:
-            self.roster.send(member, DropSpare())
+            self.membership.send(member, DropStandby())
 
     def environment(self, slot: int) -> dict[str, str]:
         """Return variables that the user sets for ranks."""
@@ -274,6 +280,6 @@ class HostsLauncher(Launcher):
         return {"CUDA_VISIBLE_DEVICES": gpus[together.index(member)]}
 
     def close(self) -> None:
-        """Release the rank hosts and end them."""
-        self.roster.close()
+        """Release the node agents and end them."""
+        self.membership.close()
         self.release()

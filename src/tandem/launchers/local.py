@@ -1,4 +1,4 @@
-"""Rank processes on this machine: all ranks of the local launcher, and those of a rank host."""
+"""Rank processes on this machine: all ranks of the local launcher, and those of a node agent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 from tandem.env import child_environment
 from tandem.errors import LayoutError, SpawnError
-from tandem.launchers.base import Launcher, OnWait, Place, World
-from tandem.launchers.worlds import make_world, visible_gpus
+from tandem.launchers.base import Launcher, OnWait, Place, ProcessGroup
+from tandem.launchers.process_groups import make_process_group, visible_gpus
 from tandem.processes.child import ChildProcess
 from tandem.protocol.payloads import STANDBY, WORKER_MODULE
 from tandem.system.identity import machine_id
@@ -27,7 +27,7 @@ def thread_variables(count: int) -> dict[str, str]:
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
 
 
-class Spares:
+class Standbys:
     """Standby processes, at most one for each rank, in the rank's environment. Without one a rank starts anew."""
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
@@ -49,7 +49,7 @@ class Spares:
 
     def start(self, rank: int, payload: bytes, variables: Variables, late: Mapping[str, str]) -> ChildProcess:
         """Start the rank in the standby process with an environment of these `variables`, or else in a new one. `late`
-        are variables of this gang alone, which no import reads. Raises SpawnError."""
+        are variables of this rank group alone, which no import reads. Raises SpawnError."""
         env = child_environment(variables)
         if not self._fits(rank, env):
             self.drop(rank)
@@ -83,7 +83,7 @@ class LocalLauncher(Launcher):
         """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
         some."""
         self._threads = threads_per_rank
-        self._spares = Spares(module)
+        self._standbys = Standbys(module)
         self._cuda = cuda
 
     @property
@@ -99,7 +99,7 @@ class LocalLauncher(Launcher):
                      own_gpu=len(visible_gpus()) >= count > 1)
         return [here] * count
 
-    def world(self, backend: str, ranks: Sequence[int]) -> World:
+    def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group on loopback; by default over NCCL if each rank has an NVIDIA GPU of its own, else a ring.
 
         Raises LayoutError for ranks that would have to share a GPU: their sums come to a standstill on CUDA.
@@ -112,11 +112,11 @@ class LocalLauncher(Launcher):
                               param="tensor_parallel_size")
         if backend == "auto":
             backend = "nccl" if gpus > max(ranks) else "ring"
-        return make_world(backend, len(ranks), ranks[0])
+        return make_process_group(backend, len(ranks), ranks[0])
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
-        return self._spares.start(rank, payload, self.variables(rank, world_size), extra_env)
+        return self._standbys.start(rank, payload, self.variables(rank, world_size), extra_env)
 
     def variables(self, rank: int, world_size: int) -> dict[str, str]:
         """Return a rank's part of the cores and GPUs, as variables of its environment."""
@@ -125,14 +125,14 @@ class LocalLauncher(Launcher):
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
         return {**threads, **device}
 
-    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
+    def keep_standby(self, rank: int, world_size: int, spec: bytes) -> None:
         """Start a standby process as a child of this one."""
-        self._spares.keep(rank, spec, self.variables(rank, world_size))
+        self._standbys.keep(rank, spec, self.variables(rank, world_size))
 
-    def drop_spares(self) -> None:
+    def drop_standbys(self) -> None:
         """End the standby processes."""
-        self._spares.clear()
+        self._standbys.clear()
 
     def close(self) -> None:
         """End the standby processes."""
-        self._spares.clear()
+        self._standbys.clear()

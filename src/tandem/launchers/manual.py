@@ -22,7 +22,7 @@ ALL_ADDRESSES = "0.0.0.0"
 
 
 class ManualLauncher(HostsLauncher):
-    """Accepts rank hosts in any order; those beyond what the layout needs stand by."""
+    """Accepts node agents in any order; those beyond what the layout needs stand by."""
 
     def __init__(self, parallel: ParallelSettings) -> None:
         """Read or make the token file, and listen. Raises UsageError without one, or when the port is taken."""
@@ -35,16 +35,16 @@ class ManualLauncher(HostsLauncher):
                          keys=make_token(self._token_file), tickets=False)
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Log once how to start rank hosts."""
+        """Log once how to start node agents."""
         if self._told != len(missing):
             self._told = len(missing)
             log.info("waiting for %d rank(s) to join: on each machine run `tandem rank --join THIS-MACHINE:%d "
-                     "--token-file %s` (a copy of that file)", len(missing), self.roster.port, self._token_file)
+                     "--token-file %s` (a copy of that file)", len(missing), self.membership.port, self._token_file)
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line with the number of rank hosts that did not join, and the remedy."""
+        """Return a line with the number of node agents that did not join, and the remedy."""
         return (f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
-                f"THIS-MACHINE:{self.roster.port} --token-file FILE` on their machines")
+                f"THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines")
 
 
 def make_token(path: str) -> ClusterKeys:

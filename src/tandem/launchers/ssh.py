@@ -17,15 +17,15 @@ from typing import IO
 
 import msgspec
 
-from tandem.borders import start_thread
 from tandem.config.settings import Settings
+from tandem.crash_guard import start_thread
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher, copy_line
-from tandem.launchers.worlds import Devices
+from tandem.launchers.process_groups import Devices
 from tandem.processes.interpreter import SAFE, module_command
 from tandem.protocol.payloads import RANK_HOST
 from tandem.system.origin import install_command
@@ -127,7 +127,7 @@ def _last(said: Sequence[str]) -> str:
 
 
 def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
-    """Return a line that tells why no rank host runs there, with the remedy. `lines` are the last of its output."""
+    """Return a line that tells why no node agent runs there, with the remedy. `lines` are the last of its output."""
     if trouble := diagnose(entry.ssh, code, lines):
         return f"host {entry.ssh}: {'; '.join(trouble)}"
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
@@ -192,14 +192,14 @@ class HostProcess:
 
 
 class _Connection(HostProcess):
-    """A rank host that was started over ssh, by an agent or here; its output goes to the log line by line."""
+    """A node agent that was started over ssh, by an agent or here; its output goes to the log line by line."""
 
     def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
         """`on_end` is called, in another thread, when its output has ended."""
         super().__init__(command)
         self.lines: deque[str] = deque(maxlen=TAIL)
         self.served = False
-        """True once the rank host was part of a complete gang."""
+        """True once the node agent was part of a complete rank group."""
         self._label = label
         self._follow(self._process.stdout, self._copy, f"log of {label}", on_end)
         self.tell(payload)
@@ -250,11 +250,11 @@ class SshLauncher(HostsLauncher):
             elif code is not None:
                 del self._connections[slot]
                 kind = UsageError if first else RankFailure
-                refusal = self.roster.refusal(slot)
+                refusal = self.membership.refusal(slot)
                 raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Take a connection without a rank host for a lost one."""
+        """Take a connection without a node agent for a lost one."""
         for slot in slots:
             self._connections[slot].served = True
 
@@ -267,9 +267,9 @@ class SshLauncher(HostsLauncher):
             command = link_command(agent, "rank-host")
         else:
             command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
-        log.info("starting a rank host on %s for rank %d", entry.ssh, slot)
+        log.info("starting a node agent on %s for rank %d", entry.ssh, slot)
         self._connections[slot] = _Connection(command, msgspec.json.encode(payload), self._label(slot),
-                                              lambda: self.roster.leave(payload.ticket, "has ended"))
+                                              lambda: self.membership.leave(payload.ticket, "has ended"))
 
     def _label(self, slot: int) -> str:
         """Return the host's name, with the rank where the host has several."""
@@ -301,7 +301,7 @@ class SshLauncher(HostsLauncher):
         return dict(self._hostfile.envs)
 
     def release(self) -> None:
-        """End all ssh connections; the rank hosts were released before."""
+        """End all ssh connections; the node agents were released before."""
         for connection in self._connections.values():
             connection.hang_up()
         for connection in self._connections.values():

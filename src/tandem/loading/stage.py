@@ -19,9 +19,9 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
-from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
+from tandem.loading.pipeline_model import PipelineModel
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
@@ -73,31 +73,31 @@ class StageModel:
 
     def __init__(
         self,
-        frame: Frame,
+        pipeline_model: PipelineModel,
         modules: Mapping[str | int, nn.Module],
         description: ModelDescription,
         dtype: mx.Dtype,
         nbytes: int,
         shard: Shard | None = None,
     ) -> None:
-        self.layers = frame.own
+        self.layers = pipeline_model.own
         """Numbers of the layers that this stage holds."""
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == description.num_layers
-        self.hidden_size = frame.width
+        self.hidden_size = pipeline_model.width
         """Width of what stages hand on."""
         self.vocab_size = description.vocab_size
         self.dtype = dtype
         """Type of the activations that stages hand on."""
         self.shard = shard
         """Part of each layer that this rank holds; None for all of it."""
-        self.one_by_one = family_of(description.family).one_by_one or _changing_rope(frame.model)
+        self.one_by_one = family_of(description.family).one_by_one or _changing_rope(pipeline_model.model)
         """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
         self.modules = modules
         """Loaded modules: layers by number, others by path."""
-        self._frame = frame
+        self._pipeline_model = pipeline_model
         self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -107,14 +107,14 @@ class StageModel:
         """
         if isinstance(caches, Apart):
             return mx.concatenate([self.forward(x[i : i + 1], own) for i, own in enumerate(caches)])
-        h = self._frame.run(x, caches)
+        h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
 
     def final(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
         self._require_last()
-        heads = _heads(self._frame.model)
-        return self._frame.final(h, heads[0] if heads else _embedding(self.modules), embedding=not heads)
+        heads = _heads(self._pipeline_model.model)
+        return self._pipeline_model.final(h, heads[0] if heads else _embedding(self.modules), embedding=not heads)
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
@@ -122,7 +122,7 @@ class StageModel:
         Where ranks share the head, each computes its rows and all get the whole.
         """
         self._require_last()
-        return self._frame.head(h)
+        return self._pipeline_model.head(h)
 
     def _require_last(self) -> None:
         if not self.is_last:
@@ -147,7 +147,7 @@ class StageModel:
 
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
-        made = self._frame.make_caches()
+        made = self._pipeline_model.make_caches()
         return [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] \
             if self._kv else made
 
@@ -172,7 +172,7 @@ class StageModel:
 
     def layers_of(self, at: int) -> set[int]:
         """Numbers of the layers that are given this one of the caches."""
-        return self._frame.layers_of(at)
+        return self._pipeline_model.layers_of(at)
 
     @property
     def quantized_layers(self) -> list[int]:
@@ -188,7 +188,7 @@ class StageModel:
         caches = self.make_caches()
         x = mx.zeros((1, tokens), mx.int32)
         try:
-            self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+            self._pipeline_model.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
         except FAILURES as error:
             raise UnsupportedModel(f"its forward pass fails with {tokens} tokens: {type(error).__name__}: "
                                    f"{one_line(error)}", param="model") from error
@@ -196,7 +196,7 @@ class StageModel:
 
     def caches_of_all_stages(self) -> list[Any]:
         """Fresh caches for every layer of the model, as `make_caches`: alike on each rank."""
-        return list(make_prompt_cache(self._frame.model))
+        return list(make_prompt_cache(self._pipeline_model.model))
 
 
 def load_stage(
@@ -230,8 +230,8 @@ def load_stage(
     compute = _compute_dtype(dtype, description)
     model = _build(files, description)
     model.set_dtype(compute)  # what is not loaded too: models make some values of a call in their embedding's type
-    frame = _frame(model, layers, description, shard, files.name)
-    weights = split_by_part(open_weights(files, model, description), frame.path, model, description, str(files.path))
+    pipeline_model = _pipeline_model(model, layers, description, shard, files.name)
+    weights = split_by_part(open_weights(files, model, description), pipeline_model.path, model, description, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
     weights.clear()  # what other stages own is never read
     total = sum(array.nbytes for part in owned.values() for array in part.values())
@@ -243,25 +243,25 @@ def load_stage(
         keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
         loaded=counter(progress, total),
     )
-    modules = _load_parts(frame, owned, loader, _cutters(frame, owned, description, shard))
+    modules = _load_parts(pipeline_model, owned, loader, _cutters(pipeline_model, owned, description, shard))
     nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))
     _share_head(model, modules, description, layers, shard, tensor_parallel)
-    adapters = AdapterLoader(adapter, frame.path, description, shard) if adapter is not None else None
+    adapters = AdapterLoader(adapter, pipeline_model.path, description, shard) if adapter is not None else None
     for i in layers:
         if adapters is not None:
-            nbytes += adapters.apply(i, frame.layers[i])
+            nbytes += adapters.apply(i, pipeline_model.layers[i])
         if shard is not None:
-            divide(frame.layers[i], shard, description)
-    stage = StageModel(frame, modules, description, compute, nbytes, shard)
+            divide(pipeline_model.layers[i], shard, description)
+    stage = StageModel(pipeline_model, modules, description, compute, nbytes, shard)
     if kv_dtype != "auto":
         stage.quantize_kv(kv_dtype, description.latent_layers)
     if fuse:
-        own = {i: frame.layers[i] for i in layers}
+        own = {i: pipeline_model.layers[i] for i in layers}
         fuse_projections(own, stage.trace, lambda i, path: shard is not None and is_whole(own[i], path, description))
     if tensor_parallel is not None and shard is not None:
         stage.cache_bytes, stage.cache_arrays  # noqa: B018 - while a call of this rank alone still goes through
         for i in layers:
-            sum_outputs(frame.layers[i], shard, description, tensor_parallel)
+            sum_outputs(pipeline_model.layers[i], shard, description, tensor_parallel)
     return stage
 
 
@@ -275,12 +275,12 @@ def _check(
         raise LayoutError(f"rank {shard.rank} of {shard.size} needs the other ranks of its stage to compute with")
 
 
-def _frame(model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str) -> Frame:
+def _pipeline_model(model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str) -> PipelineModel:
     family = family_of(description.family)
     heads = (len(shard.queries), len(shard.kv_heads)) if shard else (description.num_heads, description.num_kv_heads)
     cause: Exception
     try:
-        return Frame(model, layers, family, grouped_scores=family.grouped_scores and heads[0] > heads[1])
+        return PipelineModel(model, layers, family, grouped_scores=family.grouped_scores and heads[0] > heads[1])
     except UnsupportedModel as error:
         why, cause = error.message, error
     except FAILURES as error:
@@ -289,18 +289,18 @@ def _frame(model: nn.Module, layers: range, description: ModelDescription, shard
 
 
 def _cutters(
-    frame: Frame, parts: Iterable[str | int], description: ModelDescription, shard: Shard | None
+    pipeline_model: PipelineModel, parts: Iterable[str | int], description: ModelDescription, shard: Shard | None
 ) -> dict[str | int, Cutter]:
     """How each part is cut; parts that are not listed are whole: norm, and the first stage's embedding."""
     if shard is None:
         return {}
     cutters: dict[str | int, Cutter] = {}
-    heads = _heads(frame.model)
+    heads = _heads(pipeline_model.model)
     for part in parts:
         if isinstance(part, int):
-            cutters[part] = layer_cutter(f"{frame.path}.{part}", frame.layers[part], shard, description)
+            cutters[part] = layer_cutter(f"{pipeline_model.path}.{part}", pipeline_model.layers[part], shard, description)
         elif shard.vocab_sizes and (
-            part in heads or (frame.own.start > 0 and _embeds_tokens(part, at(frame.model, part)))
+            part in heads or (pipeline_model.own.start > 0 and _embeds_tokens(part, at(pipeline_model.model, part)))
         ):
             cutters[part] = head_cutter(part, shard, description)
     return cutters
@@ -398,7 +398,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
 
 
 def _load_parts(
-    frame: Frame,
+    pipeline_model: PipelineModel,
     owned: dict[str | int, dict[str, mx.array]],
     loader: PartLoader,
     cutters: dict[str | int, Cutter],
@@ -406,10 +406,10 @@ def _load_parts(
     modules: dict[str | int, nn.Module] = {}
     for part, weights in owned.items():
         if isinstance(part, int):
-            modules[part] = loader.load(f"{frame.path}.{part}", frame.layers[part], weights, cutters.get(part))
-            frame.put_layer(part, modules[part])
+            modules[part] = loader.load(f"{pipeline_model.path}.{part}", pipeline_model.layers[part], weights, cutters.get(part))
+            pipeline_model.put_layer(part, modules[part])
         else:
-            modules[part] = loader.load(part, at(frame.model, part), weights, cutters.get(part))
-            put(frame.model, part, modules[part])
+            modules[part] = loader.load(part, at(pipeline_model.model, part), weights, cutters.get(part))
+            put(pipeline_model.model, part, modules[part])
         mx.clear_cache()  # buffers of the packed originals
     return modules

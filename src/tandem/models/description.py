@@ -156,7 +156,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     """Read and check a model, of which only headers need be here.
 
     Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run. A type of mlx-lm without a row
-    of ours is described too: whoever serves it calls `require_trial` (models/trial.py) first.
+    of ours is described too: whoever serves it calls `require_dry_run` (models/dry_run.py) first.
     """
     config = text_config(read_config(files.path))
     name = config.get("model_type")

@@ -70,7 +70,7 @@ def nothing_to_quantize(kv_dtype: str, family: str) -> str:
             "they are, and so do heads whose width is no multiple of 32; leave it out")
 
 
-def no_pieces(role: str, family: str) -> str:
+def no_disk_blocks(role: str, family: str) -> str:
     """Error text for a replica with a role that it cannot have."""
     return (f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out")
 
@@ -83,7 +83,7 @@ def element_bytes(kv_dtype: str, group: int, item: int) -> float:
 
 
 def kept_by_position(config: Mapping[str, Any], caches: Sequence[LayerCache]) -> bool:
-    """Each layer keeps something of every position and nothing else, so that a prefix can be cut into pieces; as far as
+    """Each layer keeps something of every position and nothing else, so that a prefix can be cut into disk blocks; as far as
     config.json tells."""
     return config.get("model_type") != "minimax_m3_vl" and not any(
         cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i)

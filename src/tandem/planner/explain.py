@@ -300,7 +300,7 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
     flags += ["--expert-parallel"] if any(s.whole_experts for replica in layout.replicas for s in replica) else []
     if len(stages) > 1:
         flags += ["--layer-split", ",".join(str(s.layers) for s in stages)]
-        flags += ["--lanes", str(prediction.lanes)] if plan.streams > 1 and prediction.lanes != len(stages) else []
+        flags += ["--micro-batches", str(prediction.micro_batches)] if plan.streams > 1 and prediction.micro_batches != len(stages) else []
     flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
     flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
     default = Request()

@@ -264,7 +264,7 @@ class Solver:
             prefill=sum(self.costs.context / p for p, n in zip(prompts, each, strict=True) if n),
             first_token=max(prompts),
             capacity=sum(self._replica_capacity(stages, reserved) for stages in replicas),
-            lanes=max(lanes for _, lanes in batches),
+            micro_batches=max(micro_batches for _, micro_batches in batches),
             collectives=sum(2 * s.layers for s in slowest if len(s.machines) > 1),
             collective=max(self.costs.all_reduce(s.machines, 1) for s in slowest),
             communication=network + self._hops(slowest, 1),
@@ -297,15 +297,15 @@ class Solver:
         return seconds + (back.hop_latency or back.latency if back else INFEASIBLE)
 
     def _batch(self, stages: tuple[Stage, ...], streams: int) -> tuple[float, int]:
-        """Seconds of a step, and lanes: one batch in turn through the stages, or one per stage, whichever is faster.
+        """Seconds of a step, and micro-batches: one batch in turn through the stages, or one per stage, whichever is faster.
 
-        With several lanes a lane's token takes a whole pass, or the busiest stage's work for all lanes if that is more.
+        With several micro-batches a micro-batch's token takes a whole pass, or the busiest stage's work for all micro-batches if that is more.
         """
         options = []
-        for lanes in sorted({1, min(len(stages), streams)}):
-            rows = -(-streams // lanes)
+        for micro_batches in sorted({1, min(len(stages), streams)}):
+            rows = -(-streams // micro_batches)
             busiest = max(self._stage_time(s, rows) for s in stages)
-            options.append((max(self._pass(stages, rows), lanes * busiest), lanes))
+            options.append((max(self._pass(stages, rows), micro_batches * busiest), micro_batches))
         return min(options)
 
     def _prompt(self, stages: tuple[Stage, ...]) -> float:
@@ -331,8 +331,8 @@ def _objectives(goal: Goal, stages: int, streams: int) -> tuple[_Objective, ...]
     if goal == "capacity":
         return (_Objective("capacity", "max"),)
     in_turn = _Objective("time", "sum", streams)
-    lanes = min(stages, streams)
-    return (in_turn, _Objective("time", "max", -(-streams // lanes))) if lanes > 1 else (in_turn,)
+    micro_batches = min(stages, streams)
+    return (in_turn, _Objective("time", "max", -(-streams // micro_batches))) if micro_batches > 1 else (in_turn,)
 
 
 def _in_proportion(costs: Sequence[float], objective: _Objective) -> tuple[float, ...]:

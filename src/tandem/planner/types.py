@@ -136,7 +136,7 @@ class Prediction:
     """Seconds until the first token of a prompt as long as the context, with nothing else running."""
     capacity: int
     """KV tokens that fit, over all streams."""
-    lanes: int
+    micro_batches: int
     """Batches in flight with which `tokens` was computed."""
     collectives: int
     """All-reduces in a decode step of a single stream."""

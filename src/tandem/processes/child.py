@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.errors import SpawnError
 from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state

@@ -20,7 +20,7 @@ from typing import get_type_hints
 
 import msgspec
 
-from tandem.borders import own_process, start_thread
+from tandem.crash_guard import own_process, start_thread
 from tandem.errors import RequestError, TandemError
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.sandbox import EXIT_MEMORY, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply

@@ -16,10 +16,10 @@ from tandem.errors import (
     TooLargeError,
     UnavailableError,
 )
+from tandem.protocol.cached_prefixes import CacheReport, QueryCache
+from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.events import Event
-from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan, StepResult
 
@@ -147,7 +147,7 @@ class RankInfo(Struct, frozen=True):
     """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
     """`ready`; while ranks are replaced `lost` for the one that failed, and `waiting` for the others."""
-    handoff_s: float = 0.0
+    stage_latency_s: float = 0.0
     """Median seconds, lately, from the output of the stage before it until its input is there; 0: not known."""
 
 
@@ -171,7 +171,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     kv_tokens_total: int
     restarts: int
     stages: int
-    lanes: int
+    micro_batches: int
     ranks: list[RankInfo]
     prefix_tokens: int = 0
     """KV positions kept for prompts to come."""
@@ -253,7 +253,7 @@ class Noted(Trial, frozen=True, tag=True):
     """Acknowledge a `Trial`."""
 
 
-class Neighbours(Borrow, frozen=True, tag=True):
+class Neighbours(UseRemoteStores, frozen=True, tag=True):
     """Endpoints of other replicas that serve KV, as the supervisor knows them."""
 
 
@@ -289,7 +289,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | Fetch | Borrow | Survey | Stop | Connect | Begin | Ping
+RankCommand = Plan | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -345,8 +345,8 @@ class Ready(Struct, frozen=True, tag=True):
     """True if the GPU is driven by Metal."""
     quantized_layers: list[int] = []
     """Layers whose keys and values it keeps quantised."""
-    pieces: list[bytes] | None = None
-    """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
+    disk_blocks: list[bytes] | None = None
+    """Names of the disk blocks of prefixes on its disk (tandem.protocol.disk_blocks); None where it keeps none there."""
     store: str = ""
     """Identity of that directory, model and KV type; equal on ranks that share one."""
     lends: str = ""

@@ -1,6 +1,6 @@
-"""Messages between the head (the launcher in an engine) and rank hosts, which start ranks on the machines.
+"""Messages between the head (the launcher in an engine) and node agents, which start ranks on the machines.
 
-A rank host has room for one rank; a machine that runs several ranks has as many rank hosts.
+A node agent has room for one rank; a machine that runs several ranks has as many node agents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 NoneOrHostPort = Annotated[str, Meta(pattern=r"^([^:\s]+:[0-9]{1,5})?$")]
 
 
-class MlxWorld(Struct, frozen=True, kw_only=True):
+class MlxProcessGroup(Struct, frozen=True, kw_only=True):
     """Variables that `mlx.launch` sets for a process that it starts."""
 
     rank: Number | None = None
@@ -41,7 +41,7 @@ class MlxWorld(Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """A rank host and its machine."""
+    """A node agent and its machine."""
 
     name: str
     """The machine's own name, for people."""
@@ -64,7 +64,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """NVIDIA GPUs that it may use, in CUDA's terms."""
 
 
-# --- rank host -> head -----------------------------------------------------------------------------------------
+# --- node agent -> head -----------------------------------------------------------------------------------------
 
 
 class Join(Struct, frozen=True, tag=True, kw_only=True):
@@ -72,16 +72,16 @@ class Join(Struct, frozen=True, tag=True, kw_only=True):
 
     facts: HostFacts
     host_id: str
-    """Identity of the rank host, the same whenever it joins."""
+    """Identity of the node agent, the same whenever it joins."""
     attempt: int
     """Number of its connection, which rises with each."""
     head: str
-    """Address by which the rank host reached the head; ranks reach the engine by it too."""
+    """Address by which the node agent reached the head; ranks reach the engine by it too."""
     slot: Number | None = None
     """Rank that it is meant for; None: any."""
     ticket: str = ""
     """Ticket from the launcher for this slot; valid once."""
-    mlx: MlxWorld = MlxWorld()
+    mlx: MlxProcessGroup = MlxProcessGroup()
 
 
 class Ports(Struct, frozen=True, tag=True):
@@ -118,23 +118,23 @@ class Pong(Struct, frozen=True, tag=True):
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """The rank host ends on request; its rank has ended."""
+    """The node agent ends on request; its rank has ended."""
 
 
 HostMessage = Join | Ports | RankStarted | RankExited | Pong | Leave
 
-# --- head -> rank host -----------------------------------------------------------------------------------------
+# --- head -> node agent -----------------------------------------------------------------------------------------
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The rank host is admitted to the cluster."""
+    """The node agent is admitted to the cluster."""
 
     heartbeat_timeout: float
     """Seconds without a message from the head after which it ends its rank."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
-    """The rank host is not admitted, and ends."""
+    """The node agent is not admitted, and ends."""
 
     reason: str
 
@@ -163,15 +163,15 @@ class StartRank(Struct, frozen=True, tag=True):
     payload: bytes
     """The line for its standard input."""
     environment: dict[str, str]
-    world: dict[str, str]
+    process_group: dict[str, str]
     """Variables of the group that it joins."""
     files: dict[VariableName, str]
     """Variable that must point to a file -> the file's content."""
     sharing: int
-    """Ranks of this gang on the machine, which share its cores."""
+    """Ranks of this rank group on the machine, which share its cores."""
 
 
-class KeepSpare(Struct, frozen=True, tag=True):
+class KeepStandby(Struct, frozen=True, tag=True):
     """Start a standby process for the next rank that starts here."""
 
     rank: int
@@ -182,7 +182,7 @@ class KeepSpare(Struct, frozen=True, tag=True):
     """Ranks on the machine, as in `StartRank`."""
 
 
-class DropSpare(Struct, frozen=True, tag=True):
+class DropStandby(Struct, frozen=True, tag=True):
     """End the standby process: the next rank will be another one."""
 
 
@@ -193,12 +193,12 @@ class KillRank(Struct, frozen=True, tag=True):
 
 
 class JoinAgain(Struct, frozen=True, tag=True):
-    """The head removed this rank host after a silence: end the rank, and join anew."""
+    """The head removed this node agent after a silence: end the rank, and join anew."""
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The cluster has ended: end the rank, and the rank host."""
+    """The cluster has ended: end the rank, and the node agent."""
 
 
-HeadMessage = (Welcome | Refuse | Ping | ReservePorts | StartRank | KeepSpare | DropSpare | KillRank | JoinAgain
+HeadMessage = (Welcome | Refuse | Ping | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain
                | Release)

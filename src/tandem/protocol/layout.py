@@ -9,7 +9,7 @@ class RankPosition(Struct, frozen=True, kw_only=True):
     """Position of a rank among the stages of its group; ranks of a stage have consecutive numbers."""
 
     rank: int
-    """Number in the gang."""
+    """Number in the rank group."""
     stage_sizes: tuple[int, ...]
     """Ranks of each stage."""
 
@@ -35,7 +35,7 @@ class RankPosition(Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        """True for the one rank of the gang that chooses tokens: the leader of the last stage."""
+        """True for the one rank of the rank group that chooses tokens: the leader of the last stage."""
         return self.stage == self.stages - 1 and self.tp_rank == 0
 
     @property
@@ -63,7 +63,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """First layer and one past the last."""
     tensor_split: tuple[float, ...] | None
     """Weights by which the stage's ranks share heads and widths; None for equal shares."""
-    lanes: int
+    micro_batches: int
     dtype: str
     dequantize: str
     vocab_size: int
@@ -87,7 +87,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     machine: str = ""
     """Identity of the rank's machine, from its launcher."""
     sharing: int = 1
-    """Ranks of the gang on that machine that share its memory."""
+    """Ranks of the rank group on that machine that share its memory."""
     gpu_share: float | None = None
     """Share of the GPU's memory when this rank has one of several GPUs to itself; else None."""
     weights_from: str = "local"

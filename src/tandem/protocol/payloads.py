@@ -1,4 +1,4 @@
-"""Payloads that engines, ranks and rank hosts read from standard input when they start."""
+"""Payloads that engines, ranks and node agents read from standard input when they start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STANDBY = "standby"
 LAUNCHERS = "tandem.launchers"
 """Entry point of what launchers start; its first argument is a role."""
 RANK_HOST = f"{LAUNCHERS} rank-host"
-"""Words after `python -m` that start a rank host."""
+"""Words after `python -m` that start a node agent."""
 
 
 class WorkerPayload(Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class EnginePayload(Struct, frozen=True, kw_only=True):
 
 
 class HostPayload(Struct, frozen=True, kw_only=True):
-    """Payload of a rank host."""
+    """Payload of a node agent."""
 
     keys: ClusterKeys
     endpoints: list[str]

@@ -9,7 +9,7 @@ from tandem.protocol.payloads import HostPayload
 
 
 class PlaceRanks(Struct, frozen=True, tag=True):
-    """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `ClusterRefused`.
+    """Reserve a device for each rank and start node agents there; answered by `Placed` or `ClusterRefused`.
 
     What an earlier one reserved and started is ended first.
     """
@@ -17,7 +17,7 @@ class PlaceRanks(Struct, frozen=True, tag=True):
     number: int
     """Tells what belongs to this placement from what an earlier one left."""
     payloads: list[HostPayload]
-    """For each rank what its rank host is started with; the driver adds the node's address."""
+    """For each rank what its node agent is started with; the driver adds the node's address."""
     avoid: list[str]
     """Nodes whose host was lost: taken only when no other has room."""
     patience_s: float
@@ -49,7 +49,7 @@ class ClusterRefused(Struct, frozen=True, tag=True):
 
 
 class HostOutput(Struct, frozen=True, tag=True):
-    """A line that a rank host or its rank wrote."""
+    """A line that a node agent or its rank wrote."""
 
     placement: int
     rank: int
@@ -59,7 +59,7 @@ class HostOutput(Struct, frozen=True, tag=True):
 
 
 class HostEnded(Struct, frozen=True, tag=True):
-    """A rank host has ended."""
+    """A node agent has ended."""
 
     placement: int
     rank: int

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from tandem.protocol.suspicion import Suspicion
+from tandem.protocol.quarantine import QuarantineRecord
 
 Pooling = Literal["last", "mean"]
 """How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
@@ -108,7 +108,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     produced: list[int] = []
     """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
-    suspicion: Suspicion | None = None
+    quarantine_record: QuarantineRecord | None = None
     """Quarantine record, if engines were lost while they worked on this request."""
     pooling: Pooling | None = None
     """Pooling of an embedding request: it ends with its prompt and yields a vector in place of tokens."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from tandem.protocol.disk_blocks import StoreOp
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.pieces import StoreOp
 from tandem.protocol.request import Pooling, SamplingParams
 
 NOT_FINITE = -1
@@ -26,7 +26,7 @@ NO_GRAMMAR = -3
 
 
 class KVShape(NamedTuple):
-    """Capacity of a lane's KV buffer."""
+    """Capacity of a micro-batch's KV buffer."""
 
     rows: int = 0
     positions: int = 0
@@ -70,7 +70,7 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     of the k most likely ones in their places. Nothing for the position after the prompt."""
 
 
-class SnapshotOp(Struct, frozen=True, array_like=True):
+class SavePrefixOp(Struct, frozen=True, array_like=True):
     """Save the first `length` positions of a sequence's KV under `key`, or restore them from there."""
 
     request_id: str
@@ -79,7 +79,7 @@ class SnapshotOp(Struct, frozen=True, array_like=True):
 
 
 class MoveOp(Struct, frozen=True, array_like=True):
-    """Take a sequence, with its KV, out of one lane's batch into another's."""
+    """Take a sequence, with its KV, out of one micro-batch's batch into another's."""
 
     request_id: str
     source: int
@@ -114,28 +114,28 @@ class SpecDecodePlan(Struct, frozen=True, array_like=True):
 
 
 class StepPlan(Struct, frozen=True, array_like=True):
-    """One step of one lane. Operations apply in the order of the fields."""
+    """One step of one micro-batch. Operations apply in the order of the fields."""
 
     step_id: int
-    """Number of the step, counted over all lanes."""
-    lane: int
+    """Number of the step, counted over all micro-batches."""
+    micro_batch: int
     """Which of the independent batches this step advances."""
     removes: list[str] = []
-    """Ids of sequences to drop, of any lane."""
+    """Ids of sequences to drop, of any micro-batch."""
     moves: list[MoveOp] = []
-    """Moves between lanes, used by vLLM's scheduler, which chooses the sequences of each step anew."""
+    """Moves between micro-batches, used by vLLM's scheduler, which chooses the sequences of each step anew."""
     inserts: list[InsertOp] = []
-    restores: list[SnapshotOp] = []
+    restores: list[SavePrefixOp] = []
     decode: list[str] = []
-    """Every sequence of the lane whose prompt is done, in joining order: each takes one token."""
+    """Every sequence of the micro-batch whose prompt is done, in joining order: each takes one token."""
     prefill: list[PrefillOp] = []
     """Chunks of prompts, in the order in which they are computed, after the decode."""
-    saves: list[SnapshotOp] = []
+    saves: list[SavePrefixOp] = []
     """Prompts whose KV is cached once their chunk of this step is computed."""
     stores: list[StoreOp] = []
-    """Pieces of kept prefixes to write to disk."""
+    """Disk blocks of cached prefixes to write to disk."""
     evicts: list[str] = []
-    """Keys of kept prefixes to drop, last of all."""
+    """Keys of cached prefixes to drop, last of all."""
     sampling_seeds: dict[str, int] = {}
     """64-bit seed of each inserted sequence."""
     fingerprint: str = ""
@@ -143,15 +143,15 @@ class StepPlan(Struct, frozen=True, array_like=True):
     spec_decode_plan: SpecDecodePlan | None = None
     """Draft tokens of `decode`; None if each sequence takes exactly one token."""
     pause: bool = False
-    """True if the lane's decoding sequences skip this step; `decode` is empty."""
+    """True if the micro-batch's decoding sequences skip this step; `decode` is empty."""
     digest: bool = False
     """Report what went into this rank's layers and what came out (`RankStep.digest`)."""
     tidy: bool = False
     """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
     keeps: list[StoreOp] = []
-    """Pieces of sequences of the lane (in place of a key their ids) to write to disk, when the step is computed."""
+    """Disk blocks of sequences of the micro-batch (in place of a key their ids) to write to disk, when the step is computed."""
     kv_shapes: list[KVShape] = []
-    """Capacity of each lane's KV buffer when the step is done. Empty: ranks choose it, without a limit."""
+    """Capacity of each micro-batch's KV buffer when the step is done. Empty: ranks choose it, without a limit."""
 
     def sampled(self) -> list[str]:
         """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once
@@ -205,7 +205,7 @@ class StepResult(Struct, frozen=True, array_like=True):
     """Result of one plan, from the sampling rank."""
 
     step_id: int
-    lane: int
+    micro_batch: int
     tokens: list[int] = []
     """Tokens in the order of `StepPlan.sampled()`; a negative value is an error code such as `NOT_FINITE`."""
     logprobs: dict[str, list[TokenLogprob]] = {}
@@ -243,6 +243,6 @@ class GrammarReady(Struct, frozen=True, tag=True):
 
 
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
-    """16 hex digits over the ordered (request id, tokens in its KV cache) of one lane's batch."""
+    """16 hex digits over the ordered (request id, tokens in its KV cache) of one micro-batch's batch."""
     text = "".join(f"{request_id}:{length};" for request_id, length in lengths)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

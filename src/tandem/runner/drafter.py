@@ -47,15 +47,15 @@ class Drafted:
 
 
 class Drafter:
-    """Follows the lanes of one runner. Not thread-safe: MLX's thread owns it."""
+    """Follows the micro-batches of one runner. Not thread-safe: MLX's thread owns it."""
 
-    def __init__(self, stage: StageModel, *, lanes: int, drafts: int, vocab_size: int) -> None:
+    def __init__(self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int) -> None:
         """`stage` is the whole draft model, `vocab_size` the target's; `drafts` is the most that are asked for."""
         self.stage = stage
         """The draft model."""
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
-        self._stores = [KVStore(stage.make_caches, drafts) for _ in range(lanes)]
+        self._stores = [KVStore(stage.make_caches, drafts) for _ in range(micro_batches)]
         self._known: dict[str, _Known] = {}
 
     @property
@@ -82,7 +82,7 @@ class Drafter:
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
         """Guess `count` tokens for each sequence that was given tokens in this step: `sampled` by request id."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
-        store = self._stores[plan.lane]
+        store = self._stores[plan.micro_batch]
         for request_id, tokens in sampled.items():
             known = self._known[request_id]
             taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0

@@ -178,7 +178,7 @@ class _Members(tuple[Any, ...]):
 
 
 class MergedLayer:
-    """Rows of a layer whose cache is none of the two arena kinds, kept by mlx-lm's own batch classes.
+    """Rows of a layer whose cache is none of the two KV buffer kinds, kept by mlx-lm's own batch classes.
 
     Joining and leaving copy the layer's whole batch, as in mlx-lm; for state-space caches that is little.
     """
@@ -240,7 +240,7 @@ class MergedLayer:
 
 
 def batchable(cache: Any) -> bool:
-    """True when single caches of this kind can be put into a batch: by the arenas, or by mlx-lm."""
+    """True when single caches of this kind can be put into a batch: by the KV buffers, or by mlx-lm."""
     if type(cache) is GroupedKVCache:
         return True
     if isinstance(cache, mlx_caches.CacheList):

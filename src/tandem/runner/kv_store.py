@@ -1,10 +1,10 @@
-"""The KV of one lane's decoding sequences: rows that join after their prefill, take a token a step, and leave.
+"""The KV of one micro-batch's decoding sequences: rows that join after their prefill, take a token a step, and leave.
 
 Row order is the store's own: a sequence joins as the last row, and when one leaves the last row takes its place. It is
 a function of the joins and leaves alone, so every stage of a pipeline and every rank of a stage, which see the same
 plans, have the same order without talking about it. `ids` is that order; a decode batch is built in it.
 
-Attention layers (full, or sliding window) live in row arenas (kv_arena.py); every other kind of cache goes through
+Attention layers (full, or sliding window) live in row KV buffers (kv_buffer.py); every other kind of cache goes through
 mlx-lm's own batch classes (kv_layers.py). Why: docs/adr/0002-kv-store.md.
 """
 
@@ -21,7 +21,7 @@ from tandem.kv.budget import kv_shape
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
-from tandem.runner.kv_arena import ArenaLayer, Attention
+from tandem.runner.kv_buffer import Attention, KVBufferLayer
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable
 
 
@@ -73,12 +73,12 @@ class Rows:
 
 
 class KVStore(Rows):
-    """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
+    """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
     def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0,
                  attention: Attention | None = None) -> None:
         """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
-        the most drafts of a sequence in one step; `attention` is for the arenas.
+        the most drafts of a sequence in one step; `attention` is for the KV buffers.
 
         Raises UnsupportedModel when a layer's cache kind cannot be batched, or not be cut although there are drafts.
         """
@@ -135,7 +135,7 @@ class KVStore(Rows):
         """Drop a row; the last row takes its place. KeyError if unknown."""
         moves = self._rows[request_id] < len(self._ids) - 1
         moved = [layer.last_row(self._lengths[-1]) if moves else () for layer in self._layers]
-        mx.eval(moved)  # before the writes, which are in place only if nothing else waits to read the arena
+        mx.eval(moved)  # before the writes, which are in place only if nothing else waits to read the KV buffer
         row = self._drop(request_id)
         for layer, last in zip(self._layers, moved, strict=True):
             layer.leave(row, last)
@@ -178,7 +178,7 @@ class KVStore(Rows):
         """Single-sequence caches with evaluated copies of a row, as `join` takes them. KeyError if unknown."""
         row = self._rows[request_id]
         caches = [layer.extract(row, self._lengths[row]) for layer in self._layers]
-        mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the arena
+        mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the KV buffer
         return caches
 
     def check(self) -> None:
@@ -255,11 +255,11 @@ def make_store(make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_o
 def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerStore:
     """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
     if type(cache) is KVCache:
-        return ArenaLayer(attention=attention)
+        return KVBufferLayer(attention=attention)
     if type(cache) is GroupedKVCache:
-        return ArenaLayer(attention=attention, groups=cache.groups)
+        return KVBufferLayer(attention=attention, groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
-        return ArenaLayer(window=cache.max_size, drafts=drafts, attention=attention)
+        return KVBufferLayer(window=cache.max_size, drafts=drafts, attention=attention)
     # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.
     if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
         return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])

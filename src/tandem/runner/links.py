@@ -9,15 +9,15 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from tandem.borders import start_thread
 from tandem.comm.group import dispatch
-from tandem.loading.parcel import carrier, dtype_name
+from tandem.crash_guard import start_thread
+from tandem.loading.stage_payload import dtype_name, storage_dtype
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import FrameHeader, TcpChannel
 
 
 class StageLink(Protocol):
-    """Both ends of one stage in the ring of stages; frames keep their order."""
+    """Both ends of one stage in the ring of stages; pipeline models keep their order."""
 
     def send(self, array: mx.array, step_id: int) -> None:
         """Hand `array` to the next stage."""
@@ -27,7 +27,7 @@ class StageLink(Protocol):
 
 
 class ChannelLink:
-    """Arrays as frames of a `transport` channel, each checked against the step, type and shape that the plan implies.
+    """Arrays as pipeline models of a `transport` channel, each checked against the step, type and shape that the plan implies.
 
     A thread of its own waits for arrays and sends them, so that the rank can build the next step meanwhile.
     """
@@ -43,7 +43,7 @@ class ChannelLink:
         if self._error is not None:
             raise self._error
         header = FrameHeader(step_id, dtype_name(array.dtype), tuple(array.shape))
-        bits = array.view(carrier(array.dtype))
+        bits = array.view(storage_dtype(array.dtype))
         dispatch(bits)
         self._outbox.put((header, bits))
 
@@ -58,9 +58,9 @@ class ChannelLink:
                 return
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
-        """Wait for the frame; raises BatchDesync when it is not the expected one."""
+        """Wait for the pipeline model; raises BatchDesync when it is not the expected one."""
         data = self._channel.receive(FrameHeader(step_id, dtype_name(dtype), shape))
-        flat = np.frombuffer(data, dtype=dtype_name(carrier(dtype)))
+        flat = np.frombuffer(data, dtype=dtype_name(storage_dtype(dtype)))
         return mx.array(flat).view(dtype).reshape(shape)
 
 
@@ -94,7 +94,7 @@ class LastTokens:
 class TokenInbox:
     """Tokens on their way back from the last stage to the first, which feeds on them.
 
-    Frames come in the order of the steps, over all lanes; they are read when a batch needs its own, and at the latest
+    Frames come in the order of the steps, over all micro-batches; they are read when a batch needs its own, and at the latest
     when the engine has the result too, so that unread ones never pile up.
     """
 

@@ -14,7 +14,7 @@ from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
-from tandem.protocol.pieces import StoreOp
+from tandem.protocol.disk_blocks import StoreOp
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ def trimmable(caches: Sequence[Any]) -> bool:
 
 
 class PrefixStore:
-    """Snapshots of single-sequence caches, one cache a layer, by key."""
+    """Cached prefixes of single-sequence caches, one cache a layer, by key."""
 
     def __init__(self, disk: KVDisk | None = None) -> None:
         """`disk`: where some of them are kept for longer, and come from."""
         self._saved: dict[str, list[_Saved]] = {}
         self._disk = disk
         self.nbytes = 0
-        """Bytes of all snapshots. Every step tells it, so it is counted as they come and go."""
+        """Bytes of all cached prefixes. Every step tells it, so it is counted as they come and go."""
 
     def save(self, key: str, caches: Sequence[Cache], held: int, length: int) -> None:
         """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
@@ -60,7 +60,7 @@ class PrefixStore:
         self._hold(key, saved)
 
     def restore(self, key: str, length: int) -> list[Cache]:
-        """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
+        """Fresh caches that hold the first `length` positions of a cached prefix. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._hold(key, [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []])
         if not self._saved.get(key):
@@ -68,7 +68,7 @@ class PrefixStore:
         return [_revive(one, length) for one in self._saved[key]]
 
     def evict(self, key: str) -> None:
-        """Drop a snapshot. Raises BatchDesync for an unknown key."""
+        """Drop a cached prefix. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._disk.drop(key)
         elif (saved := self._saved.pop(key, None)) is None:
@@ -81,7 +81,7 @@ class PrefixStore:
         self.nbytes += _bytes(saved)
 
     def store(self, op: StoreOp) -> None:
-        """Have pieces of a snapshot written to disk. Raises BatchDesync for an unknown key."""
+        """Have disk blocks of a cached prefix written to disk. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(op.key):
             return  # it came from there, and nobody has restored it yet
         if self._disk is None or op.key not in self._saved:

@@ -16,14 +16,14 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
+from tandem.protocol.disk_blocks import DISK_BLOCK, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.protocol.pieces import PIECE, StoreOp
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
-from tandem.runner.kv_arena import Attention
-from tandem.runner.lane import LaneBatch
+from tandem.runner.kv_buffer import Attention
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
+from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.pooler import Pooler, passes, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_scorer import Scores, score
@@ -75,7 +75,7 @@ class PendingStep:
         sampled = dict.fromkeys(self.plan.sampled()) if self.parts else ()
         order = [token for request_id in sampled for token in chosen[request_id]]
         drafts = self.drafted.values() if self.drafted is not None else {}
-        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts, scores)
+        return StepResult(self.plan.step_id, self.plan.micro_batch, order, logprobs, vectors, drafts, scores)
 
     def digest(self) -> tuple[int, int] | None:
         """Digests of all that went into and out of the stage in this step; waits for it. None if the plan did not
@@ -84,9 +84,9 @@ class PendingStep:
 
 
 class Runner:
-    """Holds a stage, its lanes and their KV. Not thread-safe: one thread owns all MLX work of a process."""
+    """Holds a stage, its micro-batches and their KV. Not thread-safe: one thread owns all MLX work of a process."""
 
-    def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
+    def __init__(self, stage: StageModel, *, micro_batches: int, vocab_size: int, eos_token_ids: tuple[int, ...],
                  link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
                  drafter: Drafter | None = None, attention: Attention | None = None,
@@ -104,15 +104,15 @@ class Runner:
         self.disk = disk
         """KV on disk, if prefixes are kept there."""
         self._prefixes = PrefixStore(disk)
-        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
-                       for _ in range(lanes)]
+        self._micro_batches = [MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
+                       for _ in range(micro_batches)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
         self.drafter = drafter
         """On the rank that samples, if there is a draft model."""
         self._last = LastTokens()
-        self._inbox = TokenInbox(link, lanes + 1, self._last) if link is not None and stage.is_first else None
+        self._inbox = TokenInbox(link, micro_batches + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
         """True while blocked on another stage. May be read from any thread."""
 
@@ -124,34 +124,34 @@ class Runner:
         pending = PendingStep(plan, time.perf_counter(), allowed=allowed or {})
         if plan.tidy:
             mx.clear_cache()
-        lane = self._lanes[plan.lane]
+        micro_batch = self._micro_batches[plan.micro_batch]
         for request_id in plan.removes:
-            next((one for one in self._lanes if request_id in one.held), lane).remove(request_id)
+            next((one for one in self._micro_batches if request_id in one.held), micro_batch).remove(request_id)
         for move in plan.moves:
-            self._lanes[move.target].take(move.request_id, self._lanes[move.source])
-        for one, shape in zip(self._lanes, plan.kv_shapes, strict=False):
+            self._micro_batches[move.target].take(move.request_id, self._micro_batches[move.source])
+        for one, shape in zip(self._micro_batches, plan.kv_shapes, strict=False):
             one.store.allot(shape)
         for insert in plan.inserts:
-            lane.insert(insert, self.stage.make_caches())
-        lane.apply(plan)
+            micro_batch.insert(insert, self.stage.make_caches())
+        micro_batch.apply(plan)
         self._update_tokens(plan)
         if self._inbox is not None:
             with self._waiting(pending):
                 self._inbox.drain(plan.step_id)
         if plan.decode:
-            self._decode(plan, lane, pending)
+            self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
         for op, *others in passes(plan.prefill, together=not self.stage.one_by_one):
             if others:
-                self._embed(lane, [op, *others], pending)
+                self._embed(micro_batch, [op, *others], pending)
                 continue
-            self._prefill(plan, lane, op, pending)
+            self._prefill(plan, micro_batch, op, pending)
             if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
-                lane.save(saves.pop(op.request_id))
+                micro_batch.save(saves.pop(op.request_id))
             if op.last and op.samples:
-                lane.join(op.request_id)
+                micro_batch.join(op.request_id)
         for keep in plan.keeps:
-            self._keep(lane, keep)
+            self._keep(micro_batch, keep)
         for store in plan.stores:
             self._prefixes.store(store)
         for key in plan.evicts:
@@ -161,15 +161,15 @@ class Runner:
             pending.drafted = self._draft(self.drafter, plan, plan.spec_decode_plan.ask, pending)
         if plan.digest:
             dispatch(pending.received, pending.made)
-        pending.kv_bytes = sum(one.nbytes for one in self._lanes) + (self.drafter.nbytes if self.drafter else 0)
+        pending.kv_bytes = sum(one.nbytes for one in self._micro_batches) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
 
-    def _keep(self, lane: LaneBatch, op: StoreOp) -> None:
-        """Write pieces of a sequence to disk. Raises BatchDesync if they are not computed."""
-        caches, length = lane.caches(op.key)
-        if self.disk is None or any((number + 1) * PIECE > length for number, _ in op.pieces):
-            raise BatchDesync(f"pieces of {op.key} are to be kept on disk, which are not here")
+    def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
+        """Write disk blocks of a sequence to disk. Raises BatchDesync if they are not computed."""
+        caches, length = micro_batch.caches(op.key)
+        if self.disk is None or any((number + 1) * DISK_BLOCK > length for number, _ in op.disk_blocks):
+            raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
         self.disk.store(op, [cache.state for cache in caches])
 
     def _update_tokens(self, plan: StepPlan) -> None:
@@ -188,24 +188,24 @@ class Runner:
         if self.drafter is not None:
             self.drafter.follow(plan)
 
-    def _decode(self, plan: StepPlan, lane: LaneBatch, pending: PendingStep) -> None:
-        ids = list(lane.store.ids)
+    def _decode(self, plan: StepPlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
+        ids = list(micro_batch.store.ids)
         if plan.spec_decode_plan is not None:
-            self._verify(plan, plan.spec_decode_plan, lane, pending)
+            self._verify(plan, plan.spec_decode_plan, micro_batch, pending)
             return
         tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
-        hidden = self._forward(pending, (len(ids), 1), tokens, lane.store.batch())
+        hidden = self._forward(pending, (len(ids), 1), tokens, micro_batch.store.batch())
         self._sample(pending, hidden[:, -1:], ids)
 
-    def _verify(self, plan: StepPlan, spec: SpecDecodePlan, lane: LaneBatch, pending: PendingStep) -> None:
+    def _verify(self, plan: StepPlan, spec: SpecDecodePlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
         """Decode the tokens that the plan names, and sample after each of them."""
-        ids, width = list(lane.store.ids), plan.width
+        ids, width = list(micro_batch.store.ids), plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens for one in ids]
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-        hidden = self._forward(pending, (len(ids), width), tokens, lane.store.batch([len(row) for row in fed]))
+        hidden = self._forward(pending, (len(ids), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in ids:
                 self._sampler.place(one, rows[one].length + 1)
@@ -222,14 +222,14 @@ class Runner:
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count)
 
-    def _prefill(self, plan: StepPlan, lane: LaneBatch, op: PrefillOp, pending: PendingStep) -> None:
-        chunk, caches = lane.chunk(op)
+    def _prefill(self, plan: StepPlan, micro_batch: MicroBatchState, op: PrefillOp, pending: PendingStep) -> None:
+        chunk, caches = micro_batch.chunk(op)
         tokens = mx.array([chunk], dtype=mx.int32) if self.stage.is_first else None
         hidden = self._forward(pending, (1, op.count), tokens, caches)
         if op.pooling is not None:
             self._pool(pending, hidden, op)
         if op.prompt_logprobs is not None and self.stage.is_last:
-            found = score(self.stage, hidden, lane.following(op), op.prompt_logprobs, samples=self._sampler is not None)
+            found = score(self.stage, hidden, micro_batch.following(op), op.prompt_logprobs, samples=self._sampler is not None)
             if self._sampler is not None:
                 pending.scores[op.request_id] = found
         if op.last and op.samples:
@@ -237,10 +237,10 @@ class Runner:
         # A chunk that samples nothing is computed for its KV alone.
         dispatch([cache.state for cache in caches])
 
-    def _embed(self, lane: LaneBatch, ops: list[PrefillOp], pending: PendingStep) -> None:
+    def _embed(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute whole prompts that are only pooled in one pass. Those that are shorter are padded behind, which
         nothing before it sees; what the caches take up is not kept."""
-        chunks, width = [lane.chunk(op)[0] for op in ops], max(op.count for op in ops)
+        chunks, width = [micro_batch.chunk(op)[0] for op in ops], max(op.count for op in ops)
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], dtype=mx.int32)

@@ -1,4 +1,4 @@
-"""The batches of all lanes, and the KV positions that they share with cached prefixes. Pure."""
+"""The batches of all micro-batches, and the KV positions that they share with cached prefixes. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence as Items
 from tandem.kv.budget import batch_positions, growth_step, kv_shape
 from tandem.kv.index import PrefixIndex
 from tandem.protocol.step import KVShape, PrefillOp
-from tandem.scheduler.lane import Lane, choose_lane
 from tandem.scheduler.limits import Limits
+from tandem.scheduler.micro_batch import MicroBatch, choose_micro_batch
 from tandem.scheduler.sequence import Sequence
 
 HEADROOM = 64
@@ -17,7 +17,7 @@ HEADROOM = 64
 
 
 class RunningBatches:
-    """Lanes and cached prefixes within one KV budget. Members are preempted when it does not suffice."""
+    """Micro-batches and cached prefixes within one KV budget. Members are preempted when it does not suffice."""
 
     def __init__(self, limits: Limits, requeue: Callable[[Sequence], None]) -> None:
         """`requeue` puts a preempted sequence back into the queue, before all others."""
@@ -37,11 +37,11 @@ class RunningBatches:
         """Empty all batches and forget the prefixes: the ranks that held them are gone."""
         self.prefixes.clear()
         step = growth_step(self.limits.kv_tokens, self.limits.max_batch_size)
-        self.lanes = [Lane(i, step) for i in range(self.limits.lanes)]
+        self.micro_batches = [MicroBatch(i, step) for i in range(self.limits.micro_batches)]
 
     def widen(self, limits: Limits) -> None:
         """Take limits none of which is tighter than before, with all that is there."""
-        assert limits.lanes == self.limits.lanes and limits.kv_tokens >= self.limits.kv_tokens
+        assert limits.micro_batches == self.limits.micro_batches and limits.kv_tokens >= self.limits.kv_tokens
         self.limits = limits
         self.prefixes.widen(limits.prefix_tokens)
 
@@ -49,23 +49,23 @@ class RunningBatches:
 
     def members(self) -> Iterator[Sequence]:
         """Sequences in a batch."""
-        return (sequence for lane in self.lanes for sequence in lane.members.values())
+        return (sequence for micro_batch in self.micro_batches for sequence in micro_batch.members.values())
 
     @property
     def running(self) -> int:
         """Number of sequences in a batch."""
-        return sum(len(lane.members) for lane in self.lanes)
+        return sum(len(micro_batch.members) for micro_batch in self.micro_batches)
 
-    def lane_for(self, sequence: Sequence, asking: Lane) -> Lane:
-        """Return the lane in which a waiting sequence costs least; `asking` where several are as good."""
-        return choose_lane(self.lanes, self._length(sequence), asking=asking, rows=self.limits.rows,
+    def micro_batch_for(self, sequence: Sequence, asking: MicroBatch) -> MicroBatch:
+        """Return the micro-batch in which a waiting sequence costs least; `asking` where several are as good."""
+        return choose_micro_batch(self.micro_batches, self._length(sequence), asking=asking, rows=self.limits.rows,
                            drafts=self._drafts)
 
-    def fits(self, lane: Lane, sequence: Sequence) -> bool:
+    def fits(self, micro_batch: MicroBatch, sequence: Sequence) -> bool:
         """True if there is a place in the batch, and room for it and its prompt beside it; a first one always runs."""
-        if len(lane.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
+        if len(micro_batch.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
-        need = self._needed - lane.positions(drafts=self._drafts) + lane.positions([self._length(sequence)],
+        need = self._needed - micro_batch.positions(drafts=self._drafts) + micro_batch.positions([self._length(sequence)],
                                                                                   self._drafts)
         return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
 
@@ -77,7 +77,7 @@ class RunningBatches:
     def preempt(self, sequences: Iterable[Sequence]) -> None:
         """Take the youngest of these out of its batch; it starts again later, before what came after it."""
         youngest = max(sequences, key=lambda sequence: sequence.number)
-        self.lanes[youngest.lane or 0].drop(youngest)
+        self.micro_batches[youngest.micro_batch or 0].drop(youngest)
         self.preemptions += 1
         self._requeue(youngest)
 
@@ -97,12 +97,12 @@ class RunningBatches:
     @property
     def kv_positions(self) -> int:
         """KV positions that batches hold, or are about to."""
-        return sum(lane.occupied(self._drafts) for lane in self.lanes)
+        return sum(micro_batch.occupied(self._drafts) for micro_batch in self.micro_batches)
 
     @property
     def _needed(self) -> int:
         """KV positions that batches cannot do without."""
-        return sum(lane.positions(drafts=self._drafts) for lane in self.lanes)
+        return sum(micro_batch.positions(drafts=self._drafts) for micro_batch in self.micro_batches)
 
     def make_room(self) -> None:
         """Evict prefixes, then preempt the youngest sequences, until the next step fits into the KV cache."""
@@ -116,23 +116,23 @@ class RunningBatches:
         room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
         self.prefixes.limit(0 if self.pressed else room)
 
-    def shapes(self, lane: Lane, prefill: Items[PrefillOp]) -> list[KVShape]:
-        """Set the capacity of each lane's KV buffer from `lane`'s next plan on, which computes these chunks.
+    def shapes(self, micro_batch: MicroBatch, prefill: Items[PrefillOp]) -> list[KVShape]:
+        """Set the capacity of each micro-batch's KV buffer from `micro_batch`'s next plan on, which computes these chunks.
 
         Buffers grow beyond what they need only where room is left for all members, the prefixes and one more prompt.
-        Spare capacity is given back, in any lane, when the limit would not hold otherwise.
+        Spare capacity is given back, in any micro-batch, when the limit would not hold otherwise.
         """
-        limits, lanes, cached = self.limits, self.lanes, self.prefixes.positions
+        limits, micro_batches, cached = self.limits, self.micro_batches, self.prefixes.positions
         joins = {op.request_id for op in prefill if op.last and op.samples}
-        rows = [one.rows(joins, self._drafts + (one is lane)) for one in lanes]
+        rows = [one.rows(joins, self._drafts + (one is micro_batch)) for one in micro_batches]
         longest = [max(lengths, default=0) for lengths in rows]
-        least = [batch_positions(lengths, lane.step) for lengths in rows]
-        for i, one in enumerate(lanes):
-            others = cached + sum(other.occupied(self._drafts) for other in lanes if other is not one)
+        least = [batch_positions(lengths, micro_batch.step) for lengths in rows]
+        for i, one in enumerate(micro_batches):
+            others = cached + sum(other.occupied(self._drafts) for other in micro_batches if other is not one)
             room = limits.kv_tokens - others - one.prompt_positions(joins, prefill) - longest[i]
             one.shape = kv_shape(one.shape, len(rows[i]), longest[i], most=limits.rows, room=max(room, least[i]))
-        prompts = sum(one.prompt_positions(joins, prefill) for one in lanes)
-        for i in sorted(range(len(lanes)), key=lambda i: least[i] - lanes[i].shape.size):
-            if cached + prompts + sum(one.shape.size for one in lanes) > limits.kv_tokens:
-                lanes[i].shape = kv_shape(KVShape(), len(rows[i]), longest[i], room=least[i])
-        return [one.shape for one in lanes]
+        prompts = sum(one.prompt_positions(joins, prefill) for one in micro_batches)
+        for i in sorted(range(len(micro_batches)), key=lambda i: least[i] - micro_batches[i].shape.size):
+            if cached + prompts + sum(one.shape.size for one in micro_batches) > limits.kv_tokens:
+                micro_batches[i].shape = kv_shape(KVShape(), len(rows[i]), longest[i], room=least[i])
+        return [one.shape for one in micro_batches]

@@ -21,29 +21,29 @@ RESERVE = 0.25
 class Limits:
     """Limits that the scheduler keeps to."""
 
-    lanes: int
+    micro_batches: int
     max_batch_size: int
-    """Most sequences in all lanes together."""
+    """Most sequences in all micro-batches together."""
     prefill_chunk: int
     """Most prompt tokens in one step."""
     prefill_time_s: float | None = None
     """Most seconds that these may add to a step in which others decode; None: by what steps of decoding take; 0: any.
     """
     kv_tokens: int
-    """Most KV positions in all lanes together."""
+    """Most KV positions in all micro-batches together."""
     max_context: int
-    max_queue: int
+    max_queued_requests: int
     max_queue_tokens: int
     eos_token_ids: frozenset[int]
     vocab_size: int
     depth: int = 2
-    """Plans of one lane that may be under way."""
+    """Plans of one micro-batch that may be under way."""
     prefix_tokens: int = 0
     """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
     prefix_trimmable: bool = True
     """The model's caches can be cut to any length (no sliding windows)."""
     prefix_extra: int = 0
-    """KV positions that a snapshot costs beside those that it holds: what states of recurrent layers take."""
+    """KV positions that a cached prefix costs beside those that it holds: what states of recurrent layers take."""
     speculation: SpeculationLimits | None = None
     """How to draft tokens; None for no speculative decoding."""
     digests: bool = False
@@ -51,8 +51,8 @@ class Limits:
 
     @property
     def rows(self) -> int:
-        """Most rows of one lane."""
-        return most_rows(self.max_batch_size, self.lanes)
+        """Most rows of one micro-batch."""
+        return most_rows(self.max_batch_size, self.micro_batches)
 
 
 def check_admission(request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence],
@@ -65,9 +65,9 @@ def check_admission(request: EngineRequest, limits: Limits, live: Collection[str
     _check_fits(request, limits, live)
     mine = sum(sequence.request.group == request.group for sequence in waiting)
     others = {sequence.request.group for sequence in waiting} - {request.group}
-    stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0
-    if len(waiting) >= limits.max_queue * stretch:
-        raise OverloadedError(f"{len(waiting)} requests are waiting already (max_queue); try again later")
+    stretch = 1 + RESERVE if others and mine < limits.max_queued_requests / (len(others) + 1) else 1.0
+    if len(waiting) >= limits.max_queued_requests * stretch:
+        raise OverloadedError(f"{len(waiting)} requests are waiting already (max_queued_requests); try again later")
     if waiting and queued + len(request.prompt) > limits.max_queue_tokens * stretch:
         raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
 

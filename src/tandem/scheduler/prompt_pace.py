@@ -38,7 +38,7 @@ class PromptPace:
         self._alone: tuple[int, float] | None = None
         """Tokens and seconds of the largest prompt that was computed while nobody decoded."""
         self._prompted: dict[int, float] = {}
-        """When the last result of a step with prompts came, by lane."""
+        """When the last result of a step with prompts came, by micro-batch."""
         self._embedded_at = -math.inf
         """When the last result of a step with texts to embed came."""
         self._ahead_s = 0.0
@@ -78,7 +78,7 @@ class PromptPace:
 
     def took(self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float,
              under_way: Collection[StepPlan]) -> None:
-        """The plan's result came `now`, `seconds` after the one before it in its lane, None where that says nothing;
+        """The plan's result came `now`, `seconds` after the one before it in its micro-batch, None where that says nothing;
         ranks were busy with it for `busy_s`. `under_way`: other plans."""
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
@@ -92,7 +92,7 @@ class PromptPace:
         elif not plan.decode and busy_s > 0 and tokens >= (self._alone or (LEAST, 0.0))[0]:
             self._alone = tokens, busy_s
         if tokens and now is not None:
-            self._prompted[plan.lane] = now
+            self._prompted[plan.micro_batch] = now
         if embeds and now is not None:
             self._embedded_at = now
 
@@ -105,9 +105,9 @@ class PromptPace:
             self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
 
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
-        """Prompts of other lanes were computed meanwhile."""
-        return any(at >= since for lane, at in self._prompted.items() if lane != plan.lane) or any(
-            one.prefill and one.lane != plan.lane for one in under_way)
+        """Prompts of other micro-batches were computed meanwhile."""
+        return any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch) or any(
+            one.prefill and one.micro_batch != plan.micro_batch for one in under_way)
 
     def _halved(self, most: int) -> int:
         return max(most >> self._halvings, min(LEAST, most))

@@ -1,4 +1,4 @@
-"""Requests under which ranks died: each runs alone, until it is cleared or refused (protocol/suspicion.py). Pure."""
+"""Requests under which ranks died: each runs alone, until it is cleared or refused (protocol/quarantine.py). Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from tandem.protocol.control import Refused, Trial
+from tandem.protocol.quarantine import REST_S
 from tandem.protocol.step import StepPlan
-from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Decides when a suspect may run, and tells its api. Each sequence has its own `Suspicion`."""
+    """Decides when a suspect may run, and tells its api. Each sequence has its own `QuarantineRecord`."""
 
     def __init__(self) -> None:
         self._resting: tuple[Sequence, float] | None = None
@@ -24,16 +24,16 @@ class Quarantine:
         """Note the death of ranks against the sequences that they were working on."""
         names = {name for plan in under_way for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
         working = [s for name, s in sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
-        alone = [sequence for sequence in working if sequence.suspicion.suspect]
+        alone = [sequence for sequence in working if sequence.quarantine_record.suspect]
         for sequence in alone or working:
             sequence.deaths += 1
-            sequence.suspicion.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
+            sequence.quarantine_record.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
 
     def restart(self, sequence: Sequence) -> Refused | None:
         """Begin again with a sequence on new ranks; returns its refusal if it is guilty of the old ones' death."""
         sequence.rested = sequence.announced = sequence.noted = False
         self._resting = None
-        if not sequence.suspicion.guilty or sequence.finished:
+        if not sequence.quarantine_record.guilty or sequence.finished:
             return None
         return Refused(sequence.request_id, 500, f"the ranks died {sequence.deaths} times while they worked on this "
                        "request, the last times while it ran alone; it is not tried again", code="rank_failure")
@@ -41,9 +41,9 @@ class Quarantine:
     @staticmethod
     def may_join(sequence: Sequence, members: Iterable[Sequence]) -> bool:
         """True if a sequence may run beside these: a suspect runs alone, after what `watch` has it wait for."""
-        if sequence.suspicion.suspect:
+        if sequence.quarantine_record.suspect:
             return next(iter(members), None) is None and sequence.may_be_tried and sequence.expected
-        return not any(other.suspicion.suspect for other in members)
+        return not any(other.quarantine_record.suspect for other in members)
 
     def watch(self, suspect: Sequence | None, now: float) -> list[Trial]:
         """Have the ranks stand idle before a `suspect` that is next, if it died alone; returns what to tell its api.
@@ -69,4 +69,4 @@ class Quarantine:
     @staticmethod
     def _trial(sequence: Sequence, *, resting: bool) -> list[Trial]:
         """Return the message for the sequence's api; none if it keeps no suspicion."""
-        return [] if sequence.request.suspicion is None else [Trial(sequence.request_id, resting)]
+        return [] if sequence.request.quarantine_record is None else [Trial(sequence.request_id, resting)]

@@ -19,7 +19,7 @@ from tandem.protocol.step import (
     NOT_FINITE,
     InsertOp,
     PrefillOp,
-    SnapshotOp,
+    SavePrefixOp,
     SpecDecodePlan,
     SpecDecodeRow,
     StepPlan,
@@ -28,13 +28,13 @@ from tandem.protocol.step import (
     by_id,
 )
 from tandem.scheduler.batches import RunningBatches
-from tandem.scheduler.departures import Departures
-from tandem.scheduler.lane import Lane
+from tandem.scheduler.fair_queue import FairQueue
 from tandem.scheduler.limits import Limits, check_admission
+from tandem.scheduler.micro_batch import MicroBatch
+from tandem.scheduler.migrations import Migrations
 from tandem.scheduler.prompt_pace import PromptPace
 from tandem.scheduler.quarantine import Quarantine
 from tandem.scheduler.sequence import Sequence, no_token
-from tandem.scheduler.shares import FairShares
 from tandem.speculation.proposers import Speculation
 
 BLOCKED_PLANS = 16
@@ -42,7 +42,7 @@ BLOCKED_PLANS = 16
 
 
 class Scheduler:
-    """Queue, lanes and plans under way."""
+    """Queue, micro-batches and plans under way."""
 
     def __init__(self, limits: Limits, *, first_step: int = 0) -> None:
         """`first_step` numbers the first plan: the ranks may have executed others before."""
@@ -51,8 +51,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.batches = RunningBatches(limits, self.waiting.appendleft)
         self.disk = DiskTier()
-        self.departures = Departures(self.disk, self._finish)
-        self.shares = FairShares()
+        self.migrations = Migrations(self.disk, self._finish)
+        self.fair_queue = FairQueue()
         self.speculation = Speculation(limits.speculation)
         self.prompts = PromptPace(limits.prefill_time_s)
         self.quarantine = Quarantine()
@@ -72,8 +72,8 @@ class Scheduler:
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
-        self.departures.enter(sequence)
-        self.shares.enter(request)
+        self.migrations.enter(sequence)
+        self.fair_queue.enter(request)
 
     @property
     def queued_tokens(self) -> int:
@@ -116,7 +116,7 @@ class Scheduler:
     def idle(self) -> bool:
         """True when there is nothing to plan and nothing to wait for."""
         return not (self.sequences or self._under_way or self.prefixes.leaving
-                    or any(lane.removes for lane in self.batches.lanes))
+                    or any(micro_batch.removes for micro_batch in self.batches.micro_batches))
 
     @property
     def compiling(self) -> Sequence | None:
@@ -129,56 +129,56 @@ class Scheduler:
         if not self._queue or self.batches.running or self._under_way:
             return None
         first = self._first()
-        return first if first.suspicion.suspect else None
+        return first if first.quarantine_record.suspect else None
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
-        if len(self._under_way) >= len(self.batches.lanes) + self.limits.depth - 1:
+        if len(self._under_way) >= len(self.batches.micro_batches) + self.limits.depth - 1:
             return None
-        for lane in sorted(self.batches.lanes, key=lambda one: (one.outstanding, one.last_step)):
-            free = lane.outstanding < self.limits.depth and not self._waits(lane)
-            if free and (plan := self._plan(lane)) is not None:
+        for micro_batch in sorted(self.batches.micro_batches, key=lambda one: (one.outstanding, one.last_step)):
+            free = micro_batch.outstanding < self.limits.depth and not self._waits(micro_batch)
+            if free and (plan := self._plan(micro_batch)) is not None:
                 return plan
         return None
 
-    def _waits(self, lane: Lane) -> bool:
-        """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
-        return lane.outstanding > 0 and (lane.names_tokens or self._tries(lane.decoding()) != (None, 0))
+    def _waits(self, micro_batch: MicroBatch) -> bool:
+        """The micro-batch's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
+        return micro_batch.outstanding > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
 
-    def _plan(self, lane: Lane) -> StepPlan | None:
-        for sequence in lane.decoding():
+    def _plan(self, micro_batch: MicroBatch) -> StepPlan | None:
+        for sequence in micro_batch.decoding():
             if sequence.complete:
-                lane.drop(sequence)
+                micro_batch.drop(sequence)
         self.batches.make_room()
         if not self.batches.pressed:
-            self._make_way(lane)
-        decode = lane.decoding()
-        spec = self._speculate(lane, decode)
-        inserts, restores = self._admit(lane)
-        fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
-        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
+            self._make_way(micro_batch)
+        decode = micro_batch.decoding()
+        spec = self._speculate(micro_batch, decode)
+        inserts, restores = self._admit(micro_batch)
+        fingerprint = batch_fingerprint((s.request_id, s.computed) for s in micro_batch.members.values())
+        prefill = micro_batch.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
                                embeds=self.prompts.embeds(self.batches.members()))
-        removes = [request_id for one in self.batches.lanes for request_id in one.removes]
-        keeps = self.departures.write(lane)
+        removes = [request_id for one in self.batches.micro_batches for request_id in one.removes]
+        keeps = self.migrations.write(micro_batch)
         if not (removes or inserts or decode or prefill or keeps or self.prefixes.leaving):
             return None
-        saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
-        stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
+        saves = [save for op in prefill if (save := self._save(micro_batch.members[op.request_id], op))]
+        stores = self.disk.stores(self._lasting(micro_batch, saves, prefill), self.prefixes)
         plan = StepPlan(
-            step_id=self.next_step, lane=lane.index, removes=removes, inserts=inserts, restores=restores,
+            step_id=self.next_step, micro_batch=micro_batch.index, removes=removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
             keeps=keeps, evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
             spec_decode_plan=spec, digest=self.limits.digests, tidy=self.batches.pressed,
-            kv_shapes=self.batches.shapes(lane, prefill))
-        self._commit(lane, plan, decode, prefill)
+            kv_shapes=self.batches.shapes(micro_batch, prefill))
+        self._commit(micro_batch, plan, decode, prefill)
         return plan
 
-    def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
-        """Name the tokens that the lane decodes from, unless each sequence decodes one token after the one that
+    def _speculate(self, micro_batch: MicroBatch, decode: list[Sequence]) -> SpecDecodePlan | None:
+        """Name the tokens that the micro-batch decodes from, unless each sequence decodes one token after the one that
         ranks hold."""
-        drafts, ask = (None, 0) if lane.outstanding else self._tries(decode)
-        if not decode or (drafts is None and not ask and not lane.names_tokens):
+        drafts, ask = (None, 0) if micro_batch.outstanding else self._tries(decode)
+        if not decode or (drafts is None and not ask and not micro_batch.names_tokens):
             return None
         return SpecDecodePlan(
             [SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries],
@@ -191,79 +191,79 @@ class Scheduler:
         most = min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
         return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
-    def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
+    def _commit(self, micro_batch: MicroBatch, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for op in prefill:
-            lane.members[op.request_id].computed += op.count
-            lane.members[op.request_id].read()
+            micro_batch.members[op.request_id].computed += op.count
+            micro_batch.members[op.request_id].read()
         for request_id in (*plan.sampled(), *plan.ended()):
-            lane.members[request_id].inflight += 1
+            micro_batch.members[request_id].inflight += 1
         for sequence in decode:
-            self.shares.charge(sequence.request, 1)
+            self.fair_queue.charge(sequence.request, 1)
             if plan.spec_decode_plan is not None:
                 sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
-        lane.sent(plan)
-        for one in self.batches.lanes:
+        micro_batch.sent(plan)
+        for one in self.batches.micro_batches:
             one.removes = []
         self._under_way[plan.step_id] = plan
         self.next_step += 1
 
-    def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
+    def _admit(self, micro_batch: MicroBatch) -> tuple[list[InsertOp], list[SavePrefixOp]]:
         inserts: list[InsertOp] = []
-        restores: list[SnapshotOp] = []
+        restores: list[SavePrefixOp] = []
         while self._queue and not (self.batches.pressed and self.batches.running):
             sequence = self._first()
-            if self.batches.lane_for(sequence, lane) is not lane:
-                break  # it waits for its own lane's next plan
+            if self.batches.micro_batch_for(sequence, micro_batch) is not micro_batch:
+                break  # it waits for its own micro-batch's next plan
             may_join = self.quarantine.may_join(sequence, self.batches.members())
-            if sequence.inflight or not may_join or not self.batches.fits(lane, sequence):
+            if sequence.inflight or not may_join or not self.batches.fits(micro_batch, sequence):
                 break
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
-            lane.members[sequence.request_id] = sequence
+            micro_batch.members[sequence.request_id] = sequence
             hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens)
             if hit is not None:
-                restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
-            inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
+                restores.append(SavePrefixOp(sequence.request_id, hit.key, hit.length))
+            inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
             self.batches.limit_prefixes()
-            self.shares.charge(sequence.request, sequence.target - sequence.computed)
+            self.fair_queue.charge(sequence.request, sequence.target - sequence.computed)
             keeps = self.prefixes.enabled and sequence.request.pooling is None  # texts are embedded once
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if keeps else 0
         return inserts, restores
 
     def _first(self) -> Sequence:
         """Which of the waiting sequences is next."""
-        return next(self._suspects(), None) or self.shares.first(self._queue)
+        return next(self._suspects(), None) or self.fair_queue.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
         """Waiting suspects, which run alone."""
-        return (sequence for sequence in self._queue if sequence.suspicion.suspect)
+        return (sequence for sequence in self._queue if sequence.quarantine_record.suspect)
 
-    def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
+    def _save(self, sequence: Sequence, op: PrefillOp) -> SavePrefixOp | None:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
         if op.start + op.count != sequence.save_point or self.batches.pressed:
             return None
-        snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
-        return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
+        cached_prefix = self.prefixes.save(sequence.tokens[:op.start + op.count])
+        return None if cached_prefix is None else SavePrefixOp(sequence.request_id, cached_prefix.key, cached_prefix.length)
 
-    def _lasting(self, lane: Lane, saves: list[SnapshotOp], prefill: list[PrefillOp]) -> set[str]:
+    def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
         """Prefixes that are to be on disk too: new ones, and some in memory already, which are warmed."""
-        warmed = (lane.members[op.request_id] for op in prefill if op.last)
+        warmed = (micro_batch.members[op.request_id] for op in prefill if op.last)
         old = (self.prefixes.holding(one.tokens) for one in warmed if one.request.warms and one.request.on_disk)
-        new = ((save.key, lane.members[save.request_id]) for save in saves)
-        return {key for key, one in new if one.request.on_disk and one not in self.departures} | {*filter(None, old)}
+        new = ((save.key, micro_batch.members[save.request_id]) for save in saves)
+        return {key for key, one in new if one.request.on_disk and one not in self.migrations} | {*filter(None, old)}
 
-    def _make_way(self, lane: Lane) -> None:
+    def _make_way(self, micro_batch: MicroBatch) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
-        if not self._queue or (sequence := self._first()).suspicion.suspect:
+        if not self._queue or (sequence := self._first()).quarantine_record.suspect:
             return
         running = Counter(one.request.group for one in self.batches.members())
-        if running[sequence.request.group] or self.batches.fits(lane, sequence):
+        if running[sequence.request.group] or self.batches.fits(micro_batch, sequence):
             return
         sequence.blocked += 1
-        several = [one for one in lane.members.values() if running[one.request.group] > 1]
+        several = [one for one in micro_batch.members.values() if running[one.request.group] > 1]
         if sequence.blocked >= BLOCKED_PLANS and several:
-            group = max((one.request.group for one in several), key=self.shares.account)
+            group = max((one.request.group for one in several), key=self.fair_queue.account)
             self.batches.preempt(one for one in several if one.request.group == group)
 
     # --- results ---
@@ -279,8 +279,8 @@ class Scheduler:
         `now`, seconds of a monotonic clock, tells what steps cost. Without it speculative decoding never begins.
         """
         plan = self._under_way.pop(result.step_id)
-        lane = self.batches.lanes[plan.lane]
-        ahead = lane.returned(plan)
+        micro_batch = self.batches.micro_batches[plan.micro_batch]
+        ahead = micro_batch.returned(plan)
         if not plan.decode:
             self.disk.computed(sum(op.count for op in plan.prefill),
                                max((op.start + op.count for op in plan.prefill), default=0), busy_s)
@@ -301,7 +301,7 @@ class Scheduler:
                 sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
-        seconds = lane.took(now)
+        seconds = micro_batch.took(now)
         self.speculation.took(plan, seconds, ahead=ahead)
         self.prompts.took(plan, now, seconds, busy_s, self._under_way.values())
         return outputs
@@ -319,14 +319,14 @@ class Scheduler:
             reason = sequence.end_reason(self.limits.eos_token_ids)
             taken += 1
         self._got(sequence, len(sequence.tokens))
-        self.shares.charge(sequence.request, taken - 1)
-        if sequence.lane is not None and sequence.decoding:
+        self.fair_queue.charge(sequence.request, taken - 1)
+        if sequence.micro_batch is not None and sequence.decoding:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         sequence.read()
         if reason:
             self._finish(sequence)
-        elif sequence.yields and sequence.lane is not None and any(self._suspects()):
-            self.batches.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
+        elif sequence.yields and sequence.micro_batch is not None and any(self._suspects()):
+            self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next one's turn, alone too
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
@@ -337,7 +337,7 @@ class Scheduler:
     def _got(sequence: Sequence, positions: int) -> None:
         """Record positions that the ranks have surely computed."""
         sequence.reached = positions
-        sequence.yields |= sequence.suspicion.passed(positions)
+        sequence.yields |= sequence.quarantine_record.passed(positions)
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """Return the output of a sequence that ends with its prompt; None for one that was aborted."""
@@ -366,9 +366,9 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
-        self.shares.leave(sequence.request)
-        if sequence.lane is not None:
-            self.batches.lanes[sequence.lane].drop(sequence)
+        self.fair_queue.leave(sequence.request)
+        if sequence.micro_batch is not None:
+            self.batches.micro_batches[sequence.micro_batch].drop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if not sequence.inflight:
@@ -380,19 +380,19 @@ class Scheduler:
         """Queue all sequences again after their ranks are gone, with the tokens they have, in the order of arrival.
 
         Unless they `died` they ended on purpose; without `blame` no request is at fault. A death while nothing ran
-        clears all suspects: something else kills ranks. Suspects are next, and run alone (protocol/suspicion.py).
+        clears all suspects: something else kills ranks. Suspects are next, and run alone (protocol/quarantine.py).
         Returns refusals for requests that are not tried again.
         """
         if died and not (self._under_way or self.compiling):
             for sequence in self.sequences.values():
-                sequence.suspicion.clear()
+                sequence.quarantine_record.clear()
         elif died and blame:
             self.quarantine.accuse(self.sequences, self._under_way.values())
         self._under_way.clear()
         self.speculation.forget()
         self.batches.restart()
         self.disk.reset()
-        self.departures.forget()
+        self.migrations.forget()
         self.waiting.clear()
         refused: list[EngineMessage] = []
         for request_id, sequence in list(self.sequences.items()):
@@ -404,7 +404,7 @@ class Scheduler:
                 continue
             del self.sequences[request_id]
             if refusal is not None:
-                self.shares.leave(sequence.request)
+                self.fair_queue.leave(sequence.request)
                 refused.append(refusal)
         return refused
 

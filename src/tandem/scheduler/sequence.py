@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from tandem.protocol.control import Refused
 from tandem.protocol.logprobs import PromptLogprobs, joined
+from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
-from tandem.protocol.suspicion import Suspicion
 from tandem.speculation.proposers import Proposer
 
 
 @dataclass(eq=False)
 class Sequence:
-    """Everything the engine knows of a request: enough to start it again from nothing on a new gang."""
+    """Everything the engine knows of a request: enough to start it again from nothing on a new rank group."""
 
     request: EngineRequest
     seed: int
@@ -25,8 +25,8 @@ class Sequence:
     """Counts arrivals: the youngest sequence has the highest."""
     tokens: list[int] = field(default_factory=list)
     """Prompt, then the tokens produced so far."""
-    lane: int | None = None
-    """Lane in which it runs; None while it waits."""
+    micro_batch: int | None = None
+    """Micro-batch in which it runs; None while it waits."""
     computed: int = 0
     """Positions whose KV the ranks hold once all plans sent so far are done."""
     target: int = 0
@@ -51,8 +51,8 @@ class Sequence:
     looked: bool = False
     """Ranks have looked on their disks for what another engine wrote of it, or do."""
     deaths: int = 0
-    """Gangs that died while they worked on it."""
-    suspicion: Suspicion = field(default_factory=Suspicion)
+    """rank groups that died while they worked on it."""
+    quarantine_record: QuarantineRecord = field(default_factory=QuarantineRecord)
     """Evidence that it kills ranks."""
     reached: int = 0
     """Positions that the ranks have surely computed since it was last inserted."""
@@ -73,8 +73,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
-        if self.request.suspicion is not None:
-            self.suspicion = replace(self.request.suspicion)
+        if self.request.quarantine_record is not None:
+            self.quarantine_record = replace(self.request.quarantine_record)
 
     @property
     def request_id(self) -> str:
@@ -89,12 +89,12 @@ class Sequence:
     @property
     def may_be_tried(self) -> bool:
         """True for a suspect that may run alone once it is next."""
-        return self.suspicion.suspect and (self.rested or not self.suspicion.rests)
+        return self.quarantine_record.suspect and (self.rested or not self.quarantine_record.rests)
 
     @property
     def expected(self) -> bool:
         """True if its api needs no notice, or has acknowledged it."""
-        return self.noted or self.request.suspicion is None
+        return self.noted or self.request.quarantine_record is None
 
     @property
     def prompt_len(self) -> int:
@@ -129,10 +129,10 @@ class Sequence:
         """True when the tokens in flight bring it to its limit, so that it needs no further step."""
         return self.produced + self.inflight >= self.request.params.max_tokens
 
-    def enter(self, lane: int, cached: int = 0) -> InsertOp:
-        """Start (again) in `lane`, with the first `cached` positions from the prefix cache."""
+    def enter(self, micro_batch: int, cached: int = 0) -> InsertOp:
+        """Start (again) in `micro_batch`, with the first `cached` positions from the prefix cache."""
         self.reached, self.yields = cached, False
-        self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
+        self.micro_batch, self.computed, self.target, self.skipped = micro_batch, cached, len(self.tokens), 0
         self.cached = cached
         self.told = len(self.tokens)
         self.awaits_grammar = self.samples and self.request.params.structured_outputs is not None
@@ -195,7 +195,7 @@ class Sequence:
 
     def leave(self) -> None:
         """Give up its place; its KV is gone with it."""
-        self.lane, self.computed, self.awaits_grammar = None, 0, False
+        self.micro_batch, self.computed, self.awaits_grammar = None, 0, False
 
 
 def no_token(request_id: str, why: int) -> Refused:

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from tandem.errors import NotFoundError, RequestError, TimeoutExceeded
 from tandem.server.context import get_api, unless_gone
-from tandem.server.engines.residents import Residents
+from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.served_model import Served
 from tandem.server.sse import KEEP_ALIVE, REFUSAL_GRACE_S, failed_stream, start_stream
 
@@ -32,35 +32,35 @@ async def acquire(http: Request, name: str | None, *, stream: bool | None = Fals
     For a `stream` that has to wait the answer begins at once, with comments until the model is there; an error after
     that is written by `error`. Raises RequestError.
     """
-    served, residents = find_model(http, name), get_api(http).residents
-    if residents is None:
+    served, model_pool = find_model(http, name), get_api(http).model_pool
+    if model_pool is None:
         return served
-    if residents.available(served):
-        await _enter(http, served, residents)
+    if model_pool.available(served):
+        await _enter(http, served, model_pool)
     elif stream:
-        await _wait_in_stream(http, served, residents, error)
+        await _wait_in_stream(http, served, model_pool, error)
     else:
-        await _wait(http, served, residents)
+        await _wait(http, served, model_pool)
     return served
 
 
-async def _enter(http: Request, served: Served, residents: Residents) -> None:
-    await residents.enter(served)
+async def _enter(http: Request, served: Served, model_pool: ModelPool) -> None:
+    await model_pool.enter(served)
     http.scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
 
 
-async def _wait(http: Request, served: Served, residents: Residents) -> None:
+async def _wait(http: Request, served: Served, model_pool: ModelPool) -> None:
     limit = get_api(http).settings.server.request_timeout
     try:
         async with asyncio.timeout(limit):
-            await unless_gone(http, _enter(http, served, residents))
+            await unless_gone(http, _enter(http, served, model_pool))
     except TimeoutError:
         raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
 
 
-async def _wait_in_stream(http: Request, served: Served, residents: Residents,
+async def _wait_in_stream(http: Request, served: Served, model_pool: ModelPool,
                           error: Callable[[RequestError], bytes]) -> None:
-    waiting = asyncio.create_task(_wait(http, served, residents))
+    waiting = asyncio.create_task(_wait(http, served, model_pool))
     try:
         await asyncio.wait((waiting,), timeout=REFUSAL_GRACE_S)
         while not waiting.done():

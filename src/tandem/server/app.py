@@ -12,10 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from tandem.borders import start_task
 from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
+from tandem.crash_guard import start_task
 from tandem.errors import UnavailableError
 from tandem.server.anthropic import routes as anthropic
 from tandem.server.body import refuse_query
@@ -23,8 +23,8 @@ from tandem.server.cache import routes as cache
 from tandem.server.cache.at_start import Warmer
 from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.context import Api
+from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
-from tandem.server.engines.residents import Residents
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.openai import chat, completions, embeddings, models, tokens
@@ -46,12 +46,12 @@ _PRELOAD_FIRST_S = 0.05
 """Seconds between looks before there has been any."""
 
 
-def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits] | None = None
+def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[str, ClientLimits] | None = None
                ) -> FastAPI:  # fmt: skip
     """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
     `keys` are the API keys, by default those of the settings and their file.
 
-    Raises UsageError when a file with API keys or of `--warm` cannot be read, or the journal cannot be used.
+    Raises UsageError when a file with API keys or of `--warmup-prompts` cannot be read, or the journal cannot be used.
     """
     api = Api(settings, client, api_keys(settings) if keys is None else keys)
     jobs = Jobs(api) if settings.server.journal is not None else None
@@ -97,7 +97,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await batches.start()
         await jobs.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
-    preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
+    preload = [start_task(_preload(api), name="tokenizer-preload")] if api.model_pool is None else []
     preload.append(start_task(app.state.warmer.run(), name="warmer"))
     try:
         yield

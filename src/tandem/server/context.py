@@ -19,16 +19,16 @@ from tandem.errors import NotFoundError, RequestError, UnavailableError
 from tandem.log import Seldom
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
+from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
-from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
 from tandem.server.fields import told
 from tandem.server.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.waiting import Stopped, unless
+from tandem.server.workers.fair_semaphore import FairSemaphore
 from tandem.server.workers.pool import Workers
-from tandem.server.workers.turns import Turns
 from tandem.version import __version__
 
 if TYPE_CHECKING:
@@ -42,19 +42,19 @@ FINGERPRINT = f"tandem-{__version__}"
 class Api:
     """Settings, models, live requests and metrics."""
 
-    def __init__(self, settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits]) -> None:
+    def __init__(self, settings: Settings, client: Replicas | ModelPool, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
         self.client = client
         """The engines of all models together."""
-        self.residents = client if isinstance(client, Residents) else None
+        self.model_pool = client if isinstance(client, ModelPool) else None
         """Loads and unloads models, where there are several."""
-        self.served = client.served if isinstance(client, Residents) else [Served(settings, client)]
+        self.served = client.served if isinstance(client, ModelPool) else [Served(settings, client)]
         """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
-        self.workers = Workers(settings.scheduler.max_queue)
+        self.workers = Workers(settings.scheduler.max_queued_requests)
         """Sandboxes for what is large or costly in requests."""
-        self.text_turns = Turns(THREADS - 1, settings.scheduler.max_queue)
+        self.text_semaphore = FairSemaphore(THREADS - 1, settings.scheduler.max_queued_requests)
         """Turns of texts in threads; one thread is left for what is read on the way there."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
@@ -81,13 +81,13 @@ class Api:
     def check(self) -> None:
         """Raises UnavailableError when requests cannot be taken now."""
         self.check_open()
-        if self.residents is None:
+        if self.model_pool is None:
             self.served[0].status()
 
     def ready(self) -> bool:
         """True when a request sent now would be worked on at once, or as soon as its model is loaded."""
-        if self.residents is not None:
-            return not self.draining and self.residents.alive
+        if self.model_pool is not None:
+            return not self.draining and self.model_pool.alive
         client = self.served[0].client
         return not self.draining and self.served[0].ready() and (client.warmed is None or client.reached() > 0)
 
@@ -105,8 +105,8 @@ class Api:
 
     def max_context(self, served: Served) -> int | None:
         """Most tokens of prompt and output together, also of a model that is not loaded; None while it is not known."""
-        if self.residents is not None:
-            return self.residents.max_context(served)
+        if self.model_pool is not None:
+            return self.model_pool.max_context(served)
         return served.client.status.max_context if served.client.status is not None else None
 
     def release(self, scope: Scope) -> None:
@@ -115,8 +115,8 @@ class Api:
         if lease is not None:
             lease.end()
         served = scope.pop("tandem.entered", None)
-        if served is not None and self.residents is not None:
-            self.residents.leave(served)
+        if served is not None and self.model_pool is not None:
+            self.model_pool.leave(served)
 
     def find_live(self, request_id: str, group: str) -> Running | None:
         """A live request of this client (of anyone, when there are no API keys)."""
@@ -127,8 +127,8 @@ class Api:
         """End every generating request with `error`; those in the journal are for the next process."""
         for live in list(self.live.values()):
             live.end(error)
-        if self.residents is not None:
-            self.residents.fail_waiting(error)
+        if self.model_pool is not None:
+            self.model_pool.fail_waiting(error)
         for tell in self.at_end:
             tell(error)
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 from msgspec.structs import replace
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import RequestError, ServerError, TimeoutExceeded
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob

@@ -27,8 +27,8 @@ from tandem.server.connections.acceptor import Acceptor, most_connections
 from tandem.server.connections.connection import Connection
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
+from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
-from tandem.server.engines.residents import Residents
 from tandem.server.failures import error_response, unexpected
 from tandem.server.listener import listen
 
@@ -166,7 +166,7 @@ def _as_ipv6(networks: Iterable[str]) -> list[str]:
     return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 
 
-def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,
+def run_api(settings: Settings, engines: Replicas | ModelPool, *, fd: int | None = None,
             announce: bool = True, keys: Mapping[str, ClientLimits] | None = None) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 

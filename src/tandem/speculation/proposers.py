@@ -1,7 +1,7 @@
-"""Whether a lane speculates in its next step, and with how many drafts: what it gains against what it costs. Pure.
+"""Whether a micro-batch speculates in its next step, and with how many drafts: what it gains against what it costs. Pure.
 
 Gains are estimated for each sequence from how its predictions fared, which for n-grams is known whether they were tried
-out or not. Costs are what steps of so many rows and positions took lately, given to us as data. A lane speculates only
+out or not. Costs are what steps of so many rows and positions took lately, given to us as data. A micro-batch speculates only
 where that brings more tokens a second than plain decoding, so that it turns itself off and on.
 """
 
@@ -261,7 +261,7 @@ class Speculation:
         return max(map(len, best)) if best else 0
 
     def took(self, plan: StepPlan, seconds: float | None, *, ahead: bool) -> None:
-        """Record that a result came `seconds` after the one before it in its lane; None where that is not known.
+        """Record that a result came `seconds` after the one before it in its micro-batch; None where that is not known.
 
         Plain steps count when they were sent `ahead` of the result of the one before: drafts cannot be, and have to
         beat that.

@@ -67,7 +67,7 @@ class ApiProcess(SupervisedChild):
         """Record an answer of process `pid`; True if that is the api."""
         if self.child is None or self.child.pid != pid:
             return False
-        self.vigil.heard()
+        self.health_check.heard()
         self._mistakes = 0
         self.serves()
         return True
@@ -79,7 +79,7 @@ class ApiProcess(SupervisedChild):
                 self.start()
         elif (code := self.child.poll()) is not None:
             return self._over(code, self.child.describe_exit())
-        elif (trouble := self.vigil.verdict()) is not None:
+        elif (trouble := self.health_check.verdict()) is not None:
             log.error("the api %s; replacing it", trouble)
             self._history.note("api_hung", f"the api process {trouble}; it is replaced", level="error")
             self.child.kill()

@@ -37,7 +37,7 @@ def backoff(times: int) -> float:
     return min(BACKOFF_S * 2.0 ** min(times, 10), MAX_BACKOFF_S)
 
 
-class Vigil:
+class HealthCheck:
     """Health check of one child, from its first sign of life on."""
 
     def __init__(self, child: ChildProcess, silent_s: float) -> None:
@@ -94,7 +94,7 @@ class SupervisedChild:
     restart_at: float = 0.0
     serving_since: float | None = None
     """When the process was first seen to serve; None before that."""
-    vigil: Vigil = field(init=False)
+    health_check: HealthCheck = field(init=False)
     _reading: int = -1
     """End of the pipe for its last words."""
     _unborn: int = 0
@@ -116,7 +116,7 @@ class SupervisedChild:
                 self.last_words()
                 self._unborn += 1
                 return backoff(self._unborn), getattr(error, "message", str(error))
-        self._unborn, self.serving_since, self.vigil = 0, None, Vigil(self.child, silent_s)
+        self._unborn, self.serving_since, self.health_check = 0, None, HealthCheck(self.child, silent_s)
         return None
 
     def serves(self) -> None:

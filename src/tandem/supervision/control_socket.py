@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tandem.engine.gateway import is_heard
+from tandem.engine.ipc_server import is_heard
 from tandem.env import runtime_dir
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom

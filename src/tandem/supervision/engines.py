@@ -156,10 +156,10 @@ class EngineSet:
                                f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
                 replica.serves()
             if self.announced:
-                replica.vigil.heard()
+                replica.health_check.heard()
                 if status.state != "starting" and status.age_s > HUNG_S:
                     return f"answers, but its main loop has stood still for {status.age_s:.0f} s"
-        return replica.vigil.verdict()
+        return replica.health_check.verdict()
 
     def _ask(self, replica: ReplicaProcess) -> EngineStatus | None:
         """Return its status, if it has answered since the last call."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
-from tandem.engine.layout import GangLayout, plan_layout
+from tandem.engine.layout import RankGroupLayout, plan_layout
 from tandem.errors import OutOfMemory, UsageError
 from tandem.kv.budget import held_sequences
 from tandem.launchers.machines import hosts_for, told_memory
@@ -84,7 +84,7 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
         names = [hosts[spec.rank] if hosts else HERE for spec in layout.ranks]
         for name in set(names):
             specs = [spec for spec, host in zip(layout.ranks, names, strict=True) if host == name]
-            sequences = held_sequences(mine.scheduler.max_batch_size, layout.lanes)
+            sequences = held_sequences(mine.scheduler.max_batch_size, layout.micro_batches)
             sizes = [_weights(layout, spec, machines.gpu, sequences) for spec in specs]
             # The ranks of a machine get equal parts of it.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
@@ -118,7 +118,7 @@ def check_fit(name: str, model: Footprint, budget: dict[str, int], pinned: dict[
     for machine, need in model.needs.items():
         beside = sum(needs.get(machine, 0) for needs in others.values())
         if need + beside > budget[machine]:
-            with_others = f", and {', '.join(others)} (--keep) {_mib(beside)}" if beside else ""
+            with_others = f", and {', '.join(others)} (--pinned-models) {_mib(beside)}" if beside else ""
             raise OutOfMemory(
                 f"model {name} can never be loaded: it needs {_mib(need)} on {machine} ({_mib(model.weights[machine])} "
                 f"of weights, the rest for a KV cache of {model.kv_tokens} tokens){with_others}, and models may use "
@@ -133,7 +133,7 @@ def _refuse_by_hand(settings: Settings) -> None:
                          f"model; several models need ranks that Tandem starts ({others})", param="launcher")
 
 
-def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
+def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
     """Bytes of weights, and of the recurrent states of so many sequences."""
     adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     states = rank_states(layout.description, spec, sequences, gpu=gpu)

@@ -16,8 +16,8 @@ from tandem.config.loading import to_json
 from tandem.config.settings import Role, Settings
 from tandem.env import engine_socket_path
 from tandem.launchers.machines import ranks_of, replica_hosts, role_of
+from tandem.launchers.process_groups import visible_gpus
 from tandem.launchers.registry import launcher_kind, sharing
-from tandem.launchers.worlds import visible_gpus
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import zmq
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
 from tandem.log import Seldom
 from tandem.protocol import blobs

@@ -1,5 +1,5 @@
 """Messages between one end and the many that connect to it: the engine and its ranks (the control bus), the head and
-its rank hosts (the join socket). msgpack structs over CURVE-secured TCP."""
+its node agents (the join socket). msgpack structs over CURVE-secured TCP."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RankBus(SpokeSocket[RankMessage, RankCommand]):
 
 
 def rank_identity(rank: int, generation: str) -> bytes:
-    """Return the ZeroMQ identity of a rank; the generation keeps out ranks of a former gang."""
+    """Return the ZeroMQ identity of a rank; the generation keeps out ranks of a former rank group."""
     return f"{rank}:{generation}".encode("ascii")
 
 
@@ -143,7 +143,7 @@ class HeadEnd(HubSocket[HeadMessage, HostMessage]):
 
 
 class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
-    """A rank host's end of the join socket: connected to one address of the head."""
+    """A node agent's end of the join socket: connected to one address of the head."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, identity: str) -> None:
         super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500,

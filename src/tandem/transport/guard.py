@@ -16,7 +16,7 @@ from collections import Counter
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.log import Seldom
 from tandem.protocol.keys import HANDSHAKE_S
 
@@ -44,7 +44,7 @@ class Guard:
         self._most = MOST if soft == resource.RLIM_INFINITY else max(min(MOST, soft // 8), 4)
         self._strangers: dict[int, tuple[str, float]] = {}
         """Address and time of each connection that counts, by descriptor, the oldest first."""
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._standby: int | None = os.open(os.devnull, os.O_RDONLY)
         """A descriptor for a connection that waits when there is no other: it is accepted and closed. ZeroMQ would
         try again without a pause."""
         self._monitor = bound.get_monitor_socket(_EVENTS)
@@ -55,8 +55,8 @@ class Guard:
         with contextlib.suppress(zmq.ZMQError):
             self._bound.disable_monitor()
         self._thread.join()
-        if self._spare is not None:
-            os.close(self._spare)
+        if self._standby is not None:
+            os.close(self._standby)
 
     def _run(self) -> None:
         while True:
@@ -76,9 +76,9 @@ class Guard:
         elif event == zmq.EVENT_ACCEPT_FAILED:
             seldom.warning("a connection cannot be accepted at the %s: %s; it is closed; a higher `ulimit -n` before "
                            "the start gives more room", self._name, os.strerror(number))
-            if self._spare is not None:
-                os.close(self._spare)
-                self._spare = None
+            if self._standby is not None:
+                os.close(self._standby)
+                self._standby = None
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._keyless_s is None and self._strangers:
                 self._strangers.popitem()
@@ -86,15 +86,15 @@ class Guard:
             seldom.log(logging.WARNING, "refused a peer at the %s %s: it does not hold this cluster's keys; it is not "
                        "let in, and disturbs nobody (others are not logged for a while)", self._name, self._endpoint,
                        kind=self._endpoint)
-        if self._spare is None and event != zmq.EVENT_ACCEPT_FAILED:
+        if self._standby is None and event != zmq.EVENT_ACCEPT_FAILED:
             with contextlib.suppress(OSError):  # there is still none
-                self._spare = os.open(os.devnull, os.O_RDONLY)
+                self._standby = os.open(os.devnull, os.O_RDONLY)
 
     def _admit(self, number: int) -> None:
         """Count a connection. One too many of its address is shut; one too many of all costs the address with the most
         its oldest. One that has ended by now counts for nobody; its end is reported next."""
         address = self._peer(number)
-        if self._spare is None:
+        if self._standby is None:
             self._peer(number, shut=True)
             return
         self._strangers[number] = (address or "", time.monotonic())

@@ -1,11 +1,11 @@
 """vLLM's SchedulerOutput to our StepPlan. Pure, and the same on every worker, since all get the same outputs.
 
-vLLM picks the sequences of each step anew, our runner decodes whole lanes. A step becomes one plan for the lane that
+vLLM picks the sequences of each step anew, our runner decodes whole micro-batches. A step becomes one plan for the micro-batch that
 holds most of what decodes in it; the others move there, and what must wait moves out. With pipeline stages vLLM keeps
-several disjoint batches in flight, each of which settles in a lane of its own, so that moves are rare.
+several disjoint batches in flight, each of which settles in a micro-batch of its own, so that moves are rare.
 
-KV lies in rows, not in vLLM's blocks. A prefix that vLLM takes for computed is restored from a snapshot of an earlier
-prompt; what no snapshot holds is computed again, unseen by vLLM.
+KV lies in rows, not in vLLM's blocks. A prefix that vLLM takes for computed is restored from a cached prefix of an earlier
+prompt; what no cached prefix holds is computed again, unseen by vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.protocol.step import (
     InsertOp,
     MoveOp,
     PrefillOp,
-    SnapshotOp,
+    SavePrefixOp,
     SpecDecodePlan,
     SpecDecodeRow,
     StepPlan,
@@ -44,7 +44,7 @@ class _HeldRequest:
     seed: int
     tokens: list[int] = field(default_factory=list)
     """Tokens to compute before it decodes: the prompt, and after a preemption the output so far."""
-    lane: int = -1
+    micro_batch: int = -1
     """-1: the ranks do not hold it, because it was preempted."""
     computed: int = 0
     """KV positions once all plans so far are done."""
@@ -60,9 +60,9 @@ class _Ops:
     removes: list[str] = field(default_factory=list)
     moves: list[MoveOp] = field(default_factory=list)
     inserts: list[InsertOp] = field(default_factory=list)
-    restores: list[SnapshotOp] = field(default_factory=list)
+    restores: list[SavePrefixOp] = field(default_factory=list)
     prefill: list[PrefillOp] = field(default_factory=list)
-    saves: list[SnapshotOp] = field(default_factory=list)
+    saves: list[SavePrefixOp] = field(default_factory=list)
     seeds: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,22 +73,22 @@ class Adapter:
                  prefix_extra: int = 0, drafts: bool = False) -> None:
         """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
 
-        `prefix_tokens`: positions of snapshots, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
-        `prefix_extra`: positions that a snapshot costs besides its own, for states.
+        `prefix_tokens`: positions of cached prefixes, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
+        `prefix_extra`: positions that a cached prefix costs besides its own, for states.
         `drafts`: vLLM schedules drafts, and `sampled` is told of every step's tokens before the next one is planned.
         """
-        self.lanes = stages + 1
-        """Lanes that the runner needs: one for each batch in flight, and one for sequences that wait."""
+        self.micro_batches = stages + 1
+        """Micro-batches that the runner needs: one for each batch in flight, and one for sequences that wait."""
         self._kv_tokens = kv_tokens
         self._chunk = chunk
         self._drafts = drafts
         self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable, extra=prefix_extra)
-        self._members: list[dict[str, None]] = [{} for _ in range(self.lanes)]
+        self._members: list[dict[str, None]] = [{} for _ in range(self.micro_batches)]
         self._sequences: dict[str, _HeldRequest] = {}
         self._step = 0
-        self._last_lane = -1
+        self._last_micro_batch = -1
         self.recomputed = 0
-        """Positions that vLLM took for cached and no snapshot held."""
+        """Positions that vLLM took for cached and no cached prefix held."""
 
     def plan(self, output: SchedulerOutput) -> StepPlan | None:
         """The plan of one step; None when the ranks have nothing to do. Raises BatchDesync."""
@@ -98,28 +98,28 @@ class Adapter:
         tried, counts = self._tried(output)
         decode = [request_id for request_id in counts
                   if request_id not in fresh and self._sequences[request_id].decoding]
-        lane = self._choose(decode)
-        self._gather(lane, list(counts), fresh, decode, ops)
+        micro_batch = self._choose(decode)
+        self._gather(micro_batch, list(counts), fresh, decode, ops)
         for request_id, computed in fresh.items():
-            self._insert(lane, request_id, computed, ops)
+            self._insert(micro_batch, request_id, computed, ops)
         if not (counts or ops.removes):
             return None
         spec = self._spec_decode(decode, tried) if self._drafts and decode else None
         fingerprint = batch_fingerprint(
-            (request_id, self._sequences[request_id].computed) for request_id in self._members[lane])
+            (request_id, self._sequences[request_id].computed) for request_id in self._members[micro_batch])
         for request_id, count in counts.items():
             self._advance(request_id, fresh.get(request_id, self._sequences[request_id].computed) + count, ops)
         self._make_room()
-        rows = [request_id for request_id in self._members[lane] if self._sequences[request_id].decoding]
+        rows = [request_id for request_id in self._members[micro_batch] if self._sequences[request_id].decoding]
         ends = {op.request_id for op in ops.prefill if op.last}
         plan = StepPlan(
-            step_id=self._step, lane=lane, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
+            step_id=self._step, micro_batch=micro_batch, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
             restores=ops.restores, decode=decode, prefill=ops.prefill, saves=ops.saves,
             evicts=self._prefixes.take_evicted(), sampling_seeds=ops.seeds, fingerprint=fingerprint,
             spec_decode_plan=spec,
             pause=not decode and any(request_id not in ends for request_id in rows))
         self._step += 1
-        self._last_lane = lane
+        self._last_micro_batch = micro_batch
         return plan
 
     def sampled(self, request_id: str, tokens: list[int]) -> None:
@@ -156,11 +156,11 @@ class Adapter:
     def _drop(self, request_id: str, ops: _Ops) -> None:
         """Remove a sequence from the ranks, but keep its record: vLLM may resume it."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.lane < 0:
+        if sequence is None or sequence.micro_batch < 0:
             return
-        del self._members[sequence.lane][request_id]
+        del self._members[sequence.micro_batch][request_id]
         ops.removes.append(request_id)
-        sequence.lane, sequence.computed, sequence.decoding = -1, 0, False
+        sequence.micro_batch, sequence.computed, sequence.decoding = -1, 0, False
 
     def _arrivals(self, output: SchedulerOutput, ops: _Ops) -> dict[str, int]:
         """Sequences to insert, with the positions that vLLM takes for computed; their `tokens` are set."""
@@ -180,7 +180,7 @@ class Adapter:
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
                 self._drop(request_id, ops)
-            if sequence.lane < 0:
+            if sequence.micro_batch < 0:
                 sequence.tokens = list(cached.all_token_ids[request_id])
                 fresh[request_id] = computed
             elif self._drafts and sequence.decoding and computed < sequence.computed:
@@ -190,45 +190,45 @@ class Adapter:
                                   f"have {sequence.computed}")
         return fresh
 
-    # --- which lane ---
+    # --- which micro-batch ---
 
     def _choose(self, decode: list[str]) -> int:
-        """The lane that holds most of what decodes; otherwise the emptiest, but not the one that was used last."""
-        lanes_of = [self._sequences[request_id].lane for request_id in decode]
-        lanes = range(self.lanes - 1)
-        best = max(lanes, key=lambda lane: lanes_of.count(lane))
-        if lanes_of.count(best):
+        """The micro-batch that holds most of what decodes; otherwise the emptiest, but not the one that was used last."""
+        micro_batches_of = [self._sequences[request_id].micro_batch for request_id in decode]
+        micro_batches = range(self.micro_batches - 1)
+        best = max(micro_batches, key=lambda micro_batch: micro_batches_of.count(micro_batch))
+        if micro_batches_of.count(best):
             return best
-        return min(lanes, key=lambda lane: (len(self._members[lane]), lane == self._last_lane))
+        return min(micro_batches, key=lambda micro_batch: (len(self._members[micro_batch]), micro_batch == self._last_micro_batch))
 
-    def _gather(self, lane: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
-        """Move what is scheduled into `lane`, and out of it what holds the decode up."""
+    def _gather(self, micro_batch: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
+        """Move what is scheduled into `micro_batch`, and out of it what holds the decode up."""
         if decode:
-            for request_id in list(self._members[lane]):
+            for request_id in list(self._members[micro_batch]):
                 if self._sequences[request_id].decoding and request_id not in scheduled:
-                    self._move(request_id, self.lanes - 1, ops)
+                    self._move(request_id, self.micro_batches - 1, ops)
         for request_id in scheduled:
-            if request_id not in fresh and self._sequences[request_id].lane != lane:
-                self._move(request_id, lane, ops)
+            if request_id not in fresh and self._sequences[request_id].micro_batch != micro_batch:
+                self._move(request_id, micro_batch, ops)
 
     def _move(self, request_id: str, target: int, ops: _Ops) -> None:
         sequence = self._sequences[request_id]
-        ops.moves.append(MoveOp(request_id, sequence.lane, target))
-        del self._members[sequence.lane][request_id]
+        ops.moves.append(MoveOp(request_id, sequence.micro_batch, target))
+        del self._members[sequence.micro_batch][request_id]
         self._members[target][request_id] = None
-        sequence.lane = target
+        sequence.micro_batch = target
 
     # --- what is computed ---
 
-    def _insert(self, lane: int, request_id: str, computed: int, ops: _Ops) -> None:
+    def _insert(self, micro_batch: int, request_id: str, computed: int, ops: _Ops) -> None:
         sequence = self._sequences[request_id]
-        sequence.lane = lane
-        self._members[lane][request_id] = None
+        sequence.micro_batch = micro_batch
+        self._members[micro_batch][request_id] = None
         ops.inserts.append(InsertOp(request_id, sequence.tokens, sequence.prompt_len, sequence.params))
         ops.seeds[request_id] = sequence.seed
         hit = self._prefixes.lookup(sequence.tokens[:computed + 1]) if computed else None
         if hit is not None:
-            ops.restores.append(SnapshotOp(request_id, hit.key, hit.length))
+            ops.restores.append(SavePrefixOp(request_id, hit.key, hit.length))
             sequence.computed = hit.length
         self.recomputed += computed - sequence.computed
 
@@ -246,12 +246,12 @@ class Adapter:
                 stop = save_point
             ops.prefill.append(PrefillOp(request_id, sequence.computed, stop - sequence.computed, stop == total))
             sequence.computed = stop
-            if stop == save_point and (snapshot := self._prefixes.save(sequence.tokens[:stop])) is not None:
-                ops.saves.append(SnapshotOp(request_id, snapshot.key, snapshot.length))
+            if stop == save_point and (cached_prefix := self._prefixes.save(sequence.tokens[:stop])) is not None:
+                ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length))
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Drop snapshots where running sequences need the room."""
+        """Drop cached prefixes where running sequences need the room."""
         used = sum(batch_positions(self._sequences[request_id].computed for request_id in members)
                    for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

@@ -10,7 +10,7 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import ConfigError, ModelNotFound, UnsupportedModel
 from tandem.models.description import describe
-from tandem.models.trial import require_trial
+from tandem.models.dry_run import require_dry_run
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -79,7 +79,7 @@ def refuse_model(model: str, revision: str | None, multimodal: Callable[[str], b
         files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None, weights=False)
     except ModelNotFound:
         return
-    require_trial(files.path, describe(files))
+    require_dry_run(files.path, describe(files))
     for name in read_config(files.path).get("architectures") or ():
         if multimodal(str(name)):
             raise UnsupportedModel(f"{files.name}: {name} takes images, video or sound, which is not supported under "

@@ -10,17 +10,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tandem.borders import start_thread
 from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
+from tandem.crash_guard import start_thread
 from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
 from tandem.loading.stage import CacheBytes, StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
+from tandem.models.dry_run import require_dry_run
 from tandem.models.footprint import layer_state_bytes, slice_bytes, token_elements
 from tandem.models.partition import split_layers
 from tandem.models.shard import held_kv_heads, plan_shards
-from tandem.models.trial import require_trial
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
@@ -81,7 +81,7 @@ class LoadedRank:
     description: ModelDescription
     trimmable: bool
     """The model's caches can be cut. As what follows it is the same on all ranks, which write the same plans."""
-    snapshot_positions: int
+    cached_prefix_positions: int
     """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int
     """Memory of the machine or device."""
@@ -97,7 +97,7 @@ class LoadedRank:
         """Convert `nbytes` for KV to the number that vLLM is told."""
         heads, width = self.counted_heads
         counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
-        return counted_room(nbytes, counted, self.stage.cache_bytes, self.snapshot_positions)
+        return counted_room(nbytes, counted, self.stage.cache_bytes, self.cached_prefix_positions)
 
 
 def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
@@ -110,18 +110,18 @@ def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
     return 1, max(math.ceil(own / 2), 1)
 
 
-def counted_room(nbytes: int, counted: int, own: CacheBytes, snapshot_positions: int) -> int:
+def counted_room(nbytes: int, counted: int, own: CacheBytes, cached_prefix_positions: int) -> int:
     """Convert `nbytes` for KV to the number with which vLLM, which counts a token as `counted` bytes, hands out as many
     tokens as fit.
 
     The layers of this rank may take more than those of all ranks on average, for a token as for the states of a
-    snapshot, which counts as `snapshot_positions` tokens.
+    cached prefix, which counts as `cached_prefix_positions` tokens.
     """
-    each = max(own.position or counted, -(-own.state // snapshot_positions) if snapshot_positions else 0)
+    each = max(own.position or counted, -(-own.state // cached_prefix_positions) if cached_prefix_positions else 0)
     return nbytes * counted // each
 
 
-def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, lanes: int,
+def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, micro_batches: int,
          group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> LoadedRank:
     """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
     `sharing`: ranks on this machine.
@@ -132,7 +132,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     limit_memory(memory_share, sharing)
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
-    require_trial(files.path, description)
+    require_dry_run(files.path, description)
     layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
                           explicit=layout.layer_split, uncut=description.uncut)[layout.stage]
     dequantize = not on_gpu()
@@ -149,11 +149,11 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shards[layout.tp_rank],
                        tensor_parallel=group, fuse=on_gpu())
     link = ChannelLink(channel) if channel is not None else None
-    runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
+    runner = Runner(stage, micro_batches=micro_batches, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
                     link=link, group=group, samples=layout.samples, drafts=drafts, attention=chosen_attention())
     wire_weights(None, memory_share)
     return LoadedRank(runner=runner, stage=stage, description=description,
                       trimmable=trimmable(stage.caches_of_all_stages()),
-                      snapshot_positions=math.ceil(layer_state_bytes(description, stage.dtype.size)
+                      cached_prefix_positions=math.ceil(layer_state_bytes(description, stage.dtype.size)
                                                    / max(token_elements(description) * stage.dtype.size, 1)),
                       memory_bytes=total, kv_heads=max(held_kv_heads(description, shard) for shard in shards))

@@ -12,9 +12,9 @@ from typing import Any
 
 from tandem.env import set_default, set_variables, variable
 from tandem.errors import UsageError
+from tandem.launchers.process_groups import visible_gpus
 from tandem.launchers.ray.driver import list_nodes, sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, is_loopback
-from tandem.launchers.worlds import visible_gpus
 
 log = logging.getLogger("vllm.tandem")
 GPU = "GPU"

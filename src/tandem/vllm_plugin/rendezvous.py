@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tandem.errors import TransportError
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 from tandem.protocol.keys import ClusterKeys
 
 TIMEOUT = timedelta(minutes=10)

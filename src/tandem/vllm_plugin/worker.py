@@ -19,8 +19,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
-from tandem.launchers.base import World
-from tandem.launchers.worlds import ring_world, written_world
+from tandem.launchers.base import ProcessGroup
+from tandem.launchers.process_groups import ring_process_group, written_process_group
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
@@ -42,7 +42,7 @@ logger = init_logger("vllm.tandem")
 
 KV_SHARE = 0.5
 """Share of the memory beside the weights that vLLM may hand out as blocks. Rows are as long as the longest of their
-batch, where blocks are exact, and snapshots of prefixes lie beside the rows."""
+batch, where blocks are exact, and cached prefixes of prefixes lie beside the rows."""
 STOP_S = 2.0
 
 
@@ -100,14 +100,14 @@ class TandemWorker(WorkerBase):
 
         group = None
         if self._layout.tp_size > 1:
-            world = self._ring()
-            set_variables(world.variables(self._layout.tp_rank))
+            process_group = self._ring()
+            set_variables(process_group.variables(self._layout.tp_rank))
             group = StageGroup("ring", self._layout.tp_size)
-            world.remove()
+            process_group.remove()
         channel = self._channel() if self._layout.stages > 1 else None
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
         return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
-                    memory_share=self._fraction() / self._here, lanes=self._layout.stages + 1, group=group,
+                    memory_share=self._fraction() / self._here, micro_batches=self._layout.stages + 1, group=group,
                     channel=channel, drafts=self._drafts, sharing=self._here)
 
     @property
@@ -124,14 +124,14 @@ class TandemWorker(WorkerBase):
         base = self._options.base_port
         return None if base is None else base + block * self.parallel_config.world_size + self.rank
 
-    def _ring(self) -> World:
+    def _ring(self) -> ProcessGroup:
         assert self._rendezvous is not None
         port = listen_port(self._address, self._port(1))
         endpoints = self._rendezvous.gather("ring", f"{self._address}:{port}")
         layout = self._layout
         mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
-        return written_world(ring_world([[endpoint] for endpoint in mine]))
+        return written_process_group(ring_process_group([[endpoint] for endpoint in mine]))
 
     def _channel(self) -> TcpChannel:
         assert self._rendezvous is not None
@@ -174,7 +174,7 @@ class TandemWorker(WorkerBase):
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
         self._adapter = Adapter(stages=self._layout.stages, kv_tokens=tokens, prefix_tokens=prefixes,
                                 chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
-                                prefix_extra=self._loaded.snapshot_positions, drafts=bool(self._drafts))
+                                prefix_extra=self._loaded.cached_prefix_positions, drafts=bool(self._drafts))
         speculation = self.vllm_config.speculative_config
         self._drafter = NgramDrafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
                                 longest=speculation.prompt_lookup_max) if speculation else None

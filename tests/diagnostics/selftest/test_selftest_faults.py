@@ -22,13 +22,13 @@ from tandem.diagnostics.doctor.evidence import Finding as DoctorFinding
 from tandem.diagnostics.doctor.examine import Question, examine
 from tandem.diagnostics.doctor.messages import Transferred
 from tandem.diagnostics.selftest.check import CHECKS, Differs, NotApplicable, resolve
-from tandem.diagnostics.selftest.checks import arena, device, faults, fences, hosts, machine, risky, sampling, wiring
+from tandem.diagnostics.selftest.checks import device, faults, fences, hosts, kv_buffer, machine, risky, sampling, wiring
 from tandem.diagnostics.tasks import Figures, Finding, RankTimes, Row, Task
 from tandem.errors import ModelNotFound, RankFailure
-from tandem.loading import trial
+from tandem.loading import dry_run
 from tandem.loading.quantized_kv import Quantized
 from tandem.runner import digest, penalties, sampler
-from tandem.runner.kv_arena import ArenaLayer
+from tandem.runner.kv_buffer import KVBufferLayer
 from tandem.runner.kv_layers import RowStep
 from tandem.testing import tiny_model
 
@@ -153,30 +153,30 @@ def test_digests(task: Task, monkeypatch: Patch) -> None:
     differs(sampling.digests, task, "digest")
 
 
-# ---- the arena
+# ---- the KV buffer
 
 
-def no_mask(self: ArenaLayer, N: int, window_size: int | None = None, return_array: bool = False) -> None:
+def no_mask(self: KVBufferLayer, N: int, window_size: int | None = None, return_array: bool = False) -> None:
     return None
 
 
 def test_windows_without_a_fault(task: Task) -> None:
-    assert arena.windows(task)["largest difference, share of the largest logit"] < 1e-4  # type: ignore[operator]
+    assert kv_buffer.windows(task)["largest difference, share of the largest logit"] < 1e-4  # type: ignore[operator]
 
 
 def test_rows(task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(ArenaLayer, "make_mask", no_mask)
-    differs(arena.rows, task, "rows of unequal length: logits within 2% of mlx-lm's")
+    monkeypatch.setattr(KVBufferLayer, "make_mask", no_mask)
+    differs(kv_buffer.rows, task, "rows of unequal length: logits within 2% of mlx-lm's")
 
 
 def test_windows(task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(ArenaLayer, "_used", lambda self, length: length)  # rings that do not end
+    monkeypatch.setattr(KVBufferLayer, "_used", lambda self, length: length)  # rings that do not end
     with pytest.raises((Differs, ValueError)):
-        arena.windows(task)
+        kv_buffer.windows(task)
 
 
 def test_drafts(task: Task, monkeypatch: Patch) -> None:
-    assert arena.drafts(task)
+    assert kv_buffer.drafts(task)
     places = RowStep.places
 
     def one_too_early(self: RowStep, ring: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -184,13 +184,13 @@ def test_drafts(task: Task, monkeypatch: Patch) -> None:
         return rows, each, mx.maximum(slots, 1) - 1
 
     monkeypatch.setattr(RowStep, "places", one_too_early)
-    differs(arena.drafts, task, "drafts, all positions")
+    differs(kv_buffer.drafts, task, "drafts, all positions")
 
 
 def test_attention(task: Task, monkeypatch: Patch) -> None:
     if not mx.cuda.is_available():
         with pytest.raises(NotApplicable, match="CUDA alone"):
-            arena.attention(task)
+            kv_buffer.attention(task)
 
     def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
                longest: int, scale: float) -> mx.array:
@@ -198,30 +198,30 @@ def test_attention(task: Task, monkeypatch: Patch) -> None:
         mask = (mx.arange(keys.shape[2]) <= lengths[:, None])[:, None, None]
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
-    monkeypatch.setattr(arena, "decode_attention", lambda: attend)
+    monkeypatch.setattr(kv_buffer, "decode_attention", lambda: attend)
     monkeypatch.setattr("tandem.runner.ragged_attention.HEAD_DIMS", (64,))
     monkeypatch.setattr("tandem.runner.ragged_attention.attend", attend)
-    assert arena.attention(task)["largest difference"] < 0.03  # type: ignore[operator]
+    assert kv_buffer.attention(task)["largest difference"] < 0.03  # type: ignore[operator]
     monkeypatch.setattr("tandem.runner.ragged_attention.attend",
                         lambda *a: attend(*a[:3], a[3] * 0 + a[4], *a[4:]))  # all rows as long as the longest
-    differs(arena.attention, task, "heads of 64")
+    differs(kv_buffer.attention, task, "heads of 64")
 
 
 def test_donation(task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(arena, "SMALL", arena.Shape(64, 2, 2, 1, 64, 2, 512))
-    assert arena.donation(task)
+    monkeypatch.setattr(kv_buffer, "SMALL", kv_buffer.Shape(64, 2, 2, 1, 64, 2, 512))
+    assert kv_buffer.donation(task)
     held: dict[int, object] = {}
-    write = ArenaLayer.update_and_fetch
+    write = KVBufferLayer.update_and_fetch
 
-    def referred(self: ArenaLayer, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def referred(self: KVBufferLayer, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         found = write(self, keys, values)
         views = [part[:1] for part in self._parts]
         mx.eval(views)  # while there is a second reference to what it writes to, so that it has to copy
         held[id(self)] = views
         return found
 
-    monkeypatch.setattr(ArenaLayer, "update_and_fetch", referred)
-    differs(arena.donation, task, "so that a layer's keys are copied")
+    monkeypatch.setattr(KVBufferLayer, "update_and_fetch", referred)
+    differs(kv_buffer.donation, task, "so that a layer's keys are copied")
 
 
 def test_types(task: Task, monkeypatch: Patch) -> None:
@@ -229,8 +229,8 @@ def test_types(task: Task, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(layouts, "TYPES", ("qwen3",))
     assert layouts.types(task) == {"types": "qwen3"}
-    run = trial.Frame.run
-    monkeypatch.setattr(trial.Frame, "run", lambda self, x, caches: run(self, x, caches) + 0.01)
+    run = dry_run.PipelineModel.run
+    monkeypatch.setattr(dry_run.PipelineModel, "run", lambda self, x, caches: run(self, x, caches) + 0.01)
     differs(layouts.types, task, "qwen3: over 1 stages the logits of call 1 differ")
 
 

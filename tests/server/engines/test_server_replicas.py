@@ -114,7 +114,7 @@ def test_requests_spread_and_everything_is_forgotten(engines):
             for answer in answers:
                 assert [token for output in answer for token in output.tokens] == [*engines[0].reply, 2]
             assert [one.outstanding_tokens for one in replicas.replicas()] == [0, 0, 0]
-            assert replicas.requests._flights == {}
+            assert replicas.requests._inflights == {}
             assert all(not member.client._sinks for member in replicas._members.values())
 
     asyncio.run(run())
@@ -143,7 +143,7 @@ async def test_a_lost_engine_hands_its_requests_on(engines, caplog):
         task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
         await until(lambda: where(engines, "a"))
         [home] = where(engines, "a")
-        await until(lambda: replicas.requests._flights["a"].produced)
+        await until(lambda: replicas.requests._inflights["a"].produced)
         slow(engines, 0.02)
         engines[home].stop()
         outputs = await asyncio.wait_for(task, 240)
@@ -183,7 +183,7 @@ async def test_what_has_no_tokens_is_begun_again_where_another_engine_is(engines
         [output] = await asyncio.wait_for(task, 240)
         assert output.request_id == "v" and output.finish_reason == ("stop" if kind else "length")
         assert bool(output.vector) == bool(kind) and (output.prompt_logprobs is None) == bool(kind)
-        assert replicas.requests._flights == {}
+        assert replicas.requests._inflights == {}
 
 
 @in_loop
@@ -201,7 +201,7 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
     async with connected([home], patience_s=10) as replicas:
         slow([home])
         task = asyncio.create_task(answers_of(replicas, "a"))
-        await until(lambda: where([home], "a") and replicas.requests._flights["a"].produced)
+        await until(lambda: where([home], "a") and replicas.requests._inflights["a"].produced)
         home.stop()
         slow([home], 0.02)
         await until(lambda: not replicas.alive)
@@ -212,7 +212,7 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         outputs = await asyncio.wait_for(task, 240)
         [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
         assert again.produced
-        assert again.suspicion.company == 1
+        assert again.quarantine_record.company == 1
         assert sum(bool(output.finish_reason) for output in outputs) == 1
 
 
@@ -223,7 +223,7 @@ async def test_it_waits_for_so_long_and_no_longer(engines):
         engines[home].stop()
         with pytest.raises(UnavailableError):
             await asyncio.wait_for(task, 240)
-        assert replicas.requests._flights == {}
+        assert replicas.requests._inflights == {}
 
 
 @in_loop
@@ -236,7 +236,7 @@ async def test_what_kills_engines_is_not_tried_for_ever(engines):
             holds = lambda one: any(name.startswith("killer") for name in list(one._live))  # noqa: E731
             await until(lambda: any(map(holds, engines)))  # noqa: B023 - awaited at once
             if losses >= 2:
-                await until(lambda: replicas.requests._flights["killer"].trial)
+                await until(lambda: replicas.requests._inflights["killer"].trial)
             [holder] = filter(holds, engines)
             holder.stop()
             holder._live.clear()
@@ -253,12 +253,12 @@ async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(eng
         task = asyncio.create_task(answers_of(replicas, "a"))
         for losses in range(8):
             await until(lambda: engine._live)
-            flight = replicas.requests._flights["a"]
-            await until(lambda: (flight.trial is not None) == flight.suspicion.suspect)  # noqa: B023
+            inflight = replicas.requests._inflights["a"]
+            await until(lambda: (inflight.trial is not None) == inflight.quarantine_record.suspect)  # noqa: B023
             engine.stop()
             engine._live.clear()
-            await until(lambda: flight.losses > losses)  # noqa: B023 - awaited at once
-            assert flight.suspicion.suspect == (losses % 4 in (1, 2))
+            await until(lambda: inflight.losses > losses)  # noqa: B023 - awaited at once
+            assert inflight.quarantine_record.suspect == (losses % 4 in (1, 2))
             engine.start()
         engine.hold = False
         assert await asyncio.wait_for(task, 240)

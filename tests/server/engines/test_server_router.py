@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from doubles import NamedRouter
-from tandem.protocol.pieces import BLOCK_SIZE
+from tandem.protocol.disk_blocks import BLOCK_SIZE
 from tandem.server.engines.router import EXPECTED_OUTPUT, KEY_TOKENS, MOST_BLOCKS, TAIL, SentPrefixes, prompt_hashes
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")
@@ -74,7 +74,7 @@ def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
 
 def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router = ready(3)
-    prompt = tokens(17 * BLOCK_SIZE)  # eight pieces, and a block more
+    prompt = tokens(17 * BLOCK_SIZE)  # eight disk blocks, and a block more
     for index, store in enumerate(("disk", "disk", "")):
         router.set_disk(index, store, 0.5)
     assert router.placed("a", prompt, 100) == 0
@@ -117,7 +117,7 @@ def test_who_is_left_alone_is_told_what_a_replica_that_has_gone_wrote():
 
 def test_a_prompt_that_another_lends_is_worth_less_than_one_on_its_own_disk():
     router = ready(3)
-    prompt = tokens(17 * BLOCK_SIZE)  # eight pieces, and a block more
+    prompt = tokens(17 * BLOCK_SIZE)  # eight disk blocks, and a block more
     for index, store in enumerate(("a/x", "b/x c/x", "d/x")):
         router.set_disk(index, store, 0.5, ["a/x", "b/x", "c/x"] if index < 2 else ["d/x", "b/x"], 0.25)
     assert router.reads(0, "b/x c/x") and not router.reads(2, "b/x c/x"), "it needs all parts"

@@ -8,16 +8,16 @@ import pytest
 
 from doubles import NamedRouter
 from tandem.config.settings import Role
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.server.engines.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER
 
 PREFILL, DECODE = 0, 1
 
 
-WRITTEN = 6000 // PIECE * PIECE
+WRITTEN = 6000 // DISK_BLOCK * DISK_BLOCK
 
 
-def fleet(*roles: Role, pace: float = 1000.0) -> NamedRouter:
+def engine_pool(*roles: Role, pace: float = 1000.0) -> NamedRouter:
     router = NamedRouter()
     for index, role in enumerate(roles):
         router.join(index)
@@ -40,7 +40,7 @@ def choose(router: NamedRouter, name: str, tokens: list[int], output: int = 100,
 
 
 def test_long_prompts_are_computed_apart_and_all_else_where_answers_are():
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     assert choose(router, "short", prompt(LONG - 1, 9)) == (DECODE, False)
     assert choose(router, "long", prompt(6000)) == (PREFILL, True)
     assert router.outstanding(PREFILL) == 6000, "its answer is work for the other"
@@ -54,7 +54,7 @@ def test_long_prompts_are_computed_apart_and_all_else_where_answers_are():
 
 
 def test_what_is_on_the_disk_need_not_be_computed_apart():
-    router = fleet("prefill", "decode", "decode")
+    router = engine_pool("prefill", "decode", "decode")
     assert choose(router, "long", prompt(6000)) == (PREFILL, True)
     assert choose(router, "like", [*prompt(6000), 5]) == (PREFILL, True), "not written yet: it is no hit for others"
     for name in ("long", "like"):
@@ -63,28 +63,28 @@ def test_what_is_on_the_disk_need_not_be_computed_apart():
     assert moved == (1, False)
     assert choose(router, "like it", [*prompt(6000), 6]) == (2, False), "it reads that"
     assert router.kept("like it") == WRITTEN
-    assert choose(router, "more", [*prompt(6000), *prompt(LONG + PIECE, seed=2)]) == (PREFILL, True)
+    assert choose(router, "more", [*prompt(6000), *prompt(LONG + DISK_BLOCK, seed=2)]) == (PREFILL, True)
 
 
 @pytest.mark.parametrize("state", ["recovering", "starting", "silent", "draining", "failed"])
 def test_one_does_both_when_the_other_is_not_there(state):
     for gone, left in ((PREFILL, DECODE), (DECODE, PREFILL)):
-        router = fleet("prefill", "decode")
+        router = engine_pool("prefill", "decode")
         router.set_state(gone, state)
         assert choose(router, "long", prompt(6000)) == (left, False)
         assert choose(router, "short", prompt(10, 3)) == (left, False)
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     assert choose(router, "full", prompt(6000), avoid={DECODE}) == (PREFILL, False)
 
 
 def test_some_are_computed_where_they_go_on():
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     assert choose(router, "stays", prompt(6000), may_leave=False) == (DECODE, False)
     assert choose(router, "ends", prompt(6000, 2), 0, may_leave=False) == (PREFILL, False), "nothing comes after it"
     assert choose(router, "one token", prompt(6000, 3), 1) == (PREFILL, False)
     for store, reach, room, apart in (("other", [], 50_000, False), ("", [], 50_000, False), ("disk", [], 5000, False),
                                       ("other", ["other", "disk"], 50_000, True)):
-        router = fleet("prefill", "decode")
+        router = engine_pool("prefill", "decode")
         router.set_disk(DECODE, store, 0.8, reach, 0.5)
         router.set_role(DECODE, "decode", 1000.0, room)
         assert choose(router, "long", prompt(6000)) == ((PREFILL, True) if apart else (DECODE, False))
@@ -92,19 +92,19 @@ def test_some_are_computed_where_they_go_on():
 
 def test_a_slow_or_busy_replica_for_prompts_is_passed_over():
     for pace, where in ((1000 / SLOWER, PREFILL), (999 / SLOWER, DECODE), (0.0, PREFILL)):
-        router = fleet("prefill", "decode")
+        router = engine_pool("prefill", "decode")
         router.set_role(PREFILL, "prefill", pace, 50_000)
         assert choose(router, "long", prompt(6000))[0] == where
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     placed = [choose(router, f"long {i}", prompt(6000, i))[0] for i in range(10)]
     assert placed == [PREFILL] * int(LATER) + [DECODE] + placed[int(LATER) + 1:] and placed.count(PREFILL) > LATER
-    quick = fleet("prefill", "decode")
+    quick = engine_pool("prefill", "decode")
     quick.set_role(PREFILL, "prefill", 10_000.0, 50_000)
     assert [choose(quick, f"long {i}", prompt(6000, i))[0] for i in range(30)] == [PREFILL] * 30
 
 
 def test_more_waits_there_while_others_are_answered_where_it_goes_on():
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     for i in range(3):
         assert choose(router, f"short {i}", prompt(20, 100 + i))[0] == DECODE
         router.advance(f"short {i}", 100)
@@ -113,7 +113,7 @@ def test_more_waits_there_while_others_are_answered_where_it_goes_on():
 
 
 def test_a_slow_replica_for_prompts_is_tried_again():
-    router = fleet("prefill", "decode")
+    router = engine_pool("prefill", "decode")
     router.set_role(PREFILL, "prefill", 100.0, 50_000)
     placed = []
     for i in range(2 * AGAIN):
@@ -123,7 +123,7 @@ def test_a_slow_replica_for_prompts_is_tried_again():
 
 
 def test_of_several_the_one_that_is_soonest():
-    router = fleet("prefill", "prefill", "decode", "decode")
+    router = engine_pool("prefill", "prefill", "decode", "decode")
     router.set_role(0, "prefill", 500.0, 50_000)
     assert choose(router, "a", prompt(6000))[0] == 1
     assert choose(router, "b", prompt(6000, 2))[0] == 0, "12 s each"
@@ -133,23 +133,23 @@ def test_of_several_the_one_that_is_soonest():
 
 
 def test_one_for_both_gets_long_prompts_before_one_that_only_decodes_and_keeps_them():
-    router = fleet("both", "decode")
+    router = engine_pool("both", "decode")
     assert choose(router, "long", prompt(6000)) == (0, False)
     assert router.outstanding(0) == 6000 + 100
     assert choose(router, "short", prompt(9, 2)) == (1, False)
-    mixed = fleet("prefill", "both")
+    mixed = engine_pool("prefill", "both")
     assert choose(mixed, "long", prompt(6000)) == (0, True)
     assert choose(mixed, "short", prompt(9, 2)) == (1, False)
 
 
 def test_a_key_is_at_home_with_those_who_answer():
-    router = fleet("prefill", "prefill", "decode")
+    router = engine_pool("prefill", "prefill", "decode")
     assert {choose(router, f"r{i}", prompt(9, i), key=str(i))[0] for i in range(20)} == {2}
 
 
 def test_random_histories():
     rng = random.Random(5)
-    router = fleet("prefill", "decode", "both")
+    router = engine_pool("prefill", "decode", "both")
     live: list[str] = []
     for step in range(3000):
         router.set_state(rng.randrange(3), rng.choice(["ready", "ready", "ready", "recovering", "silent"]))

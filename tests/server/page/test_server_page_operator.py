@@ -43,7 +43,7 @@ def engine(scripted: Any) -> Iterator[Any]:
 
 def test_ranks_layers_and_memory_are_drawn_to_scale_with_their_links(page: Window, engine: Any) -> None:
     engine.set_status(num_layers=40, stages=2, ranks=[rank(0, (0, 10), "studio", 64),
-                                                      rank(1, (10, 40), "mini", 16, handoff_s=0.0013)])
+                                                      rank(1, (10, 40), "mini", 16, stage_latency_s=0.0013)])
     page.view("cluster")
     page.until(lambda: len(page.texts(".rank")) == 2 and "studio" in page.text(".rank"), "two ranks")
     assert "stage 2/2, layers 10–39, 20.0 ms a step" in page.texts(".rank")[1]
@@ -64,8 +64,8 @@ def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) 
     engine.set_status(state="recovering", detail="replacing the ranks after: rank 1 was ended by SIGKILL",
                       num_layers=36, stages=3, events=history.after(), ranks=[
                           rank(0, (0, 20), "studio", 64, state="waiting"),
-                          rank(1, (20, 30), "mini", 24, state="lost", handoff_s=0.0009),
-                          rank(2, (30, 36), "air", 16, state="waiting", handoff_s=0.0031, slowdown=4.0)])
+                          rank(1, (20, 30), "mini", 24, state="lost", stage_latency_s=0.0009),
+                          rank(2, (30, 36), "air", 16, state="waiting", stage_latency_s=0.0031, slowdown=4.0)])
     page.view("cluster")
     page.until(lambda: page.texts(".rank.lost .mark") == ["lost"], "the lost rank")
     red = page.run("const e = document.createElement('i'); e.style.color = 'var(--bad)'; document.body.append(e);"
@@ -112,7 +112,7 @@ def test_downloads_and_loading_are_shown_with_progress(page: Window, engine: Any
     page.until(lambda: page.run("return document.querySelector('progress').position") == 0.5, "it goes on")
 
 
-def test_a_request_in_flight_can_be_cancelled(page: Window, engine: Any, scripted: Any) -> None:
+def test_a_request_in_inflight_can_be_cancelled(page: Window, engine: Any, scripted: Any) -> None:
     engine.hold = True
     try:
         page.view("chat")

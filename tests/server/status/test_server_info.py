@@ -7,8 +7,8 @@ from starlette.testclient import TestClient
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.protocol.supervisor import ModelInfo, ReplicaList
 from tandem.server.app import create_app
+from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
-from tandem.server.engines.residents import Residents
 from tandem.server.engines.router import Router
 from tandem.server.engines.served_model import Served
 
@@ -229,7 +229,7 @@ def several(tmp_path):
     switches = ServerSettings(enable_tokenizer_info_endpoint=True)
     own = [Settings(model=ModelSettings(model=str(tmp_path / name), served_name=name)) for name in ("a", "b")]
     link = Supervisor()
-    models = Residents([Served(one, Replicas(Router(), {})) for one in own], link, max_loaded=1)
+    models = ModelPool([Served(one, Replicas(Router(), {})) for one in own], link, max_loaded=1)
     with TestClient(create_app(Settings(server=switches), models), base_url="http://localhost") as client:
         yield client, link
 

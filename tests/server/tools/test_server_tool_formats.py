@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.server.tools import choose
-from tandem.server.tools.choose import FORMATS, THINKING, Writing, dialect, told_formats, tool_format
+from tandem.server.tools.choose import FORMATS, THINKING, OutputFormat, output_parser, told_formats, tool_format
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
 from tandem.server.tools.json_calls import hermes
 from tandem.server.tools.scan import Reader, StreamParser, Tools, everything
@@ -31,7 +31,7 @@ SPECIAL = ("<|", "<｜", "]<]")
 
 
 def reader(calls: str, reasoning: str = "none", *, begun: bool = False) -> Reader:
-    how = dialect(Writing(calls, reasoning, TOOLS, begun), lambda text: text.startswith(SPECIAL))
+    how = output_parser(OutputFormat(calls, reasoning, TOOLS, begun), lambda text: text.startswith(SPECIAL))
     assert how is not None
     return how.reader
 

@@ -17,7 +17,7 @@ from tandem.guided.grammar import grammar_of
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.tools.choose import FORMATS, THINKING, Writing, dialect
+from tandem.server.tools.choose import FORMATS, THINKING, OutputFormat, output_parser
 from tandem.server.tools.events import CallArguments, CallStart, Content
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import StreamParser, Tools
@@ -84,14 +84,14 @@ def test_forced_calls_are_read_back(tokenizer: Tokenizer, sampled: Any, name: st
     reasoning = "harmony" if name == "harmony" else "none"
     seen = set()
     for several in (False, True):
-        writing = Writing(forced_format(name), reasoning, TOOLS, begun=False, several=several)
-        grammar = answer_grammar(writing, literal, None)
+        output_format = OutputFormat(forced_format(name), reasoning, TOOLS, begun=False, several=several)
+        grammar = answer_grammar(output_format, literal, None)
         for seed in range(10):
             text = sampled(grammar, seed)
             if text is None:
                 continue
             text = text.replace("<|im_start|>", SPECIAL[name]) if special else text
-            calls = read(writing, text)
+            calls = read(output_format, text)
             assert calls, text
             assert several or len(calls) == 1
             seen |= {(tool, several and len(calls) > 1) for tool, _ in calls}
@@ -100,8 +100,8 @@ def test_forced_calls_are_read_back(tokenizer: Tokenizer, sampled: Any, name: st
     assert len(seen) >= 3 or name == "harmony", seen
 
 
-def read(writing: Writing, text: str) -> list[tuple[str, str]]:
-    how = dialect(writing, lambda text: False)
+def read(output_format: OutputFormat, text: str) -> list[tuple[str, str]]:
+    how = output_parser(output_format, lambda text: False)
     assert how is not None
     parser, calls = StreamParser(how.reader), []
     for event in parser.push(text) + parser.finish():
@@ -119,10 +119,10 @@ def read(writing: Writing, text: str) -> list[tuple[str, str]]:
 def test_a_form_may_follow_reasoning(tokenizer: Tokenizer, sampled: Any, reasoning: str, begun: bool,
                                      tools: Tools | None) -> None:
     answer = grammar_of(StructuredOutputs(choice=("yes", "no")))
-    writing = Writing("harmony" if reasoning == "harmony" else "hermes", reasoning, tools, begun=begun)
-    how = dialect(writing, lambda text: False)
+    output_format = OutputFormat("harmony" if reasoning == "harmony" else "hermes", reasoning, tools, begun=begun)
+    how = output_parser(output_format, lambda text: False)
     end = THINKING.get(reasoning, ("", "<|end|>"))[1]
-    outputs = [sampled(answer_grammar(writing, literal_of({}), answer), seed, end) for seed in range(6)]
+    outputs = [sampled(answer_grammar(output_format, literal_of({}), answer), seed, end) for seed in range(6)]
     ended = [text for text in outputs if text is not None]
     assert ended
     for text in ended:

@@ -18,7 +18,7 @@ from tandem.cli.address import find_server
 from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
 from tandem.kv.files import ABOUT, MARK
-from tandem.protocol.pieces import PIECE
+from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 
@@ -28,14 +28,14 @@ _MOST_NAME = 4096
 
 @dataclass
 class Space:
-    """Pieces of one model, adapter and type, made by one version."""
+    """Disk blocks of one model, adapter and type, made by one version."""
 
     name: str
     """Name of the directory."""
     model: str
     """Name of the model; empty where it was not noted."""
     tokens: int = 0
-    """Positions in its pieces, whether or not all parts of them are there."""
+    """Positions in its disk blocks, whether or not all parts of them are there."""
     files: int = 0
     nbytes: int = 0
     used: float = 0.0
@@ -55,14 +55,14 @@ def look(directory: Path) -> list[Space]:
         for path, size, used in _files(place):
             names.add(path.name.partition(".")[0])
             space.files, space.nbytes, space.used = space.files + 1, space.nbytes + size, max(space.used, used)
-        space.tokens = PIECE * len(names)
+        space.tokens = DISK_BLOCK * len(names)
         if names:
             found.append(space)
     return sorted(found, key=lambda one: -one.used)
 
 
 def clear(directory: Path, unused_s: float = 0.0) -> tuple[int, int]:
-    """Delete the pieces that nobody has used for so long; returns how many files and bytes. Raises UsageError."""
+    """Delete the disk blocks that nobody has used for so long; returns how many files and bytes. Raises UsageError."""
     count = nbytes = 0
     now = time.time()
     for place in _spaces(directory):
@@ -88,7 +88,7 @@ def _spaces(directory: Path) -> list[Path]:
 
 
 def _files(place: Path) -> list[tuple[Path, int, float]]:
-    """Pieces with their sizes, and when they were used."""
+    """Disk blocks with their sizes, and when they were used."""
     found = []
     with suppress(OSError):
         for path in place.glob("*.kv"):

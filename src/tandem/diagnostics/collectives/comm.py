@@ -17,7 +17,7 @@ from tandem.diagnostics.tasks import LATE, RankTimes, Row, TimingTask, local_gro
 from tandem.errors import ConfigError, RankFailure
 from tandem.launchers.hostfile import LOCAL_NAMES, HostEntry, Hostfile
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.process_groups import free_ports
 from tandem.planner.profile import VERSION, Backend, HostProfile, LinkProfile, Profile, Sum, Versions, rounded
 from tandem.version import __version__
 

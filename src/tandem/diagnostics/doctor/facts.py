@@ -15,7 +15,7 @@ from tandem.diagnostics.doctor.model_files import look_at
 from tandem.env import machine_memory, variables
 from tandem.errors import UsageError
 from tandem.launchers.facts import chip, installed
-from tandem.launchers.worlds import visible_gpus
+from tandem.launchers.process_groups import visible_gpus
 from tandem.processes.device import this_device
 from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.borders import own_process, start_thread
+from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.diagnostics.doctor import messages
 from tandem.diagnostics.doctor.facts import gather
 from tandem.diagnostics.doctor.messages import Transferred
 from tandem.diagnostics.tasks import RankTimes, run_ranks
-from tandem.launchers.worlds import free_ports, written_files
+from tandem.launchers.process_groups import free_ports, written_files
 from tandem.system.privacy import connect_trouble, network_withheld
 
 CONNECT_S = 4.0

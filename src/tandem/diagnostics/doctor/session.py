@@ -11,15 +11,15 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
 from tandem.diagnostics.tasks import RankTimes, TimingTask, timing_group
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
-from tandem.launchers.base import World
+from tandem.launchers.base import ProcessGroup
+from tandem.launchers.process_groups import Devices, jaccl_process_group, nccl_process_group, ring_process_group
 from tandem.launchers.ssh import HostProcess, diagnose, remote_command, ssh_command
-from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
 
@@ -127,7 +127,7 @@ class Probes:
         """Run a group with one rank on each host; returns the times of each. Raises ProbeLost, and LayoutError for a
         backend that they cannot have."""
         ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
-        group = world(task.backend, hosts, [two[0] for two in ports])
+        group = process_group(task.backend, hosts, [two[0] for two in ports])
         tasks = timing_group(task, [host.address for host in hosts], [two[1] for two in ports])
 
         def run(rank: int) -> RankTimes:
@@ -155,12 +155,12 @@ def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
 
 
-def world(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> World:
+def process_group(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> ProcessGroup:
     """Return the MLX group of one rank on each host. Raises LayoutError. Pure."""
     listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
     if backend in ("jaccl", "jaccl-ring"):
         devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in host.rdma] for host in hosts]
-        return jaccl_world(backend, [host.name for host in hosts], devices, listeners[0])
+        return jaccl_process_group(backend, [host.name for host in hosts], devices, listeners[0])
     if backend == "nccl":
-        return nccl_world(len(hosts), listeners[0])
-    return ring_world([[listener] for listener in listeners])
+        return nccl_process_group(len(hosts), listeners[0])
+    return ring_process_group([[listener] for listener in listeners])

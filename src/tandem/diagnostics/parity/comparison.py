@@ -16,7 +16,7 @@ from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.diagnostics.parity.reference import Recording, Workload, default_path, describe, read, versions, write
 from tandem.diagnostics.parity.runs import THREADS, checked_workload, default_prompts, read_prompts, run_layout
-from tandem.engine.layout import GangLayout, plan_layout, stage_sizes
+from tandem.engine.layout import RankGroupLayout, plan_layout, stage_sizes
 from tandem.env import variable
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers import facts
@@ -46,35 +46,35 @@ def launched_rank() -> MlxRank | None:
     """Return this process's place under `mlx.launch`; None when it was started otherwise. Raises ConfigError."""
     if variable("MLX_RANK") is None:
         return None
-    told, size = facts.launched_world(), variable("MLX_WORLD_SIZE")
+    told, size = facts.launched_process_group(), variable("MLX_WORLD_SIZE")
     if size is not None and not size.isdecimal():
         raise ConfigError(f"MLX_WORLD_SIZE is {size!r}, not a number; start with mlx.launch, or unset MLX_RANK")
     count = int(size) if size is not None else max(len(told.hostfile), len(told.devices))
     return MlxRank(told.rank or 0, count, bool(told.hostfile)) if count > 1 else None
 
 
-def member_settings(settings: Settings, world: MlxRank) -> Settings:
+def member_settings(settings: Settings, process_group: MlxRank) -> Settings:
     """Return the settings of the layout that the world's ranks form: a pipeline, unless they say tensor parallelism.
 
     Raises LayoutError when the layout has another number of ranks, or MLX's groups cannot join it.
     """
     parallel = settings.parallel
     if parallel.parallel is None and parallel.pipeline_parallel_size == parallel.tensor_parallel_size == 1:
-        parallel = replace(parallel, pipeline_parallel_size=world.size)
+        parallel = replace(parallel, pipeline_parallel_size=process_group.size)
     sizes = stage_sizes(parallel)
-    if sum(sizes) != world.size:
-        raise LayoutError(f"mlx.launch started {world.size} ranks, the layout has {sum(sizes)}; start as many, or "
+    if sum(sizes) != process_group.size:
+        raise LayoutError(f"mlx.launch started {process_group.size} ranks, the layout has {sum(sizes)}; start as many, or "
                           "change --pipeline-parallel-size or --tensor-parallel-size", param="pipeline_parallel_size")
     if len(sizes) > 1 and max(sizes) > 1:
         raise LayoutError("mlx.launch makes one MLX group, and tensor with pipeline parallelism needs one for each "
                           "stage; run `tandem parity` without mlx.launch", param="tensor_parallel_size")
-    if len(sizes) > 1 and (not world.ring or parallel.channel == "tcp"):
+    if len(sizes) > 1 and (not process_group.ring or parallel.channel == "tcp"):
         raise LayoutError("under mlx.launch MLX's ring joins the stages; start with --backend ring, and leave out "
                           "--channel", param="channel")
     if len(sizes) > 1:
         parallel = replace(parallel, channel="mlx")
     elif parallel.backend == "auto":
-        parallel = replace(parallel, backend="ring" if world.ring else "any")
+        parallel = replace(parallel, backend="ring" if process_group.ring else "any")
     return replace(settings, parallel=parallel)
 
 
@@ -94,7 +94,7 @@ class Comparison:
     """A layout, and the reference to compare it with."""
 
     settings: Settings
-    layout: GangLayout
+    layout: RankGroupLayout
     workload: Workload
     identity: dict[str, object]
     path: Path
@@ -109,10 +109,10 @@ class Comparison:
         reference = self._reference()
         return self._judge(reference, run_layout(self.settings, self.layout, self.workload))
 
-    def run_member(self, world: MlxRank) -> Verdict | None:
+    def run_member(self, process_group: MlxRank) -> Verdict | None:
         """Compute as one rank of several: rank 0 compares, so it alone needs the reference."""
         reference = None
-        if world.rank == 0:
+        if process_group.rank == 0:
             if not self.path.exists():
                 raise ConfigError(f"there is no reference at {self.path}; first run `tandem parity` with the same "
                                   "model and options, but without mlx.launch", param="reference")
@@ -122,7 +122,7 @@ class Comparison:
         limit_threads(library, self.settings.parallel.threads_per_rank or THREADS)
         from tandem.diagnostics.parity.member import run_member  # imports mlx, after the BLAS
 
-        recording = run_member(self.layout, world.rank, self.workload)
+        recording = run_member(self.layout, process_group.rank, self.workload)
         return None if reference is None or recording is None else self._judge(reference, recording)
 
     def _reference(self) -> Recording:
@@ -156,7 +156,7 @@ class Comparison:
         return verdict
 
 
-def prepare(settings: Settings, options: Options, world: MlxRank | None = None, note: Note = lambda text: None
+def prepare(settings: Settings, options: Options, process_group: MlxRank | None = None, note: Note = lambda text: None
             ) -> Comparison:  # fmt: skip
     """Plan the layout and the workload. Raises UsageError."""
     if not launcher_kind(settings.parallel).here:
@@ -171,8 +171,8 @@ def prepare(settings: Settings, options: Options, world: MlxRank | None = None, 
                        parallel=replace(settings.parallel, executor="cluster"),
                        # With quantised KV the same sums in another order can give another code: no two layouts agree.
                        scheduler=replace(settings.scheduler, kv_dtype="auto"))
-    if world is not None:
-        settings = member_settings(settings, world)
+    if process_group is not None:
+        settings = member_settings(settings, process_group)
     layout = plan_layout(settings)
     vocabulary = layout.description.vocab_size
     if options.prompts is None:

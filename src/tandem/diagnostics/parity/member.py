@@ -17,7 +17,7 @@ import numpy as np
 from tandem.comm.group import RingLink, StageGroup
 from tandem.diagnostics.parity.reference import Recording, Workload, split_rows
 from tandem.diagnostics.parity.runs import run_prompts
-from tandem.engine.layout import GangLayout
+from tandem.engine.layout import RankGroupLayout
 from tandem.executors.assembly import build_runner, load_slice
 from tandem.executors.base import Executor, Progress
 from tandem.loading.stage import Apart, StageModel
@@ -105,7 +105,7 @@ class MemberExecutor(Executor):
         pending = self._pending.pop(0)
         result, plan = pending.finish(), pending.plan
         if not self._spec.samples:
-            result = StepResult(plan.step_id, plan.lane, [0] * len(plan.sampled()))
+            result = StepResult(plan.step_id, plan.micro_batch, [0] * len(plan.sampled()))
         return [Stepped(RankStep(self._spec.rank, plan.step_id, 0.0, pending.kv_bytes), 0, result)]
 
     def settle(self) -> None:
@@ -119,7 +119,7 @@ class MemberExecutor(Executor):
         self._runner = None
 
 
-def run_member(layout: GangLayout, rank: int, workload: Workload) -> Recording | None:
+def run_member(layout: RankGroupLayout, rank: int, workload: Workload) -> Recording | None:
     """Compute the workload together with the other ranks. Returns the recording on rank 0, None elsewhere."""
     spec = layout.ranks[rank]
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
@@ -139,7 +139,7 @@ def run_member(layout: GangLayout, rank: int, workload: Workload) -> Recording |
     return split_rows(rows, tokens, workload, dtype=dtype, gpu=ready.gpu)
 
 
-def _hand_over(link: RingLink, spec: StageSpec, layout: GangLayout, workload: Workload, rows: np.ndarray | None,
+def _hand_over(link: RingLink, spec: StageSpec, layout: RankGroupLayout, workload: Workload, rows: np.ndarray | None,
                tokens: list[list[int]], dtype: str) -> tuple[np.ndarray | None, list[list[int]], str]:
     """Send the recording from the last stage to the first, its neighbour in the ring; other ranks return at once."""
     if rows is not None:

@@ -18,8 +18,8 @@ import numpy as np
 from tandem.config.settings import Settings
 from tandem.diagnostics.parity.reference import Recording, Workload, split_rows
 from tandem.diagnostics.tasks import MODULE, RecordingTask
-from tandem.engine.layout import GangLayout
-from tandem.engine.quorum import drive
+from tandem.engine.layout import RankGroupLayout
+from tandem.engine.result_collector import run_offline
 from tandem.errors import ConfigError
 from tandem.executors.base import Executor
 from tandem.executors.cluster import ClusterExecutor
@@ -113,7 +113,7 @@ def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: in
     return Workload(prompts=tuple(map(tuple, prompts)), tokens=tokens, prefill_chunk=prefill_chunk)
 
 
-def run_layout(settings: Settings, layout: GangLayout, workload: Workload) -> Recording:
+def run_layout(settings: Settings, layout: RankGroupLayout, workload: Workload) -> Recording:
     """Start the layout's ranks on this machine, compute the workload, end them. Raises UsageError and RankFailure."""
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
@@ -131,7 +131,7 @@ def run_layout(settings: Settings, layout: GangLayout, workload: Workload) -> Re
         return split_rows(rows, tokens, workload, dtype=path.with_suffix(".dtype").read_text(), gpu=ready[0].gpu)
 
 
-def run_prompts(executor: Executor, layout: GangLayout, workload: Workload,
+def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload,
                 ranks: Sequence[StageSpec]) -> list[list[int]]:
     """Return the greedy tokens of each prompt. Alone in its batch, a prompt is computed alike in all layouts.
 
@@ -141,16 +141,16 @@ def run_prompts(executor: Executor, layout: GangLayout, workload: Workload,
     tokens: list[list[int]] = []
     step = 0
     for prompt in workload.prompts:
-        run = drive(executor, limits, [_request(prompt, workload.tokens)], ranks, first_step=step)
+        run = run_offline(executor, limits, [_request(prompt, workload.tokens)], ranks, first_step=step)
         tokens.append(run.answers["parity"].tokens)
         step = run.next_step
     return tokens
 
 
-def _limits(layout: GangLayout, workload: Workload) -> Limits:
+def _limits(layout: RankGroupLayout, workload: Workload) -> Limits:
     longest = max(len(prompt) for prompt in workload.prompts) + workload.tokens
-    return Limits(lanes=layout.lanes, max_batch_size=layout.lanes, prefill_chunk=workload.prefill_chunk,
-                  kv_tokens=longest, max_context=layout.max_context, max_queue=1, max_queue_tokens=longest,
+    return Limits(micro_batches=layout.micro_batches, max_batch_size=layout.micro_batches, prefill_chunk=workload.prefill_chunk,
+                  kv_tokens=longest, max_context=layout.max_context, max_queued_requests=1, max_queue_tokens=longest,
                   eos_token_ids=frozenset(), vocab_size=layout.description.vocab_size)
 
 

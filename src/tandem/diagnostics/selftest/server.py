@@ -16,7 +16,7 @@ from typing import IO, Any
 import msgspec
 
 from tandem.bench.client import Job, Target, Timed, send
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.diagnostics.tasks import MODULE, CommandTask
 from tandem.env import child_environment
 from tandem.errors import TandemError

@@ -1,7 +1,7 @@
 """The agent: waits on a machine until a paired head wants a program of Tandem's run there, as sshd would with ssh.
 
 It has two sockets. Anybody may reach the one for pairing, where only `pairing` happens. CURVE lets paired heads alone
-into the one for sessions. A session is one program, a rank host or the doctor's probe, and nothing else can be started.
+into the one for sessions. A session is one program, a node agent or the doctor's probe, and nothing else can be started.
 It ends with the program, when the head closes it, or when nothing is heard of the head for a while.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import zmq
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.env import child_environment
 from tandem.errors import ConfigError, TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S

@@ -2,8 +2,8 @@
 
 It is a process of its own beside the engine: Ray ends a process that has lost the cluster's head for 60 seconds, and
 takes over its signals, while an engine must keep its requests (docs/adr/0013-ray-has-a-process-of-its-own.md). It
-reserves a device for each rank with a placement group and keeps an actor on each, which starts the rank host there and
-watches it. When the driver ends, however it ends, Ray ends the actors, and they end rank hosts and ranks.
+reserves a device for each rank with a placement group and keeps an actor on each, which starts the node agent there and
+watches it. When the driver ends, however it ends, Ray ends the actors, and they end node agents and ranks.
 
 Ray pickles what its calls carry. All that Tandem puts into them and takes out of them are bytes and strings.
 """
@@ -33,7 +33,7 @@ from ray.util import get_node_ip_address, placement_group_table, remove_placemen
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from tandem.borders import start_thread
+from tandem.crash_guard import start_thread
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
@@ -67,7 +67,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 
 
 class Driver:
-    """A connection to a cluster that places the rank hosts of one gang after the other."""
+    """A connection to a cluster that places the node agents of one rank group after the other."""
 
     def __init__(self, address: str, start_units: int, lock: str, link: BinaryIO) -> None:
         """Connect, and report it on `link`. `address` and `start_units` as in `RayDriver`; drivers on this machine lock
@@ -147,7 +147,7 @@ class Driver:
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
     def _watch(self, placement: int, rank: int, place: str, lines: Iterator[object]) -> None:
-        """Report the output of a rank host, and its end."""
+        """Report the output of a node agent, and its end."""
         try:
             for line in lines:
                 text = ray.get(line).decode(errors="replace").rstrip("\n")
@@ -293,7 +293,7 @@ def _line(error: Exception) -> str:
 
 
 def _reason(error: ray.exceptions.RayError) -> str:
-    """Return why a rank host has ended, in one line."""
+    """Return why a node agent has ended, in one line."""
     if isinstance(error, ray.exceptions.RayTaskError) and (cause := getattr(error, "cause", None)) is not None:
         return _line(cause)
     if isinstance(error, ray.exceptions.ActorUnavailableError | ray.exceptions.NodeDiedError):

@@ -17,13 +17,13 @@ from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 log = logging.getLogger(__name__)
 
 FIRST_PATIENCE_S = 5.0
-"""Seconds until a shortage for the first gang is reported: a cluster without room will hardly get any."""
+"""Seconds until a shortage for the first rank group is reported: a cluster without room will hardly get any."""
 PATIENCE_S = 15.0
 """Seconds until a shortage is reported after a node was lost: it may return, or another be added."""
 JOIN_S = 10.0
-"""Seconds for which a rank host tries to join."""
+"""Seconds for which a node agent tries to join."""
 START_S = 60.0
-"""Seconds from the reservation until all rank hosts have joined."""
+"""Seconds from the reservation until all node agents have joined."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class _Placement:
     """True once all have joined: a host that is missing then was lost."""
     ended: dict[int, str] = field(default_factory=dict)
     words: dict[int, str] = field(default_factory=dict)
-    """The last line of each rank host."""
+    """The last line of each node agent."""
 
 
 class RayLauncher(HostsLauncher):
-    """Places each rank on a device of the cluster. When a rank host is lost, all are placed anew: the other places may
+    """Places each rank on a device of the cluster. When a node agent is lost, all are placed anew: the other places may
     have to change, and the ranks restart in any case."""
 
     def __init__(self, settings: Settings) -> None:
@@ -76,7 +76,7 @@ class RayLauncher(HostsLauncher):
         return connected.here
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Take a missing rank host for a lost one."""
+        """Take a missing node agent for a lost one."""
         if self._current is not None:
             self._current.served = True
 
@@ -85,7 +85,7 @@ class RayLauncher(HostsLauncher):
         return None
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Have devices reserved and rank hosts started, and check the progress."""
+        """Have devices reserved and node agents started, and check the progress."""
         kind = UsageError if first else RankFailure
         try:
             if self._driver is None or self._driver.poll() is not None:
@@ -119,17 +119,17 @@ class RayLauncher(HostsLauncher):
                 log.info("ranks go to Ray nodes %s", ", ".join(message.places))
 
     def _check(self, placement: _Placement, missing: list[int], kind: type[UsageError | RankFailure]) -> None:
-        """Raise when a rank host has ended before it joined, or takes too long."""
+        """Raise when a node agent has ended before it joined, or takes too long."""
         for rank in missing:
             if rank in placement.ended:
-                said = self.roster.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
-                raise kind(f"the rank host on Ray node {placement.places[rank]} {placement.ended[rank]}"
+                said = self.membership.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
+                raise kind(f"the node agent on Ray node {placement.places[rank]} {placement.ended[rank]}"
                            f"{': ' if said else ''}{said}")
         if placement.nodes and time.monotonic() > placement.deadline:
             raise kind(self.describe_missing(missing))
 
     def _on_host(self, news: HostOutput | HostEnded) -> None:
-        """Take a line of a rank host, or its end, in the driver's thread."""
+        """Take a line of a node agent, or its end, in the driver's thread."""
         placement = self._current
         if isinstance(news, HostOutput):
             copy_line(news.place, news.line)
@@ -139,13 +139,13 @@ class RayLauncher(HostsLauncher):
             placement.words[news.rank] = news.line
         else:
             placement.ended[news.rank] = news.reason
-            self.roster.leave(placement.tickets[news.rank], news.reason)
+            self.membership.leave(placement.tickets[news.rank], news.reason)
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line that names the nodes whose rank hosts did not join."""
+        """Return a line that names the nodes whose node agents did not join."""
         places = self._current.places if self._current is not None else []
         where = ", ".join(places[rank] for rank in missing if rank < len(places))
-        return (f"the rank hosts on Ray nodes {where} did not join in time; see Ray's logs there "
+        return (f"the node agents on Ray nodes {where} did not join in time; see Ray's logs there "
                 "(session_latest/logs/worker-*.err)" if where else "Ray did not reserve devices in time")
 
     def release(self) -> None:

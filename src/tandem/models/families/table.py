@@ -1,6 +1,6 @@
 """The model types that Tandem runs, and how each departs from what is read off mlx-lm's own module.
 
-A stage is built from mlx-lm's model (`loading/frame.py`), so most types need an empty row: it says that the type is
+A stage is built from mlx-lm's model (`loading/pipeline_model.py`), so most types need an empty row: it says that the type is
 held to mlx-lm's own forward pass by `tests/loading/test_loading_parity.py`. A type without a row is tried before it
 is served. Plain data, no mlx.
 """

@@ -1,4 +1,4 @@
-"""Prompts of `--warm`: at each replica before it counts as reached, and again when its ranks have been replaced."""
+"""Prompts of `--warmup-prompts`: at each replica before it counts as reached, and again when its ranks have been replaced."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Warmer:
                 for replica in behind:
                     fresh[replica].prompts += 1
         except (OverloadedError, UnavailableError) as error:
-            logger.debug("a prompt of --warm waits: %s", error.message)
+            logger.debug("a prompt of --warmup-prompts waits: %s", error.message)
             return
         for replica, progress in fresh.items():
             progress.done = True
@@ -103,9 +103,9 @@ class Warmer:
         except (OverloadedError, UnavailableError):
             raise
         except RequestError as error:
-            logger.warning("a prompt of --warm: %s; the server goes on without it", error.message)
+            logger.warning("a prompt of --warmup-prompts: %s; the server goes on without it", error.message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the server serves
-            internal_error(error, "--warm")
+            internal_error(error, "--warmup-prompts")
         finally:
             self._api.release(scope)
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from tandem.errors import UnavailableError
-from tandem.protocol.kept import CacheReport
+from tandem.protocol.cached_prefixes import CacheReport
 from tandem.server.acquire import acquire
 from tandem.server.body import parse, require_known
 from tandem.server.cache.schemas import WarmRequest

@@ -23,24 +23,24 @@ def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> 
     try:
         text = read_text(path, MOST)
     except UnicodeDecodeError as error:
-        raise UsageError(f"{flag} {path}: is not text in UTF-8 (byte {error.start})", param="warm") from None
+        raise UsageError(f"{flag} {path}: is not text in UTF-8 (byte {error.start})", param="warmup_prompts") from None
     except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror or error}", param="warm") from None
+        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror or error}", param="warmup_prompts") from None
     kind = path.suffix.lower()
     if not text.strip():
-        raise UsageError(f"{flag} {path}: has no text in it", param="warm")
+        raise UsageError(f"{flag} {path}: has no text in it", param="warmup_prompts")
     try:
         if kind == ".jsonl":
             return _lines(text)
         return [_body(_json(text))] if kind == ".json" else [text_body(text, role)]
     except ValueError as error:
-        raise UsageError(f"{flag} {path}: {error}", param="warm") from None
+        raise UsageError(f"{flag} {path}: {error}", param="warmup_prompts") from None
 
 
 def warm_bodies(settings: Settings) -> list[Body]:
-    """Read the files of `--warm`. Raises UsageError."""
-    return [body for name in settings.server.warm
-            for body in read_warm_file(Path(name).expanduser(), flag="--warm")]
+    """Read the files of `--warmup-prompts`. Raises UsageError."""
+    return [body for name in settings.server.warmup_prompts
+            for body in read_warm_file(Path(name).expanduser(), flag="--warmup-prompts")]
 
 
 def text_body(text: str, role: Role) -> Body:

@@ -19,7 +19,7 @@ class Reply:
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self._used: set[str] = set()
         self._plan = plan
-        self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
+        self._parser = StreamParser(plan.output_parser.reader) if plan.output_parser is not None else None
 
     def read(self, text: str, *, last: bool) -> list[Event]:
         """Return the events that `text` adds; with `last` also those held back."""

@@ -10,8 +10,8 @@ from fastapi import Request
 
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.chats.forms import accepted, described
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.response_formats import accepted, described
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
@@ -19,7 +19,7 @@ from tandem.server.generation import Generation
 from tandem.server.openai.messages import ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.tools.choose import Dialect, Writing, dialect, told_formats
+from tandem.server.tools.choose import OutputFormat, OutputParser, output_parser, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class ChatPlan:
     prompt: list[int]
     form: StructuredOutputs | None
     """The grammar of the answer, already checked; None when it is free."""
-    dialect: Dialect | None
+    output_parser: OutputParser | None
     """How to read the answer; None when all of it is content."""
     shown: frozenset[int]
     """Special tokens that belong to the text, because its reader needs them."""
@@ -74,16 +74,16 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     prompt = await texts.render(fields.messages, variables, tools=told)
     own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools,
                        tokenizer.has_special)
-    writing = replace(
+    output_format = replace(
         own,
         format=forced_format(own.format) if forced or asked is not None else own.format,
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
-    how = dialect(writing, tokenizer.has_special)
+    how = output_parser(output_format, tokenizer.has_special)
     plan = ChatPlan(
         prompt=prompt.tokens,
-        form=await _form(texts, writing, asked) if forced or asked is not None else None,
-        dialect=how,
+        form=await _form(texts, output_format, asked) if forced or asked is not None else None,
+        output_parser=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
         hides_reasoning=hides,
@@ -133,14 +133,14 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
 
 
 async def _form(
-    texts: RequestTexts, writing: Writing, asked: tuple[str, StructuredOutputs] | None
+    texts: RequestTexts, output_format: OutputFormat, asked: tuple[str, StructuredOutputs] | None
 ) -> StructuredOutputs:
     """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
     param = "tools" if asked is None else asked[0]
     answer = None if asked is None else await described(texts, *asked)
     literal = literal_of(texts.grammars.special)
     try:
-        grammar = await off_loop(texts.body_size > LARGE, answer_grammar, writing, literal, answer)
+        grammar = await off_loop(texts.body_size > LARGE, answer_grammar, output_format, literal, answer)
         return await accepted(texts, param, await described(texts, param, StructuredOutputs(grammar=grammar)))
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
@@ -154,7 +154,7 @@ async def _form(
 def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, object]:
     """Return what a chat's template is told. Raises RequestError."""
     variables = _template_kwargs(fields)
-    if vain := add_thinking(wish_of(fields), tokenizer, variables):
+    if vain := add_thinking(effort_of(fields), tokenizer, variables):
         note_ignored(http, *vain)
     return variables
 
@@ -180,7 +180,7 @@ def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReasoningEffort:
     """Effort and thinking that a request asks for; None for what it leaves to the model."""
 
     effort: str | None
@@ -190,7 +190,7 @@ class Wish:
     """The value of a switch of the request."""
 
 
-def wish_of(fields: ChatRequest) -> Wish:
+def effort_of(fields: ChatRequest) -> ReasoningEffort:
     """Read effort and thinking of a request. Raises RequestError when its fields contradict each other."""
     reasoning = fields.reasoning
     efforts = {"reasoning_effort": fields.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort}
@@ -201,7 +201,7 @@ def wish_of(fields: ChatRequest) -> Wish:
         "reasoning.enabled": reasoning and reasoning.enabled,
     }
     effort_field, effort = _only("reasoning_effort", efforts)
-    return Wish(effort, effort_field, _only("enable_thinking", switches)[1])
+    return ReasoningEffort(effort, effort_field, _only("enable_thinking", switches)[1])
 
 
 def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
@@ -214,26 +214,26 @@ def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
     return fields[0] if fields else (default, None)
 
 
-def add_thinking(wish: Wish, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
+def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
     """Add what the template reads to its `variables`; what stands there already counts more.
 
     Returns the fields that have no effect with this template.
     """
-    if wish.think is None and wish.effort is None:
+    if effort.think is None and effort.effort is None:
         return []
     reads = tokenizer.template_reads
-    think = wish.think if wish.think is not None or wish.effort is None else wish.effort != "none"
+    think = effort.think if effort.think is not None or effort.effort is None else effort.effort != "none"
     switches = [name for name in _SWITCHES if name in reads]
     if think is not None:
         for name in switches:
             variables.setdefault(name, think)
-    if wish.effort is None:
+    if effort.effort is None:
         return []
     if "reasoning_effort" in reads:
-        if level := nearest(wish.effort, tokenizer.template_words, switched=bool(switches)):
+        if level := nearest(effort.effort, tokenizer.template_words, switched=bool(switches)):
             variables.setdefault("reasoning_effort", level)
     elif not switches:
-        return [wish.effort_field]
+        return [effort.effort_field]
     return []
 
 

@@ -99,7 +99,7 @@ class RequestTexts:
         """Run `work` in this process: at once when it is small, else in a thread when it is this client's turn."""
         if size <= LARGE:
             return work()
-        async with get_api(self.http).text_turns.turn(get_group(self.http), size):
+        async with get_api(self.http).text_semaphore.turn(get_group(self.http), size):
             return await off_loop(True, work)
 
     async def ask(self, function: str, arguments: Mapping[str, object], answer: type[Result], *,

@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.log import Seldom
 from tandem.server.connections import connection

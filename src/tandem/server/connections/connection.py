@@ -16,7 +16,7 @@ import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import RequestError
 from tandem.server.connections.slots import ConnectionSlot
 from tandem.server.failures import error_response, refused

@@ -17,13 +17,13 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tandem.borders import start_task
 from tandem.config.settings import Role
+from tandem.crash_guard import start_task
 from tandem.errors import RequestError, TransportError, UnavailableError
 from tandem.log import Seldom
 from tandem.protocol import control
+from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.codec import Decoder
-from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.failures import internal_error

@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, Counter
 from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.protocol.control import Output
 from tandem.protocol.events import History
+from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.supervisor import NoteEvent
-from tandem.protocol.suspicion import Suspicion
 from tandem.server.engines.client import NOBODY, Departed, EngineLost, Member, Stranded, why_none
 from tandem.server.engines.router import Placement, Router
 
@@ -42,7 +42,7 @@ class Answers(Protocol):
         """End all of them with `error`."""
 
 
-class Flight:
+class InflightRequest:
     """A request, the tokens that its client has, and where it is. Takes the engine's answers as a `Sink`."""
 
     def __init__(self, request: EngineRequest, answers: Answers, dispatcher: Dispatcher,
@@ -60,7 +60,7 @@ class Flight:
         """The id that the api knows."""
         self.answers = answers
         self._dispatcher = dispatcher
-        self._sendings = 0
+        self._attempts = 0
         self._heard = False
         """True once its replica has sent something."""
         self.produced = list(request.produced)
@@ -69,7 +69,7 @@ class Flight:
         """Replica that has it; None between two."""
         self.losses = 0
         """Replicas that died under it."""
-        self.suspicion = Suspicion()
+        self.quarantine_record = QuarantineRecord()
         self.trial: bool | None = None
         """True while its replica runs it alone; False while nothing runs there, to see whether that dies anyway."""
         self.judged = ""
@@ -92,12 +92,12 @@ class Flight:
     @property
     def wire_id(self) -> str:
         """The id for the replica: another one each time, as a slow engine may still be busy with the last."""
-        return self.request_id if self._sendings == 1 else f"{self.request_id}+{self._sendings - 1}"
+        return self.request_id if self._attempts == 1 else f"{self.request_id}+{self._attempts - 1}"
 
     @property
     def suspect(self) -> bool:
         """True if it must run alone."""
-        return self.suspicion.end >= 0 and self.suspicion.suspect
+        return self.quarantine_record.end >= 0 and self.quarantine_record.suspect
 
     @property
     def may_leave(self) -> bool:
@@ -122,14 +122,14 @@ class Flight:
 
     def blame(self, *, alone: bool) -> None:
         """Note that its replica died while it worked on it."""
-        self.suspicion.died(self.computed, len(self.request.prompt) + len(self.produced), alone=alone)
+        self.quarantine_record.died(self.computed, len(self.request.prompt) + len(self.produced), alone=alone)
 
     def depart(self) -> EngineRequest:
         """Return what to send now."""
-        self._sendings += 1
+        self._attempts += 1
         self.trial, self._heard, self.leaves = None, False, False
         return replace(self.request, request_id=self.wire_id, produced=list(self.produced),
-                       suspicion=replace(self.suspicion))
+                       quarantine_record=replace(self.quarantine_record))
 
     def place(self, router: Router, avoid: Collection[int]) -> Placement | None:
         """Choose a replica among those that are not to be avoided; None when none takes it."""
@@ -149,7 +149,7 @@ class Flight:
         """Take an output of the replica."""
         self.produced += output.tokens
         self._heard = True
-        if self._sendings > 1:
+        if self._attempts > 1:
             output = replace(output, request_id=self.request_id)
         self._dispatcher.arrived(self, output)
 
@@ -162,49 +162,49 @@ class Flight:
         self._dispatcher.failed(self, error)
 
 
-class Trials:
+class IsolatedRetries:
     """Runs suspects one at a time: which is on trial, and which wait for it."""
 
-    def __init__(self, send: Callable[[Flight], None]) -> None:
+    def __init__(self, send: Callable[[InflightRequest], None]) -> None:
         """`send` starts one whose turn has come."""
         self._send = send
-        self._current: Flight | None = None
-        self._waiting: deque[Flight] = deque()
+        self._current: InflightRequest | None = None
+        self._waiting: deque[InflightRequest] = deque()
 
-    def must_wait(self, flight: Flight) -> bool:
-        """Return True for a suspect while another is on trial; it is sent later. Call before a flight is sent."""
-        if not flight.suspect:
+    def must_wait(self, inflight: InflightRequest) -> bool:
+        """Return True for a suspect while another is on trial; it is sent later. Call before an in-flight request is sent."""
+        if not inflight.suspect:
             return False
-        if self._current not in (None, flight):
-            if flight not in self._waiting:
-                self._waiting.append(flight)
+        if self._current not in (None, inflight):
+            if inflight not in self._waiting:
+                self._waiting.append(inflight)
             return True
-        self._current = flight
+        self._current = inflight
         return False
 
-    def judge(self, replica: int, flights: Collection[Flight]) -> None:
-        """Blame those of `flights` that may have killed a replica."""
-        here = [flight for flight in flights if flight.replica == replica]
-        for flight in here:
-            flight.judged = flight.wire_id
-        tried = [flight for flight in here if flight.trial is not None]
-        if any(flight.trial is False for flight in tried):
+    def judge(self, replica: int, inflights: Collection[InflightRequest]) -> None:
+        """Blame those of `inflights` that may have killed a replica."""
+        here = [inflight for inflight in inflights if inflight.replica == replica]
+        for inflight in here:
+            inflight.judged = inflight.wire_id
+        tried = [inflight for inflight in here if inflight.trial is not None]
+        if any(inflight.trial is False for inflight in tried):
             # It died while nothing ran there: something else kills engines.
-            for flight in flights:
-                flight.suspicion.clear()
+            for inflight in inflights:
+                inflight.quarantine_record.clear()
             self._current = None
-        for flight in tried or here:
-            if flight.trial is not False:
-                flight.blame(alone=flight.trial is True)
+        for inflight in tried or here:
+            if inflight.trial is not False:
+                inflight.blame(alone=inflight.trial is True)
         self._call_next()
 
-    def look(self, flight: Flight, *, over: bool = False) -> None:
-        """Clear a flight that has passed the point of death; if it was on trial, or is over, call the next."""
-        if over and flight in self._waiting:
-            self._waiting.remove(flight)
-        if flight.suspicion.end >= 0 and flight.suspicion.passed(flight.computed):
-            flight.trial = None
-        if flight is not self._current or (flight.suspect and not over):
+    def look(self, inflight: InflightRequest, *, over: bool = False) -> None:
+        """Clear an in-flight request that has passed the point of death; if it was on trial, or is over, call the next."""
+        if over and inflight in self._waiting:
+            self._waiting.remove(inflight)
+        if inflight.quarantine_record.end >= 0 and inflight.quarantine_record.passed(inflight.computed):
+            inflight.trial = None
+        if inflight is not self._current or (inflight.suspect and not over):
             return
         self._current = None
         self._call_next()
@@ -226,8 +226,8 @@ class Dispatcher:
         self._router = router
         self._members = members
         self._patience_s = patience_s
-        self._flights: dict[str, Flight] = {}
-        self._trials = Trials(self._retry)
+        self._inflights: dict[str, InflightRequest] = {}
+        self._retries = IsolatedRetries(self._retry)
         self.history = History()
         """Events that this api has noticed, and, without a supervisor, those of engines."""
         self.tell: Callable[[NoteEvent], None] | None = None
@@ -246,16 +246,16 @@ class Dispatcher:
         """End requests that no replica has. `over`: why no engine will come any more; nothing is done if empty."""
         self._over = over
         if over:
-            for flight in [flight for flight in self._flights.values() if not self._reaches(flight)]:
-                self._end(flight, UnavailableError(f"The server ends: {over}", retry_after=10.0, code="engine_failed"))
+            for inflight in [inflight for inflight in self._inflights.values() if not self._reaches(inflight)]:
+                self._end(inflight, UnavailableError(f"The server ends: {over}", retry_after=10.0, code="engine_failed"))
 
-    def _reaches(self, flight: Flight) -> bool:
-        member = self._member(flight)
+    def _reaches(self, inflight: InflightRequest) -> bool:
+        member = self._member(inflight)
         return member is not None and member.client.alive
 
-    def _member(self, flight: Flight) -> Member | None:
+    def _member(self, inflight: InflightRequest) -> Member | None:
         """The replica that has it, unless that has gone."""
-        return None if flight.replica is None else self._members.get(flight.replica)
+        return None if inflight.replica is None else self._members.get(inflight.replica)
 
     def open(self, requests: Sequence[EngineRequest], answers: Answers, replicas: Sequence[int] | None = None, *,
              accepted: bool = False) -> None:
@@ -265,11 +265,11 @@ class Dispatcher:
         wait where there is no room. Raises UnavailableError; then none of them runs.
         """
         for request, only in zip(requests, replicas or repeat(None), strict=False):
-            flight = Flight(request, answers, self, only)
-            self._flights[flight.request_id] = flight
+            inflight = InflightRequest(request, answers, self, only)
+            self._inflights[inflight.request_id] = inflight
             if accepted:
-                flight.lost_at = asyncio.get_running_loop().time()
-            if not (self._move(flight, UnavailableError(NOBODY)) if accepted else self._send(flight)):
+                inflight.lost_at = asyncio.get_running_loop().time()
+            if not (self._move(inflight, UnavailableError(NOBODY)) if accepted else self._send(inflight)):
                 for opened in requests:
                     self.abort(opened.request_id)
                 raise why_none(self._members.values()) or UnavailableError(NOBODY)
@@ -279,129 +279,129 @@ class Dispatcher:
 
         `answered`: its client has all that it wants.
         """
-        flight = self._flights.pop(request_id, None)
-        if flight is None:
+        inflight = self._inflights.pop(request_id, None)
+        if inflight is None:
             return
-        self._trials.look(flight, over=True)
-        self._let_go(flight)
-        flight.end_placement()
-        if (member := self._member(flight)) is not None:
-            member.client.abort(flight.wire_id, answered=answered)
+        self._retries.look(inflight, over=True)
+        self._let_go(inflight)
+        inflight.end_placement()
+        if (member := self._member(inflight)) is not None:
+            member.client.abort(inflight.wire_id, answered=answered)
 
-    def _send(self, flight: Flight) -> bool:
+    def _send(self, inflight: InflightRequest) -> bool:
         """Send it to the best replica that takes it, or later if it must stand trial; False when there is none."""
-        if self._trials.must_wait(flight):
+        if self._retries.must_wait(inflight):
             return True
-        others = () if flight.only is None else self._members.keys() - {flight.only}
+        others = () if inflight.only is None else self._members.keys() - {inflight.only}
         while True:
-            flight.replica = None
-            request = flight.depart()
-            placement = flight.place(self._router, others)
+            inflight.replica = None
+            request = inflight.depart()
+            placement = inflight.place(self._router, others)
             if placement is None:
                 return False
-            flight.replica, flight.leaves = placement.replica, placement.leaves
-            kept = max(placement.kept, flight.kept, flight.perhaps_kept)
-            if self._members[placement.replica].client.send(replace(request, kept=kept, leaves=flight.leaves), flight):
+            inflight.replica, inflight.leaves = placement.replica, placement.leaves
+            kept = max(placement.kept, inflight.kept, inflight.perhaps_kept)
+            if self._members[placement.replica].client.send(replace(request, kept=kept, leaves=inflight.leaves), inflight):
                 return True
             placement.end()
-            flight.refused_by.add(placement.replica)
+            inflight.refused_by.add(placement.replica)
 
     def leave(self, index: int) -> None:
         """Send what a replica has to others, but for what has to be done there, or is tried there alone."""
-        for flight in [flight for flight in self._flights.values() if flight.replica == index]:
-            if flight.only is None and flight.trial is None:
-                self._members[index].client.abort(flight.wire_id)
-                self.failed(flight, Stranded())
+        for inflight in [inflight for inflight in self._inflights.values() if inflight.replica == index]:
+            if inflight.only is None and inflight.trial is None:
+                self._members[index].client.abort(inflight.wire_id)
+                self.failed(inflight, Stranded())
 
-    def arrived(self, flight: Flight, output: Output) -> None:
-        """Count an output of a flight and hand it on."""
-        self._let_go(flight)
+    def arrived(self, inflight: InflightRequest, output: Output) -> None:
+        """Count an output of an in-flight request and hand it on."""
+        self._let_go(inflight)
         over = output.finish_reason is not None
         if over:
-            flight.end_placement()
-            self._flights.pop(flight.request_id, None)
-        elif flight.placement is not None:
-            flight.placement.advance(len(output.tokens))
-        if over or flight.suspicion.end >= 0:
-            self._trials.look(flight, over=over)
-        flight.answers.push(output)
+            inflight.end_placement()
+            self._inflights.pop(inflight.request_id, None)
+        elif inflight.placement is not None:
+            inflight.placement.advance(len(output.tokens))
+        if over or inflight.quarantine_record.end >= 0:
+            self._retries.look(inflight, over=over)
+        inflight.answers.push(output)
 
-    def _let_go(self, flight: Flight) -> None:
+    def _let_go(self, inflight: InflightRequest) -> None:
         """Release the replica that handed it over, if one did: what it has computed is not needed any more."""
-        if flight.left is not None:
-            (index, wire_id), flight.left = flight.left, None
+        if inflight.left is not None:
+            (index, wire_id), inflight.left = inflight.left, None
             if index in self._members:
                 self._members[index].client.abort(wire_id)
 
-    def failed(self, flight: Flight, error: RequestError) -> None:
-        """Send a flight that was refused, or whose replica was lost, to another if that can help."""
-        flight.end_placement()
-        if self._flights.get(flight.request_id) is not flight:
+    def failed(self, inflight: InflightRequest, error: RequestError) -> None:
+        """Send an in-flight request that was refused, or whose replica was lost, to another if that can help."""
+        inflight.end_placement()
+        if self._inflights.get(inflight.request_id) is not inflight:
             return
-        member = self._member(flight)
+        member = self._member(inflight)
         if not self.closing and isinstance(error, OverloadedError | UnavailableError):
-            if isinstance(error, Departed) and flight.replica is not None:
-                flight.left = flight.replica, flight.wire_id
+            if isinstance(error, Departed) and inflight.replica is not None:
+                inflight.left = inflight.replica, inflight.wire_id
                 status = None if member is None else member.client.status
-                flight.written = {} if status is None else {status.kv_store: error.positions}
+                inflight.written = {} if status is None else {status.kv_store: error.positions}
             if isinstance(error, EngineLost):
                 died = not isinstance(error, Departed | Stranded) and member is not None and not member.draining
-                self._lost(flight, died=died, kept=error.positions if isinstance(error, Departed) else 0)
-            elif flight.replica is not None:
-                flight.refused_by.add(flight.replica)
-                flight.replica = None
-            if not flight.suspicion.guilty:
-                if self._move(flight, error):
+                self._lost(inflight, died=died, kept=error.positions if isinstance(error, Departed) else 0)
+            elif inflight.replica is not None:
+                inflight.refused_by.add(inflight.replica)
+                inflight.replica = None
+            if not inflight.quarantine_record.guilty:
+                if self._move(inflight, error):
                     return
             else:
-                error = ServerError(f"{flight.losses} engines were lost while they worked on this request, the last "
+                error = ServerError(f"{inflight.losses} engines were lost while they worked on this request, the last "
                                     "ones while it ran alone; it is not tried again", code="engine_lost")
-                self._note_refused(flight, error)
-        self._end(flight, error)
+                self._note_refused(inflight, error)
+        self._end(inflight, error)
 
-    def _note_refused(self, flight: Flight, error: RequestError) -> None:
+    def _note_refused(self, inflight: InflightRequest, error: RequestError) -> None:
         event = self.history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
-                                  request_id=flight.request_id, group=flight.request.group,
+                                  request_id=inflight.request_id, group=inflight.request.group,
                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         if self.tell is not None:
             self.tell(NoteEvent(event))
 
-    def _lost(self, flight: Flight, *, died: bool, kept: int) -> None:
+    def _lost(self, inflight: InflightRequest, *, died: bool, kept: int) -> None:
         now = asyncio.get_running_loop().time()
-        if died and flight.judged != flight.wire_id and flight.replica is not None:
-            self._trials.judge(flight.replica, self._flights.values())
-        flight.lose(now, died=died, kept=kept)
+        if died and inflight.judged != inflight.wire_id and inflight.replica is not None:
+            self._retries.judge(inflight.replica, self._inflights.values())
+        inflight.lose(now, died=died, kept=kept)
 
-    def _end(self, flight: Flight, error: RequestError) -> None:
-        self._flights.pop(flight.request_id, None)
-        flight.end_placement()
-        self._let_go(flight)
-        self._trials.look(flight, over=True)
-        flight.answers.fail(error)
+    def _end(self, inflight: InflightRequest, error: RequestError) -> None:
+        self._inflights.pop(inflight.request_id, None)
+        inflight.end_placement()
+        self._let_go(inflight)
+        self._retries.look(inflight, over=True)
+        inflight.answers.fail(error)
 
-    def _move(self, flight: Flight, error: RequestError) -> bool:
+    def _move(self, inflight: InflightRequest, error: RequestError) -> bool:
         """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
-        by_role = flight.leaves and isinstance(error, Departed)
-        if self._send(flight):
-            if isinstance(error, EngineLost) and flight.replica is not None:
+        by_role = inflight.leaves and isinstance(error, Departed)
+        if self._send(inflight):
+            if isinstance(error, EngineLost) and inflight.replica is not None:
                 (self._handed_over if by_role else self._moved).inc()
                 logger.log(logging.DEBUG if by_role else logging.INFO, "request %s goes on at replica %s; tokens so "
-                           "far: %d", flight.request_id, flight.replica, len(flight.produced))
+                           "far: %d", inflight.request_id, inflight.replica, len(inflight.produced))
             return True
-        if flight.lost_at is None:
+        if inflight.lost_at is None:
             return False
         loop = asyncio.get_running_loop()
-        some = bool(self._members) and not self._over and loop.time() < flight.lost_at + self._patience_s
+        some = bool(self._members) and not self._over and loop.time() < inflight.lost_at + self._patience_s
         if isinstance(error, OverloadedError) or some:
-            loop.call_later(RETRY_S, self._retry, flight, error)
+            loop.call_later(RETRY_S, self._retry, inflight, error)
             return True
         return False
 
-    def _retry(self, flight: Flight, error: RequestError | None = None) -> None:
+    def _retry(self, inflight: InflightRequest, error: RequestError | None = None) -> None:
         """Send a request again; `error` is what its client gets if that cannot be, by default that nobody is there."""
         error = error or EngineLost(NOBODY)
-        if self._flights.get(flight.request_id) is not flight:
+        if self._inflights.get(inflight.request_id) is not inflight:
             return
-        flight.refused_by.clear()
-        if not self._move(flight, error):
-            self._end(flight, error)
+        inflight.refused_by.clear()
+        if not self._move(inflight, error):
+            self._end(inflight, error)

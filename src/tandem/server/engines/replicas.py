@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tandem.errors import UnavailableError
+from tandem.protocol.cached_prefixes import CacheReport
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
-from tandem.protocol.kept import CacheReport
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.engines.client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
 from tandem.server.engines.inflight import Dispatcher
@@ -89,7 +89,7 @@ class Replicas:
         self.requests = Dispatcher(router, self._members, patience_s)
         self.requests.tell = None if link is None else link.tell
         self.warmed: set[int] | None = None
-        """Replicas that have the prompts of `--warm`; none else counts as reached. None without such prompts."""
+        """Replicas that have the prompts of `--warmup-prompts`; none else counts as reached. None without such prompts."""
         self.status: EngineStatus | None = None
         """The engines that answer as one; the last that was known when none does; None before any has answered."""
         self._taking = False

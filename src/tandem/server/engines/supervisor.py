@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import TransportError
 from tandem.log import Seldom
 from tandem.protocol import supervisor

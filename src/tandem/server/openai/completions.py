@@ -12,9 +12,9 @@ from tandem.errors import RequestError
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
-from tandem.server.chats.forms import form_of
 from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.response_formats import response_format_of
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import head, new_id
 from tandem.server.generation import Delta, Generation
@@ -47,7 +47,7 @@ async def completions(http: Request) -> Response:
     for param, count in (("prompt_logprobs", fields.prompt_logprobs), ("logprobs", fields.logprobs)):
         if param != "logprobs" or fields.echo:
             check_prompt_logprobs(param, count, tokens, n)
-    form, asked = await form_of(texts, fields), _asked_of_prompt(fields)
+    form, asked = await response_format_of(texts, fields), _asked_of_prompt(fields)
     work = [sequence for prompt in prompts for sequence in sequences_of(
         prompt, fields, served, texts.status, param="prompt", asked=fields.max_tokens, logprobs=fields.logprobs,
         form=form, prompt_logprobs=asked)]

@@ -18,7 +18,7 @@ router = APIRouter()
 
 def model_object(api: Api, served: Served) -> dict[str, object]:
     """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
-    state, detail = served.state if api.residents is None else api.residents.state(served)
+    state, detail = served.state if api.model_pool is None else api.model_pool.state(served)
     return {
         "id": served.name,
         "object": "model",
@@ -88,7 +88,7 @@ async def unload(http: Request, model_id: str) -> Response:
     """Have a model finish what it has, and leave memory; answered when that is done. The next request loads it."""
     api = get_api(http)
     served = api.find(model_id)
-    if api.residents is None:
+    if api.model_pool is None:
         raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
-    await unless_gone(http, api.residents.unload(served))
+    await unless_gone(http, api.model_pool.unload(served))
     return _answer(api, served)

@@ -186,20 +186,20 @@ class SamplingFields(Strict):
 
         Raises RequestError when several fields ask.
         """
-        forms = {f"guided_{name}": _form(name, value) for name, value in (
+        response_formats = {f"guided_{name}": _form(name, value) for name, value in (
             ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
             ("grammar", self.guided_grammar)) if value is not None}
         if self.response_format is not None and self.response_format.type != "text":
-            forms.update([self.response_format.form])
+            response_formats.update([self.response_format.form])
         if self.structured_outputs is not None:
             for name, value in self.structured_outputs.model_dump(by_alias=True, exclude_none=True).items():
                 if value is not False:
-                    forms[f"structured_outputs.{name}"] = _form(name, value)
-        if len(forms) > 1:
-            first, second, *_ = forms
+                    response_formats[f"structured_outputs.{name}"] = _form(name, value)
+        if len(response_formats) > 1:
+            first, second, *_ = response_formats
             raise RequestError(f"'{first}' and '{second}' both ask for a form; give one of them.", param=second,
                                code="invalid_value")
-        return next(iter(forms.items()), None)
+        return next(iter(response_formats.items()), None)
 
     @property
     def caching(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
         message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
         raise NotFoundError(message, code="unknown_url")
     served = find_model(http, model)
-    if api.residents is not None and not api.residents.available(served):
+    if api.model_pool is not None and not api.model_pool.available(served):
         raise UnavailableError(f"The model '{served.name}' is not loaded, and a GET loads none: POST "
                                f"/v1/models/{served.name}/load does.", code="model_not_loaded")
     texts = await RequestTexts.of(http, served)

@@ -52,8 +52,8 @@ def _health(api: Api) -> str:
     status = api.client.status
     if api.draining:
         return "draining"
-    if api.residents is not None:
-        return api.residents.health
+    if api.model_pool is not None:
+        return api.model_pool.health
     if status is None or not api.client.alive:
         return "unreachable"
     return {"ready": "healthy"}.get(status.state, status.state)
@@ -147,7 +147,7 @@ async def model_info(http: Request) -> Response:
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
-    more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.micro_batches}
     more |= {"kv_dtype": status.kv_dtype, "kv_bytes_per_token": status.kv_bytes_per_token,
              "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
@@ -174,9 +174,9 @@ async def status_route(http: Request) -> Response:
         "model": _model_name(api),
         "uptime_seconds": round(time.time() - api.started, 1),
         "num_running": status.running if engine and status else 0,
-        "num_waiting": (status.queued if engine and status else 0) + (api.residents.waiting if api.residents else 0),
+        "num_waiting": (status.queued if engine and status else 0) + (api.model_pool.waiting if api.model_pool else 0),
         "models": [_model(api, served) for served in api.served],
-        "budget": api.residents.budget if api.residents is not None else {},
+        "budget": api.model_pool.budget if api.model_pool is not None else {},
         "engine": engine,
         "replicas": msgspec.to_builtins(api.client.replicas()),
         "requests": [_live(request) for request in mine],
@@ -188,7 +188,7 @@ def _model(api: Api, served: Served) -> dict[str, object]:
     """Return a model as in /v1/models, with its memory and loading."""
     status = served.client.status
     loading = status.loading if status is not None and status.state == "starting" else []
-    facts = api.residents.facts(served) if api.residents is not None else {}
+    facts = api.model_pool.facts(served) if api.model_pool is not None else {}
     return {**model_object(api, served), **facts, "loading": msgspec.to_builtins(loading)}
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import RequestError, UnavailableError
 from tandem.server.context import Api
 from tandem.server.failures import internal_error

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from tandem.errors import RequestError
 from tandem.server.context import Api
-from tandem.server.engines.residents import LOAD_FAILED
+from tandem.server.engines.model_pool import LOAD_FAILED
 from tandem.server.failures import error_response, internal_error
 
 LONGEST_PAUSE_S = 10.0

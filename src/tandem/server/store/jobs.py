@@ -21,7 +21,7 @@ from fastapi import Request
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import OverloadedError, RequestError, TooLargeError, UnavailableError
 from tandem.server.context import Api, new_id
 from tandem.server.failures import cancelled, internal_error
@@ -29,7 +29,7 @@ from tandem.server.store.calls import StoredReply, call, reply_of
 from tandem.server.store.journal import LINE, Entry, Journal
 from tandem.server.store.writer import Writer
 from tandem.server.waiting import end_tasks
-from tandem.server.workers.turns import Turns
+from tandem.server.workers.fair_semaphore import FairSemaphore
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Jobs:
         """Called each time expired answers are dropped."""
         self.lines_bytes: Counter[str] = Counter()
         """Bytes in the journal of the lines and answers of batches, by the batch's id."""
-        self._turns = Turns(LINES_AT_ONCE, MOST_WAITING)
+        self._semaphore = FairSemaphore(LINES_AT_ONCE, MOST_WAITING)
         self._jobs: dict[str, Job] = {}
         self._coming: dict[str, Entry] = {}
         """Requests that are just being written down."""
@@ -314,7 +314,7 @@ class Jobs:
         line = entry.background == LINE
         # A client's request was counted by its quota when it was accepted; a line counts when it is asked for.
         more = {"tandem.seed": entry.id} | ({} if line else {"tandem.job": job})
-        async with self._turns.turn(entry.group) if line else contextlib.nullcontext():
+        async with self._semaphore.turn(entry.group) if line else contextlib.nullcontext():
             if line:  # those without a turn need not look
                 await self._until_ready(job)
             body = await self.write(self.journal.request, entry)

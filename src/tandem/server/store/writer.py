@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar, cast
 
-from tandem.borders import start_task
+from tandem.crash_guard import start_task
 from tandem.errors import RequestError, UnavailableError
 from tandem.server.store.journal import Journal, told
 

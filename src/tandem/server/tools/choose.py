@@ -118,7 +118,7 @@ def tool_format(choice: str, template: str, special: Special | None = None) -> s
 
 
 @dataclass(frozen=True)
-class Writing:
+class OutputFormat:
     """Content of one answer, and the formats it is written in."""
 
     format: str
@@ -134,16 +134,16 @@ class Writing:
 
 
 def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None,
-                 special: Special) -> Writing:
+                 special: Special) -> OutputFormat:
     """The formats that the operator chose, or what the chat template shows where that is `auto`."""
     if reasoning == "auto":
         reasoning = _shown(template)[1]
     begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
-    return Writing(tool_format(calls, template, None if tools is None else special), reasoning, tools, begun)
+    return OutputFormat(tool_format(calls, template, None if tools is None else special), reasoning, tools, begun)
 
 
 @dataclass(frozen=True)
-class Dialect:
+class OutputParser:
     """How to read one answer."""
 
     reader: Reader
@@ -151,21 +151,21 @@ class Dialect:
     """Texts that may be special tokens and yet must be seen."""
 
 
-def dialect(writing: Writing, special: Special) -> Dialect | None:
+def output_parser(output_format: OutputFormat, special: Special) -> OutputParser | None:
     """How to read what is written so; None when all of it is content."""
-    tools = writing.tools
-    calls = writing.format if tools is not None else ""
-    if "harmony" in (writing.reasoning, calls):
-        return Dialect(harmony.harmony, FORMATS["harmony"].others)
+    tools = output_format.tools
+    calls = output_format.format if tools is not None else ""
+    if "harmony" in (output_format.reasoning, calls):
+        return OutputParser(harmony.harmony, FORMATS["harmony"].others)
     reader: Reader = everything
-    around = ANSWERS.get(writing.reasoning) or ANSWERS.get(calls, ())
+    around = ANSWERS.get(output_format.reasoning) or ANSWERS.get(calls, ())
     markers, ends = around, around[:1]
     if tools is not None:
         chosen = FORMATS[calls]
         reader, ends = (lambda feed: chosen.read(feed, tools)), (*ends, *chosen.starts)
         markers = (*markers, *chosen.starts, *chosen.others)
-    if tags := THINKING.get(writing.reasoning):
-        reader = thinking(tags, reader, begun=writing.begun, ends=tuple(filter(special, ends)))
+    if tags := THINKING.get(output_format.reasoning):
+        reader = thinking(tags, reader, begun=output_format.begun, ends=tuple(filter(special, ends)))
         markers = (*markers, *tags)
     reader = without(around, reader) if around else reader
-    return None if reader is everything else Dialect(reader, markers)
+    return None if reader is everything else OutputParser(reader, markers)

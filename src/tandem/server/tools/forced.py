@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tandem.guided.grammar import json_schema, preceded
 from tandem.server.tools import harmony, json_calls
-from tandem.server.tools.choose import THINKING, Writing
+from tandem.server.tools.choose import THINKING, OutputFormat
 from tandem.server.tools.scan import Tools
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens
 
@@ -43,47 +43,47 @@ def forced_format(name: str) -> str:
     return name if name in _FRAMES else "generic"
 
 
-def answer_grammar(writing: Writing, text: Literal, answer: str | None) -> str:
+def answer_grammar(output_format: OutputFormat, text: Literal, answer: str | None) -> str:
     """Grammar of a whole answer, in llguidance's JSON: reasoning if the model wants it, then calls or `answer`.
 
     `answer` is a grammar in that JSON, as `grammar_of` gives it; without one there are calls alone.
     """
-    rules = [] if writing.tools is None else _calls(writing, writing.tools, text)
+    rules = [] if output_format.tools is None else _calls(output_format, output_format.tools, text)
     if answer is None:
-        return _json("\n".join([*_start(writing, text, "calls"), *rules]))
+        return _json("\n".join([*_start(output_format, text, "calls"), *rules]))
     final = "@answer"
-    if writing.reasoning == "harmony":
+    if output_format.reasoning == "harmony":
         final = f"{_joined((harmony.CHANNEL, 'final', harmony.MESSAGE), text)} {final}"
     if rules:
         final = f"calls | {final}"
-    return preceded(answer, "\n".join([*_start(writing, text, "either"), f"either: {final}", *rules]))
+    return preceded(answer, "\n".join([*_start(output_format, text, "either"), f"either: {final}", *rules]))
 
 
-def _calls(writing: Writing, tools: Tools, text: Literal) -> list[str]:
+def _calls(output_format: OutputFormat, tools: Tools, text: Literal) -> list[str]:
     """Lark rule `calls`, and those it needs."""
-    frame = _FRAMES[writing.format]
+    frame = _FRAMES[output_format.format]
     rules = []
     for index, (tool, schema) in enumerate(tools.items()):
         head, tail = frame.call(tool, text)
         rules.append(f"call_{index}: {head} %json {json.dumps(json_schema(schema), ensure_ascii=False)} {tail}")
     more = ""
-    if writing.several and frame.between is not None:
+    if output_format.several and frame.between is not None:
         more = f"({_joined(frame.between, text)} call){{0,{MOST_CALLS - 1}}}"
     choice = " | ".join(f"call_{index}" for index in range(len(rules)))
     return [f"calls: {_joined(frame.before, text)} call {more} {_joined(frame.after, text)}", f"call: {choice}", *rules]
 
 
-def _start(writing: Writing, text: Literal, answer: str) -> list[str]:
+def _start(output_format: OutputFormat, text: Literal, answer: str) -> list[str]:
     """Lark rule `start`: the rule `answer`, after reasoning, which the model may leave out unless it has begun."""
-    if writing.reasoning == "harmony":
+    if output_format.reasoning == "harmony":
         opening = _joined((harmony.CHANNEL, "analysis", harmony.MESSAGE), text)
         again = _joined((harmony.START, "assistant"), text)
         return [f"start: ({opening} free {again})? {answer}", _until("<|end|>", text)]
-    if writing.reasoning not in THINKING:
+    if output_format.reasoning not in THINKING:
         return [f"start: {answer}"]
-    opening, closing = THINKING[writing.reasoning]
+    opening, closing = THINKING[output_format.reasoning]
     thought = f"free /[ \\n]{{0,4}}/ {answer}"
-    start = f"start: {thought}" if writing.begun else f"start: {answer} | {text(opening)} {thought}"
+    start = f"start: {thought}" if output_format.begun else f"start: {answer} | {text(opening)} {thought}"
     return [start, _until(closing, text)]
 
 

@@ -56,7 +56,7 @@ function card(one, status, several) {
   const busy = asked.has(one.id) || ["loading", "unloading", "starting"].includes(one.state);
   const act = !several ? null : one.loaded || one.state === "recovering"
     ? button("Unload", () => tell(one.id, "unload"), { bare: false, disabled: busy || one.keep,
-      "aria-label": "Unload " + one.id, title: one.keep ? "It is kept (--keep)" : null })
+      "aria-label": "Unload " + one.id, title: one.keep ? "It is kept (--pinned-models)" : null })
     : button("Load", () => tell(one.id, "load"), { bare: false, class: "primary", disabled: busy, "aria-label": "Load " + one.id });
   const share = engine ? engine.ranks.map(rankBar)
     : needs.map(([name, bytes]) => bar(bytes, status.budget[name] ?? bytes, `memory of ${one.id} on ${name}`));

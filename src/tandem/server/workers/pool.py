@@ -18,7 +18,7 @@ from tandem.log import Seldom
 from tandem.processes.sandbox import Sandbox, SandboxEnded, SandboxTask, TaskBroken, TaskRefused, TaskReply
 from tandem.server.chats.texts import FILES_AWAY
 from tandem.server.failures import refused
-from tandem.server.workers.turns import Turns
+from tandem.server.workers.fair_semaphore import FairSemaphore
 
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
@@ -38,8 +38,8 @@ class Workers:
     """The worker processes of one api. Belongs to one event loop."""
 
     def __init__(self, most_waiting: int = 0) -> None:
-        """`most_waiting`: as `Turns` has it."""
-        self._turns = Turns(AT_ONCE, most_waiting)
+        """`most_waiting`: as `FairSemaphore` has it."""
+        self._semaphore = FairSemaphore(AT_ONCE, most_waiting)
         self._idle: list[Sandbox] = []
         self._busy: set[Sandbox] = set()
         self._threads = ThreadPoolExecutor(2 * AT_ONCE, "workers")
@@ -79,7 +79,7 @@ class Workers:
     async def reply(self, group: str, task: SandboxTask) -> TaskReply | SandboxEnded:
         """Return what becomes of a task when it is its turn. Raises UnavailableError, OverloadedError."""
         frame = task.encoded()
-        async with self._turns.turn(group, len(frame)):
+        async with self._semaphore.turn(group, len(frame)):
             if self._closed:
                 raise _unavailable()
             while self._idle and not self._idle[-1].alive:

@@ -7,7 +7,7 @@ from tandem.diagnostics.parity.comparison import Options, prepare
 from tandem.diagnostics.selftest.check import Differs, NotApplicable
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.env import variables
-from tandem.launchers.worlds import visible_gpus
+from tandem.launchers.process_groups import visible_gpus
 from tandem.system.cuda import uses_cuda
 
 TYPES = ("qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "mamba2", "qwen3_next")
@@ -56,9 +56,9 @@ def parity(model: str, **layout: str) -> Figures:
 
 def types(task: Task) -> Figures:
     """Tiny random models of several kinds, whole and in up to three stages, have mlx-lm's logits."""
+    from tandem.loading.dry_run import outcome
     from tandem.loading.memory import choose_device
     from tandem.loading.mlx_lm_models import import_models_only
-    from tandem.loading.trial import outcome
     from tandem.models.families.tiny import tiny_config
 
     choose_device("auto")

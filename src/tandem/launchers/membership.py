@@ -1,0 +1,307 @@
+"""Membership of node agents: a thread of the head talks with those that have joined, beside the engine's thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.crash_guard import start_thread
+from tandem.errors import RankFailure, TransportError
+from tandem.launchers.facts import versions
+from tandem.log import Seldom
+from tandem.protocol import hosts
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.bus import HeadEnd
+
+log = logging.getLogger(__name__)
+seldom = Seldom(log)
+
+POLL_S = 0.1
+PING_S = 1.0
+ASK_S = 10.0
+"""Seconds for a node agent to answer a question."""
+LOST = 255
+"""Exit code of a rank on a lost host."""
+
+
+class RemoteRank:
+    """A rank process on another machine, as its node agent reports it."""
+
+    def __init__(self, number: int, member: JoinedHost, kill: Callable[[], None], changed: threading.Condition) -> None:
+        self.number = number
+        self.pid = 0
+        self.stopped = False
+        self._member = member
+        self._kill = kill
+        self._changed = changed
+        self._code: int | None = None
+        self._how = ""
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._code
+
+    def describe_exit(self) -> str:
+        """Tell in words how it ended, and where."""
+        where = self._member.facts.name
+        return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
+
+    def ended(self, code: int, how: str) -> None:
+        """Note that it has ended; the membership calls it."""
+        with self._changed:
+            if self._code is None:
+                self._code, self._how = code, how
+            self._changed.notify_all()
+
+    def kill(self) -> None:
+        """Have its host kill it."""
+        if self._code is None:
+            self._kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when `timeout_s` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._code is not None, timeout_s)
+
+
+@dataclass(eq=False)
+class JoinedHost:
+    """A node agent that has joined."""
+
+    identity: bytes
+    join: hosts.Join
+    slot: int | None
+    """Rank that it is for; None while it stands by."""
+    heard: float
+    rank: RemoteRank | None = None
+
+    @property
+    def facts(self) -> hosts.HostFacts:
+        """Facts of its machine."""
+        return self.join.facts
+
+    @property
+    def mlx(self) -> hosts.MlxProcessGroup:
+        """Variables of mlx.launch on its machine."""
+        return self.join.mlx
+
+
+class Membership:
+    """The node agents that have joined; silent ones are removed. Methods are for the engine's thread."""
+
+    def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
+        """Listen. With `tickets` a node agent needs the one that was last issued for its slot. Raises TransportError."""
+        self._end = HeadEnd(keys, host, port)
+        self.port = self._end.port
+        self._heartbeat = heartbeat_s
+        self._needs_tickets = tickets
+        self._tickets: dict[int, str] = {}
+        self._count = 0
+        self._members: dict[bytes, JoinedHost] = {}
+        self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
+        """For ranks and questions."""
+        self._ports: dict[int, hosts.Ports] = {}
+        """Answers, by the number of the question."""
+        self._refusals: dict[int | None, str] = {}
+        self._closing = False
+        self._pinged = 0.0
+        self._thread = start_thread(self._run, name="membership", on_failure=self._broken)
+
+    # --- the engine's thread ---
+
+    def issue(self, slot: int, ticket: str) -> None:
+        """Admit the node agent that joins for `slot` with `ticket`, once. Remove another host in that slot."""
+        with self._changed:
+            self._tickets[slot] = ticket
+            self._refusals.pop(slot, None)
+            for member in [other for other in self._members.values() if other.slot == slot]:
+                self._strike(member, "another is started in its place", level=logging.INFO)
+
+    def fill(self, count: int) -> list[JoinedHost | None]:
+        """Return the host of each of `count` ranks, or None; standby hosts fill empty places as they have joined."""
+        with self._changed:
+            self._count = count
+            places: list[JoinedHost | None] = [None] * count
+            for member in self._members.values():
+                if member.slot is not None and member.slot < count:
+                    places[member.slot] = member
+            standby = (other for other in self._members.values() if other.slot is None)
+            for slot in range(count):
+                if places[slot] is None and (chosen := next(standby, None)) is not None:
+                    chosen.slot = slot
+                    places[slot] = chosen
+            return places
+
+    def refusal(self, slot: int) -> str | None:
+        """Return why the node agent for `slot` was refused, if it was."""
+        with self._changed:
+            return self._refusals.pop(slot, None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a host joins, leaves or answers, at most `timeout_s` seconds."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def send(self, member: JoinedHost, message: hosts.HeadMessage) -> None:
+        """Have the membership's thread send a message."""
+        self._end.post(member.identity, message)
+
+    def begin(self, member: JoinedHost) -> RemoteRank:
+        """Register a rank process of the member's host, which is told next to start it."""
+        number = next(self._numbers)
+        rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
+        with self._changed:
+            member.rank = rank
+            if member.identity not in self._members:
+                rank.ended(LOST, "is lost with its host")
+        return rank
+
+    def reserve(self, member: JoinedHost, address: str, count: int, wanted: list[int]) -> list[int]:
+        """Ask for free ports on the member's machine. Raises RankFailure."""
+        number = next(self._numbers)
+        self.send(member, hosts.ReservePorts(number, address, count, wanted))
+        deadline = time.monotonic() + ASK_S
+        with self._changed:
+            while number not in self._ports:
+                if member.identity not in self._members or time.monotonic() > deadline:
+                    raise RankFailure(f"{member.facts.name} does not answer")
+                self._changed.wait(POLL_S)
+            answer = self._ports.pop(number)
+        if answer.problem:
+            raise RankFailure(answer.problem)
+        return answer.ports
+
+    def leave(self, ticket: str, reason: str) -> None:
+        """Remove the member with this ticket: its process has ended. From any thread."""
+        with self._changed:
+            for member in [other for other in self._members.values() if other.join.ticket == ticket]:
+                self._strike(member, reason)
+
+    def close(self) -> None:
+        """Release all node agents and close the socket. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        self._thread.join()
+
+    # --- its own thread ---
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._end.wait(POLL_S)
+            while True:
+                try:
+                    received = self._end.receive()
+                except TransportError as error:
+                    seldom.warning("join socket: %s; it is dropped, and nobody is disturbed", error)
+                    continue
+                if received is None:
+                    break
+                self._take(*received)
+            self._keep_up()
+        with self._changed:
+            for member in self._members.values():
+                self._end.post(member.identity, hosts.Release())
+            self._members.clear()
+        self._end.wait(0.0)
+        self._end.close()
+
+    def _broken(self, error: BaseException) -> None:
+        """Remove all hosts, as the thread that hears them has failed. Raises its error, which ends our own process."""
+        with self._changed:
+            for member in list(self._members.values()):
+                self._strike(member, "cannot be heard: the thread that listens has failed")
+        raise error
+
+    def _take(self, identity: bytes, message: hosts.HostMessage) -> None:
+        if isinstance(message, hosts.Join):
+            self._greet(identity, message)
+            return
+        with self._changed:
+            member = self._members.get(identity)
+            if member is None:
+                self._end.post(identity, hosts.JoinAgain())
+                return
+            member.heard = time.monotonic()
+            rank = member.rank
+            if isinstance(message, hosts.Leave):
+                self._strike(member, "has been ended there")
+            elif isinstance(message, hosts.Ports):
+                self._ports[message.number] = message
+            elif rank is not None and isinstance(message, hosts.Pong):
+                rank.stopped = message.stopped
+            elif rank is not None and rank.number == message.number:
+                if isinstance(message, hosts.RankStarted):
+                    rank.pid = message.pid
+                elif isinstance(message, hosts.RankExited):
+                    rank.ended(message.code, message.how)
+            self._changed.notify_all()
+
+    def _greet(self, identity: bytes, join: hosts.Join) -> None:
+        with self._changed:
+            if identity not in self._members:
+                for earlier in [other for other in self._members.values() if other.join.host_id == join.host_id]:
+                    if earlier.join.attempt > join.attempt:
+                        return  # this one was under way for long; the node agent has connected anew since
+                    self._strike(earlier, "has joined anew")
+                if (reason := self._objection(join)) is not None:
+                    seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
+                                   join.facts.address, reason)
+                    self._refusals[join.slot] = reason
+                    self._end.post(identity, hosts.Refuse(reason))
+                    self._changed.notify_all()
+                    return
+                member = JoinedHost(identity, join, join.slot, time.monotonic())
+                self._members[identity] = member
+                log.info("%s has joined from %s%s: %s, %d cores, %.0f GiB", join.facts.name, join.facts.address,
+                         "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
+                         join.facts.cores, join.facts.memory_bytes / 2**30)
+                self._changed.notify_all()
+            # Within the lock: others post to a member that they see, and a host drops what comes before this.
+            self._end.post(identity, hosts.Welcome(self._heartbeat))
+
+    def _objection(self, join: hosts.Join) -> str | None:
+        """Return why the node agent cannot be admitted, or None; use up its ticket."""
+        facts, own = join.facts, versions()
+        different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
+                     for name in own if facts.versions.get(name) != own[name]]
+        if different:
+            return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
+        if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):
+            return "its ticket is not valid, or has been used"
+        if join.slot is None:
+            return None
+        self._tickets.pop(join.slot, None)
+        if self._count and join.slot >= self._count:
+            return f"rank {join.slot} was asked for, and the layout has {self._count} ranks"
+        holder = next((other for other in self._members.values() if other.slot == join.slot), None)
+        if holder is not None:
+            return f"rank {join.slot} is taken: {holder.facts.name} (process {holder.facts.pid}) has it"
+        return None
+
+    def _keep_up(self) -> None:
+        """Ping all hosts, and remove silent ones."""
+        now = time.monotonic()
+        if now - self._pinged < PING_S:
+            return
+        self._pinged = now
+        with self._changed:
+            for member in list(self._members.values()):
+                if now - member.heard > self._heartbeat:
+                    self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
+            identities = list(self._members)
+        for identity in identities:
+            self._end.post(identity, hosts.Ping(int(now)))
+
+    def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
+        del self._members[member.identity]
+        log.log(level, "%s is lost: %s; its rank counts as ended", member.facts.name, reason)
+        if member.rank is not None:
+            member.rank.ended(LOST, f"is lost with its host, which {reason}")
+        self._changed.notify_all()

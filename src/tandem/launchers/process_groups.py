@@ -1,0 +1,161 @@
+"""Process groups of MLX: the variables and files that its backends need in the ranks' environment."""
+
+from __future__ import annotations
+
+import glob
+import json
+import random
+import re
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from tandem.env import variables
+from tandem.errors import LayoutError
+from tandem.launchers.base import ProcessGroup
+from tandem.processes.leftovers import temporary_prefix
+
+LOWEST, HIGHEST = 20000, 61000
+"""Below it stand the ports of many services; from it on Linux gives none to outgoing connections, as it comes."""
+OTHERS_FIRST = 29600
+"""Tandem's own fixed ports begin here, and those that systems give to outgoing connections are above (Linux: from 32768
+on, macOS: from 49152 on), unless their settings say otherwise."""
+ENOUGH = 1000
+ATTEMPTS = 20
+JACCL_MESH = 8
+"""Largest number of ranks in a jaccl mesh."""
+Devices = list[str | list[str] | None]
+"""A rank's RDMA devices towards every rank of its group, null for itself."""
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+"""Matches a GPU's number or UUID."""
+
+
+def make_process_group(backend: str, size: int, first_rank: int) -> ProcessGroup:
+    """Make the group of `size` ranks of this machine that starts at the rank group's rank `first_rank`. Ranks take GPUs in
+    order. Raises LayoutError."""
+    if backend in ("ring", "any"):
+        return written_process_group(ring_process_group([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
+    if backend == "nccl":
+        gpus = visible_gpus()
+        if len(gpus) < first_rank + size:
+            raise LayoutError(f"the layout needs {first_rank + size} GPUs, there are {len(gpus)}; use fewer ranks, or "
+                              "--backend ring", param="backend")
+        process_group = nccl_process_group(size, f"127.0.0.1:{free_ports(1)[0]}")
+        return replace(process_group, environment=[{**own, "CUDA_VISIBLE_DEVICES": gpu} for own, gpu in
+                                           zip(process_group.environment, gpus[first_rank:], strict=False)])
+    if backend == "mpi":
+        raise LayoutError("--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
+                          "`mlx.launch --backend mpi -- tandem rank ...` for a head with --launcher manual",
+                          param="backend")
+    raise LayoutError(f"--backend {backend} needs each host's RDMA devices: give --hostfile with `rdma`; on one "
+                      "machine use ring (or nccl on GPUs)", param="backend")
+
+
+def ring_process_group(listeners: Sequence[Sequence[str]]) -> ProcessGroup:
+    """Make a ring. `listeners` are the addresses (IP:port) of each rank; several make as many connections to each
+    neighbour."""
+    content = json.dumps([list(addresses) for addresses in listeners])
+    return ProcessGroup("ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))],
+                 [{"MLX_HOSTFILE": content}] * len(listeners))
+
+
+def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> ProcessGroup:
+    """Make a group over RDMA (Thunderbolt). `hosts` are names for messages, `coordinator` is IP:port of the first rank.
+
+    Raises LayoutError when a device is missing that a mesh (jaccl) or ring (jaccl-ring) needs.
+    """
+    size = len(hosts)
+    if backend == "jaccl" and size > JACCL_MESH:
+        raise LayoutError(f"--backend jaccl connects at most {JACCL_MESH} ranks with one another, this group has "
+                          f"{size}; use jaccl-ring, or more stages", param="backend")
+    for i, row in enumerate(devices):
+        if len(row) != size:
+            raise LayoutError(f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
+                              f"the group has {size} ranks; `rdma` needs one entry for each host", param="backend")
+        needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
+        for j in needed:
+            if j != i and not row[j]:
+                raise LayoutError(f"--backend {backend}: the hostfile lists no RDMA device of {hosts[i]} for "
+                                  f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring", param="backend")
+    ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
+    return ProcessGroup(backend, [{"MLX_RANK": str(i), "MLX_JACCL_COORDINATOR": coordinator, **ring}
+                           for i in range(size)],
+                 [{"MLX_IBV_DEVICES": json.dumps([list(row) for row in devices])}] * size)
+
+
+def nccl_process_group(size: int, coordinator: str) -> ProcessGroup:
+    """Make a group over NCCL. `coordinator` is IP:port of the first rank."""
+    host, _, port = coordinator.rpartition(":")
+    return ProcessGroup("nccl", [{"MLX_RANK": str(i), "MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host,
+                           "NCCL_PORT": port} for i in range(size)])
+
+
+def any_process_group(ring: ProcessGroup, rdma: ProcessGroup | None) -> ProcessGroup:
+    """Combine the groups among which MLX may choose by itself."""
+    process_groups = [ring] if rdma is None else [rdma, ring]
+    size = range(len(ring.environment))
+    return ProcessGroup("any", [{k: v for process_group in process_groups for k, v in process_group.variables(i).items()} for i in size],
+                 [{k: v for process_group in process_groups for k, v in process_group.files(i).items()} for i in size])
+
+
+def written_process_group(process_group: ProcessGroup) -> ProcessGroup:
+    """Write the files of a group to this machine's disk, until `remove`; return the group with their paths."""
+    directory = Path(tempfile.mkdtemp(prefix=temporary_prefix(process_group.backend)))
+    environment = []
+    for index, own in enumerate(process_group.environment):
+        (directory / str(index)).mkdir()
+        environment.append({**own, **written_files(directory / str(index), process_group.files(index))})
+    return replace(process_group, environment=environment, directory=directory)
+
+
+def written_files(directory: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Write files, named as the variables that must point to them; return these variables."""
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    return {name: str(directory / name) for name in files}
+
+
+def visible_gpus() -> list[str]:
+    """List the NVIDIA GPUs that processes started here may use, in CUDA's terms."""
+    named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: none
+    if named is not None:
+        # CUDA takes those before the first that names none, such as -1.
+        return list(takewhile(_GPU.fullmatch, map(str.strip, named.split(","))))
+    return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
+    """Find ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
+
+    They are used seconds later, so they are none of those that the system gives to outgoing connections. Raises OSError
+    when this machine does not have the address.
+    """
+    if len(wanted) == count:
+        with suppress(OSError):
+            return _bound(address, wanted)
+    for _ in range(ATTEMPTS):
+        with suppress(OSError):  # one of them is taken
+            return _bound(address, random.SystemRandom().sample(_lasting(), count))
+    return _bound(address, [0] * count)
+
+
+def _lasting() -> range:
+    """Return ports that the system gives only to those who ask for them by number."""
+    first = OTHERS_FIRST
+    with suppress(OSError, ValueError):
+        first = min(first, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    return range(LOWEST, first) if first - LOWEST >= ENOUGH else range(HIGHEST, 65536)
+
+
+def _bound(address: str, ports: Sequence[int]) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in ports]
+        for listener, port in zip(sockets, ports, strict=True):
+            if port:  # one that the last rank group has just released
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+        return [int(listener.getsockname()[1]) for listener in sockets]

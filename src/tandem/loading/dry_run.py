@@ -1,0 +1,166 @@
+"""Trial of an architecture without a row: is a tiny random model of it computed rightly over stages? (mlx)
+
+`tried`, which `models/dry_run.py` has called in a sandbox, runs the model of a directory's config.json, cut down, whole
+and in two and three stages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from tandem.checkpoints.config import read_config
+from tandem.crash_guard import start_thread
+from tandem.errors import TandemError, UnsupportedModel
+from tandem.loading.memory import resident_bytes
+from tandem.loading.mlx_lm_models import import_models_only
+from tandem.loading.pipeline_model import PipelineModel
+from tandem.loading.weights import one_line
+from tandem.models.description import text_config
+from tandem.models.families.shrink import shrunk
+from tandem.models.families.table import family_of, module_of
+from tandem.models.partition import split_layers, uncut
+from tandem.processes.sandbox import EXIT_MEMORY
+
+STEPS = (11, 16, 1, 1)
+"""Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
+ROWS = 2
+"""Sequences of each call: what works with one alone fails in a batch."""
+ROUNDING = 1e-3
+"""How far the logits of rows that are computed together may be from those of each, as a share of the largest."""
+MOST_WEIGHTS = 60_000_000
+MOST_BYTES = 4 * 10**9
+"""Limit on memory, beyond what the process begins with: far more than such models take."""
+
+
+def try_config(config: dict[str, Any]) -> str:
+    """Return a line about what was compared. Raises UnsupportedModel with the difference, or why it cannot be tried."""
+    small, model = cut_down(config)
+    return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
+
+
+def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
+    """The config as it is tried, and its model. Raises UnsupportedModel."""
+    failed = "it cannot be cut down far enough to be tried"
+    for small in shrunk(config):
+        try:
+            model = _model(small)
+        except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+            failed = f"cut down, its config makes no model: {one_line(error)}"
+            continue
+        if sum(array.size for _, array in tree_flatten(model.parameters())) <= MOST_WEIGHTS:
+            return small, model
+    raise UnsupportedModel(failed)
+
+
+def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
+    model.update(tree_map_with_path(_random, model.parameters()))
+    mx.eval(model.parameters())
+    layers, rows = len(model.layers), mx.random.randint(0, 256, (ROWS, sum(STEPS)), key=mx.random.key(1))
+    family = family_of(str(config.get("model_type")))
+    make_caches = PipelineModel(model, range(layers), family).make_caches
+    each = [_whole_logits(model, make_caches(), row) for row in rows]
+    want = [mx.concatenate(list(calls)) for calls in zip(*each, strict=True)]
+    if not all(mx.all(mx.isfinite(logits)).item() for logits in want):
+        raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
+    fixed = uncut(text_config(config), layers)
+    most = min(layers - len(fixed), 3)
+    for stages in range(1, most + 1):
+        frames = [PipelineModel(model, own, family) for own in split_layers(layers, stages, uncut=fixed)]
+        for i, (alone, together, whole) in enumerate(zip(*_staged_logits(frames, rows), want, strict=True)):
+            if not mx.array_equal(alone, whole).item():
+                raise UnsupportedModel(f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by "
+                                       f"{_distance(alone, whole):g}")
+            if not (by := _distance(together, whole)) <= ROUNDING * _distance(whole, mx.zeros(1)):
+                raise UnsupportedModel(f"over {stages} stages the logits of {ROWS} rows at once differ in call {i + 1} "
+                                       f"from those of each by {by:g}")
+    return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
+
+
+def _distance(a: mx.array, b: mx.array) -> float:
+    by: Any = mx.max(mx.abs(a - b)).item()
+    return float(by)
+
+
+def _calls(row: mx.array) -> list[mx.array]:
+    """Tokens [1, n] of each call."""
+    return list(mx.split(row[None], np.cumsum(STEPS)[:-1].tolist(), axis=1))
+
+
+def _whole_logits(model: nn.Module, caches: list[Any], row: mx.array) -> list[mx.array]:
+    logits = [model(x, cache=caches) for x in _calls(row)]
+    mx.eval(logits)
+    return logits
+
+
+def _staged_logits(frames: list[PipelineModel], rows: mx.array) -> tuple[list[mx.array], list[mx.array]]:
+    """Logits of each call, [rows, n, V]: with each row's hidden states given to the head alone, and together.
+
+    The rows take turns, as those of a batch do that are computed one by one.
+    """
+    caches = [[pipeline_model.make_caches() for pipeline_model in frames] for _ in rows]
+    alone: list[mx.array] = []
+    together: list[mx.array] = []
+    for calls in zip(*map(_calls, rows), strict=True):
+        hidden = []
+        for x, own in zip(calls, caches, strict=True):
+            for pipeline_model, cache in zip(frames, own, strict=True):
+                x = pipeline_model.run(x, cache)
+            hidden.append(x)
+        alone.append(mx.concatenate([frames[-1].head(x) for x in hidden]))
+        together.append(frames[-1].head(mx.concatenate(hidden)))
+        mx.eval(alone[-1], together[-1])
+    return alone, together
+
+
+def _model(config: dict[str, Any]) -> nn.Module:
+    module = importlib.import_module(f"mlx_lm.models.{module_of(str(config.get('model_type')))}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.eval()
+    return model
+
+
+def _random(path: str, array: mx.array) -> mx.array:
+    """Random values that depend on the path alone, whatever else the model holds."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    key = mx.random.key(sum(path.encode()) % 2**31)
+    noise = mx.random.normal(array.shape, key=key)
+    return 1 + 0.1 * noise if array.ndim == 1 and path.endswith("weight") else noise / 8
+
+
+def outcome(config: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the trial passes, and what was compared or what differed."""
+    try:
+        return True, try_config(config)
+    except TandemError as error:
+        return False, error.message
+    except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+        return False, f"its forward pass fails: {type(error).__name__}: {one_line(error)}"
+
+
+def _end_when_large() -> None:
+    """Whatever a config makes mlx-lm's code do: it takes no more memory than there should be for it."""
+    most = resident_bytes() + MOST_BYTES
+    while max(resident_bytes(), mx.get_peak_memory()) < most:
+        time.sleep(0.05)
+    os.write(1, f"it takes more than {MOST_BYTES / 1e9:g} GB, cut down as it is\n".encode())
+    os._exit(EXIT_MEMORY)
+
+
+def tried(path: str) -> str:
+    """Return what was compared of the config in the directory `path`. Raises TandemError. For a process of its own."""
+    start_thread(_end_when_large, name="memory")
+    import_models_only()
+    passed, line = outcome(read_config(Path(path)))
+    if not passed:
+        raise UnsupportedModel(line)
+    return line

@@ -1,0 +1,485 @@
+"""mlx-lm's own model with the layers of one stage, the others passed over (mlx).
+
+A stage runs the model's own `__call__`, so that its masks, scales, offsets and the arguments of its layers are mlx-lm's
+and need no table. In the call the model's list of layers holds placeholders: a layer of another stage hands on what it
+gets, the one before the first own layer gives what the stage before sent, and the last own layer ends the call. MLX is
+lazy: what the model computes for other stages (the embedding of tokens that are not here, a mask that no own layer
+reads) is never evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+
+from tandem.errors import UnsupportedModel
+from tandem.loading.mlx_lm_models import FAILURES
+from tandem.loading.shard_modules import at, put
+from tandem.loading.stage_payload import TRACED, Form, StagePayload, residuals
+from tandem.loading.weights import one_line
+from tandem.models.families.table import Family
+
+_PLAIN = Family()
+
+
+class PipelineModel:
+    """One stage's way through mlx-lm's model. Not thread-safe."""
+
+    def __init__(self, model: nn.Module, own: range, family: Family = _PLAIN, *, grouped_scores: bool = False) -> None:
+        """`model` is whole and may be without weights: nothing of it is computed here. `own`: numbers of the stage's
+        layers. `family` says what layers are given and give on. `grouped_scores`: attention's scores have an axis for
+        the queries of a kv head, and so must masks that differ by row.
+
+        Raises UnsupportedModel when the model does not go through a list of layers, once and in order.
+        """
+        self.model = model
+        self.own = own
+        self._holder, self._name, self.path = _layer_list(model)
+        self.layers: list[Any] = list(self._holder[self._name])
+        """mlx-lm's modules. Those with weights take their places through `put_layer`."""
+        self._made = make_prompt_cache(model)
+        self._received = _Received()
+        self._family = family
+        before = {id(module): set(module) for module in model.modules()}
+        self._cache_of, self._extras, self._forwarded_of, self._stage_payload = self._trace()
+        self._kept = self._kept_caches()
+        self._counter = self._count_positions() if family.counts else None
+        self._places = [self._place(i) for i in range(len(self._made))]
+        self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
+        self._grouped_scores = grouped_scores
+        self._in_run: list[Any] = []
+        self._in_head: list[Any] = []
+        self._try()
+        for module in model.modules():
+            for name in set(module) - before.get(id(module), set(module)):
+                setattr(module, name, None)  # computed once from weights, which have not been loaded yet
+
+    @property
+    def width(self) -> int:
+        """Elements that a position hands on to the next stage."""
+        return self._stage_payload.width
+
+    def put_layer(self, i: int, layer: nn.Module) -> None:
+        """Let `layer` compute as the model's layer `i`."""
+        self.layers[i] = layer
+        self._in_run, self._in_head = [], []
+
+    def make_caches(self) -> list[Any]:
+        """Fresh single-sequence caches of mlx-lm that this stage keeps; a layer may have one, none, or share one."""
+        made = make_prompt_cache(self.model)
+        return [made[i] for i in self._kept]
+
+    def layers_of(self, at: int) -> set[int]:
+        """Numbers of the own layers that are given this one of the stage's caches."""
+        return {i for i in self.own if self._cache_of[i] == self._kept[at]}
+
+    def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Tokens [B, L] on the first stage, elsewhere what the stage before returned, to hidden states [B, L, H].
+
+        Where layers need more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
+        `make_caches`, or batches of such.
+        """
+        full = [caches[at] if at is not None else self._elsewhere(i, caches) for i, at in enumerate(self._places)]
+        if self._grouped_scores:
+            full = [_GroupedMask(cache) for cache in full]
+        tokens = x
+        forwarded: list[Any] = [None] * len(self._stage_payload.forwarded)
+        if self.own.start:
+            values = self._stage_payload.unpacked(x)
+            count = len(values) - len(forwarded)
+            forwarded[:] = values[count:]
+            self._received.values = self._as_given(values[:count], self.own.start - 1)
+            tokens = mx.zeros(x.shape[:2], mx.int32)
+        self._received.forwarded = forwarded
+        self._in_run = self._in_run or [self._placeholder(i) for i in range(len(self.layers))]
+        out = self._call(self._in_run, tokens, full)
+        if self._counter is not None:
+            zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
+            caches[self._counter].update_and_fetch(zeros, zeros)
+        out = out if isinstance(out, tuple) else (out,)
+        if self.own.stop == len(self.layers):
+            return self._stage_payload.packed(self._as_sent(out)[: 1 + len(self._stage_payload.carried) * bool(self._residuals)])
+        return self._stage_payload.packed((*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded))
+
+    def head(self, h: mx.array) -> mx.array:
+        """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
+        self._received.values = self._as_given(self._stage_payload.unpacked(h), len(self.layers) - 1)
+        if not self._in_head:
+            others = [_OtherStage(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
+            self._in_head = [*others, _Source(self.layers[-1], self._received, self._extras[-1])]
+        with self._layers_are(self._in_head):
+            # What the embedding keeps (the last tokens) must not stay from call to call.
+            made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self._made)]
+            logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=made)
+        return logits
+
+    def final(self, h: mx.array, projection: str, *, embedding: bool) -> mx.array:
+        """Hidden states [B, L, H] of the last layer to what the output projection gets of them.
+
+        `projection` is its path; with `embedding` it is the embedding that serves as one.
+        """
+        module = at(self.model, projection)
+        placeholder = _Projection(self._stage_payload.unpacked(h)[0], module if embedding else None)
+        put(self.model, projection, placeholder)
+        try:
+            states: mx.array = self.head(h)
+            if placeholder.multiplied:
+                return states
+        except _Reached as reached:
+            states = reached.value
+            return states
+        finally:
+            put(self.model, projection, module)
+        raise UnsupportedModel(f"its forward pass does not call {projection}")
+
+    # ---- inside
+
+    def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[Any, ...]:
+        """Output of layer `layer`, made of the values that a stage received."""
+        return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
+
+    def _as_sent(self, out: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (out[0], self._residuals.filled(out[1])) if self._residuals else out
+
+    def _count_positions(self) -> int | None:
+        """Keep a cache that has positions, with keys of one element, where the own layers have none to read them off.
+
+        Its place among the caches kept, or None if it is not needed.
+        """
+        if any(hasattr(self._made[i], "offset") for i in self._kept):
+            return None
+        self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self._made) if hasattr(cache, "offset"))])
+        return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
+
+    def _try(self) -> None:
+        """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves.
+        """
+        shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
+        try:
+            self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
+        except FAILURES as error:
+            raise UnsupportedModel(f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: "
+                                   f"{one_line(error)}") from error
+
+    def _placeholder(self, i: int) -> Any:
+        layer, last = self.layers[i], self.own.stop - 1
+        if i == self.own.start - 1:
+            return _Source(layer, self._received, self._extras[i])
+        forwarded = self._forwarded_of[i]
+        if i not in self.own:
+            after = self._stage_payload.forwarded and self.own.start == 0 and i > last
+            inputs = _ForwardedInputs(self._received, forwarded) if after else None
+            return _OtherStage(layer, self._extras[i], self._family.hidden, inputs, i == len(self.layers) - 1)
+        if forwarded:
+            layer = _TakesForwarded(layer, _ForwardedInputs(self._received, forwarded), take=self.own.start > 0)
+        if i < last:
+            return layer
+        later = self._stage_payload.forwarded and self.own.start == 0 and self.own.stop < len(self.layers)
+        return _KeepsOutput(layer, self._received) if later else _End(layer)
+
+    def _call(self, layers: list[Any], tokens: mx.array, caches: list[Any]) -> Any:
+        try:
+            with self._layers_are(layers):
+                self.model(tokens, cache=caches)
+        except _Reached as reached:
+            return reached.value
+        raise UnsupportedModel("its forward pass leaves out the last layer")
+
+    @contextmanager
+    def _layers_are(self, layers: list[Any]) -> Iterator[None]:
+        whole = self._holder[self._name]
+        self._holder[self._name] = layers
+        try:
+            yield
+        finally:
+            self._holder[self._name] = whole
+            self._received.values, self._received.forwarded, self._received.out = (), (), None
+
+    def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], StagePayload]:
+        """From a call that computes nothing: which cache each layer gets, how many values it returns besides the
+        first, which arguments of it travel (by number), and the forms of all that travels."""
+        seen: list[_Seen] = []
+        caches = make_prompt_cache(self.model)
+        watched = [_Watched(layer, caches, seen.append) for layer in self.layers]
+        try:
+            with self._layers_are(watched):
+                self.model(mx.zeros(TRACED, mx.int32), cache=caches)
+            if len(seen) != len(self.layers):
+                raise UnsupportedModel(f"its forward pass calls {len(seen)} layers, and has {len(self.layers)}")
+            forwarded: list[mx.array] = []
+            forwarded_of = [_numbered(one, self._family.gives, forwarded) for one in seen]
+            out = seen[0].out
+            self._residuals = residuals(self.layers, out)
+            carried = self._as_sent(out)[1 : 1 + self._family.carries]
+            stage_payload = StagePayload(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, forwarded)))
+        except FAILURES as error:
+            raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {one_line(error)}") from error
+        self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
+        used = [None if one.cache in self._idle else one.cache for one in seen]
+        return used, [len(one.out) - 1 for one in seen], forwarded_of, stage_payload
+
+    def _kept_caches(self) -> list[int]:
+        """Caches of the own layers; on the first stage also those of no layer, which the embedding uses."""
+        kept = {self._cache_of[i] for i in self.own} - {None}
+        if self.own.start == 0:
+            kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
+        others = {cache for i, cache in enumerate(self._cache_of) if i not in self.own}
+        if shared := list(kept & others):
+            users = [i for i, cache in enumerate(self._cache_of) if cache == shared[0]]
+            raise UnsupportedModel(f"layers {users[0]} to {users[-1]} share keys and values, so they stay in one stage")
+        return sorted(cache for cache in kept if cache is not None)
+
+    def _elsewhere(self, index: int, caches: Sequence[Any]) -> Any:
+        """Placeholder for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
+        what the embedding writes into it stays in this call."""
+        made = deepcopy(self._made[index])
+        if self._counts is None or not hasattr(made, "offset"):
+            return made
+        return _OtherStageCache(made, caches[self._counts])
+
+    def _place(self, index: int) -> int | None:
+        """Place among this stage's caches of the model's cache `index`, or of one from which masks are made alike."""
+        if index in self._kept:
+            return self._kept.index(index)
+        kinds = [_kind(self._made[i]) for i in self._kept]
+        kind = _kind(self._made[index])
+        return kinds.index(kind) if kind in kinds else None
+
+
+class _Reached(BaseException):
+    """Ends the model's call with the output of the last own layer. No `Exception`: nothing in between may catch it."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Received:
+    """Values from the previous stage. Placeholders hold this and not the pipeline model, which has the weights."""
+
+    values: tuple[Any, ...] = ()
+    forwarded: Sequence[Any] = ()
+    """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
+    out: Any = None
+    """Output of the last own layer."""
+
+    def as_output(self, extras: int) -> Any:
+        """The values as a layer returns them that has `extras` values besides hidden states."""
+        values = (*self.values, *[None] * (extras + 1 - len(self.values)))
+        return values if extras else values[0]
+
+
+class _ForwardedInputs:
+    """Forwarded inputs of one layer: place or name of the argument -> number of the input."""
+
+    def __init__(self, received: _Received, numbers: Mapping[int | str, int]) -> None:
+        self._received, self._numbers = received, numbers
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep what the layer is given."""
+        for place, number in self._numbers.items():
+            self._received.forwarded[number] = _argument(place, args, kwargs)  # type: ignore[index]
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The layer's arguments with what came from the first stage in their places."""
+        found = list(args)
+        for place, number in self._numbers.items():
+            if isinstance(place, str):
+                kwargs[place] = self._received.forwarded[number]
+            else:
+                found[place] = self._received.forwarded[number]
+        return tuple(found)
+
+
+class _Seen(NamedTuple):
+    """A call of a layer."""
+
+    cache: int | None
+    """Number of the cache that it was given."""
+    out: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def _argument(place: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
+def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array]) -> dict[int | str, int]:
+    """Numbers of a layer's forwarded inputs, by place; new ones are added to `forwarded`, each array once."""
+    found: dict[int | str, int] = {}
+    for place in places:
+        value = _argument(place, seen.args, seen.kwargs)
+        if isinstance(value, mx.array):
+            number = next((i for i, one in enumerate(forwarded) if one is value), len(forwarded))
+            forwarded += [value] if number == len(forwarded) else []
+            found[place] = number
+    return found
+
+
+class _Placeholder:
+    """In a layer's place in the model's list. Models ask for `layer.is_linear` and such, and for the layer's class."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    # What isinstance asks for, after the real type.
+    __class__ = property(lambda self: type(self._layer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _OtherStage(_Placeholder):
+    """A layer of another stage: hands on what it gets, in the form in which the layer would.
+
+    `forwarded`: those of the layer, which the first stage collects; with `ends` the call is over then.
+    """
+
+    def __init__(self, layer: Any, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None,
+                 ends: bool = False) -> None:
+        super().__init__(layer)
+        self._extras, self._hidden, self._forwarded, self._ends = (None,) * extras, hidden, forwarded, ends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._forwarded is not None:
+            self._forwarded.note(args, kwargs)
+            if self._ends:
+                raise _Reached(self._forwarded._received.out)
+        h = _argument(self._hidden, args, kwargs)
+        return (h, *self._extras) if self._extras else h
+
+
+class _TakesForwarded(_Placeholder):
+    """An own layer whose forwarded inputs are noted on the first stage, and put in on others."""
+
+    def __init__(self, layer: Any, forwarded: _ForwardedInputs, *, take: bool) -> None:
+        super().__init__(layer)
+        self._forwarded, self._take = forwarded, take
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._take:
+            return self._layer(*self._forwarded.put(args, kwargs), **kwargs)
+        self._forwarded.note(args, kwargs)
+        return self._layer(*args, **kwargs)
+
+
+class _KeepsOutput(_Placeholder):
+    """The last own layer of a first stage that has to see what later layers are given."""
+
+    def __init__(self, layer: Any, received: _Received) -> None:
+        super().__init__(layer)
+        self._received = received
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._received.out = self._layer(*args, **kwargs)
+        return self._received.out
+
+
+class _Source(_Placeholder):
+    """The layer before the first own one: returns what the pipeline model was given."""
+
+    def __init__(self, layer: Any, received: _Received, extras: int) -> None:
+        super().__init__(layer)
+        self._received, self._extras = received, extras
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._received.as_output(self._extras)
+
+
+class _End(_Placeholder):
+    """The last own layer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(self._layer(*args, **kwargs))
+
+
+class _Projection(nn.Module):
+    """In the place of the output projection, or of the embedding that serves as one: ends the call with its input."""
+
+    def __init__(self, states: mx.array, embedding: nn.Module | None) -> None:
+        super().__init__()
+        self._width, self._dtype, self._embedding = states.shape[-1], states.dtype, embedding
+        self.multiplied = False
+
+    @property
+    def weight(self) -> mx.array:
+        """The identity, for models that multiply by an embedding's weight themselves: they give their states then."""
+        self.multiplied = True
+        return mx.eye(self._width, dtype=self._dtype)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._embedding is None:
+            raise _Reached(x)
+        found: mx.array = self._embedding(x)
+        return found
+
+    def as_linear(self, h: mx.array) -> mx.array:
+        raise _Reached(h)
+
+
+class _Watched(_Placeholder):
+    """Tells what the layer is given and returns."""
+
+    def __init__(self, layer: Any, caches: Sequence[Any], tell: Callable[[_Seen], None]) -> None:
+        super().__init__(layer)
+        self._caches, self._tell = caches, tell
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        number = next((i for i, cache in enumerate(self._caches) if any(value is cache for value in values)), None)
+        out = self._layer(*args, **kwargs)
+        self._tell(_Seen(number, out if isinstance(out, tuple) else (out,), args, kwargs))
+        return out
+
+
+class _GroupedMask:
+    """A cache whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        mask = self._cache.make_mask(*args, **kwargs)
+        return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
+
+
+class _OtherStageCache:
+    """A cache of another stage, of a kind that this stage has not: stands where one of the stage's own caches does."""
+
+    def __init__(self, made: Any, own: Any) -> None:
+        self._made, self.offset = made, own.offset
+        if hasattr(own, "make_mask"):
+            self.make_mask = own.make_mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+
+def _kind(cache: Any) -> Any:
+    """Key that is equal for caches that are alike: class, window, number of states; for a list, keys of its members."""
+    if isinstance(cache, CacheList):
+        return tuple(_kind(one) for one in cache.caches)
+    sizes = (getattr(cache, name, None) for name in ("max_size", "keep", "chunk_size"))
+    return type(cache), len(getattr(cache, "cache", ())), *sizes
+
+
+def _layer_list(model: nn.Module) -> tuple[nn.Module, str, str]:
+    """Module that holds the list of layers, its name there, and its path in the model."""
+    layers = list(model.layers)
+    for path, module in model.named_modules():
+        for name, value in module.items():
+            if isinstance(value, list) and len(value) == len(layers) > 0 and value[0] is layers[0]:
+                return module, name, f"{path}.{name}".lstrip(".")
+    raise UnsupportedModel("it has no list of layers")

@@ -1,0 +1,139 @@
+"""Sequences that go on at another replica: what is computed of them is written to disk before they leave.
+
+Some leave as soon as that can be; others when their prompt is computed, and of these each disk block is written as soon as
+it is there. All go on here until their disk blocks are written. What is beyond the last whole disk block, and what could not be
+written, is computed again where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.kv.disk import DiskTier
+from tandem.kv.index import block_hashes, disk_block_names
+from tandem.protocol.control import HandedOver
+from tandem.protocol.disk_blocks import DISK_BLOCK, StoreOp
+from tandem.scheduler.micro_batch import MicroBatch
+from tandem.scheduler.sequence import Sequence
+
+AT_ONCE = 1024 // DISK_BLOCK
+"""Most disk blocks that ranks are told to write before those have been written: what waits takes memory."""
+
+
+@dataclass
+class _Migration:
+    """A sequence that migrates."""
+
+    sequence: Sequence
+    after: int = 0
+    """Tokens beyond which it migrates, if disks take its KV; 0: as soon as possible."""
+    names: list[bytes] | None = None
+    """Names of its whole disk blocks; None before they are known. Disks may lose them again."""
+    first: int = 0
+    """Number of the first disk block that may be missing: those before it were on all disks."""
+    ordered: set[bytes] = field(default_factory=set)
+    """Disk blocks that ranks were told to write, and have not yet written."""
+
+    @property
+    def due(self) -> bool:
+        """True if it waits for nothing but the writing of its disk blocks."""
+        return self.names is not None and len(self.sequence.tokens) > self.after
+
+
+class Migrations:
+    """Used by the scheduler alone."""
+
+    def __init__(self, disk: DiskTier, finish: Callable[[Sequence], None]) -> None:
+        """`finish` ends a sequence here."""
+        self._disk, self._finish = disk, finish
+        self._leaving: dict[str, _Migration] = {}
+
+    def enter(self, sequence: Sequence) -> None:
+        """Have a new sequence migrate after its next token, if its request says so and it can."""
+        if sequence.request.leaves and self._can_leave(sequence):
+            names = disk_block_names(block_hashes(sequence.tokens))
+            self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
+
+    def ask(self, sequence: Sequence) -> None:
+        """Have a sequence migrate, unless it has to finish here: what may not be written, needs states of all
+        positions, is on trial, or ends with its prompt."""
+        before = self._leaving.get(sequence.request_id)
+        if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
+            self._leaving[sequence.request_id] = _Migration(sequence)
+
+    def _can_leave(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        stays = sequence.whole or sequence.quarantine_record.suspect or request.pooling or request.warms or not request.on_disk
+        return self._disk.on and not stays
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """True for a sequence that migrates once its prompt is computed, and whose disk blocks are written meanwhile."""
+        migration = self._leaving.get(sequence.request_id)
+        return migration is not None and migration.after > 0
+
+    @property
+    def progress(self) -> object:
+        """A value that changes as long as disks write; None when no migration waits for them."""
+        return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
+                for one in self._leaving.values() if one.due] or None
+
+    def lose_patience(self) -> None:
+        """Stop waiting for disks: draining sequences migrate with what is written, others stay."""
+        for request_id, migration in list(self._leaving.items()):
+            if not migration.after:
+                migration.names = []
+            elif migration.due:
+                del self._leaving[request_id]
+
+    def forget(self) -> None:
+        """Forget what ranks that are gone were writing; sequences migrate later all the same."""
+        for migration in self._leaving.values():
+            migration.ordered.clear()
+            migration.first = 0
+
+    def write(self, micro_batch: MicroBatch) -> list[StoreOp]:
+        """Return what ranks write at the end of the micro-batch's next plan, for the first to migrate first."""
+        orders, room = [], AT_ONCE
+        for migration in self._leaving.values():
+            migration.ordered = {name for name in migration.ordered if not self._disk.holds(name)}
+            room -= len(migration.ordered)
+        for request_id, migration in self._leaving.items():
+            sequence = migration.sequence
+            if sequence.micro_batch != micro_batch.index or room <= 0:
+                continue
+            if migration.names is None:
+                migration.names = disk_block_names(block_hashes(sequence.tokens[:sequence.computed]))
+            disk_blocks = [(number, name) for number, name in self._missing(migration)
+                      if name not in migration.ordered and (number + 1) * DISK_BLOCK <= sequence.computed][:room]
+            if disk_blocks:
+                room -= len(disk_blocks)
+                migration.ordered.update(name for _, name in disk_blocks)
+                orders.append(StoreOp(request_id, disk_blocks, awaited=True))
+        return orders
+
+    def depart(self) -> list[HandedOver]:
+        """Migrate the sequences that can; returns what their clients are told."""
+        gone = []
+        for request_id, migration in list(self._leaving.items()):
+            sequence = migration.sequence
+            if sequence.finished or (migration.after and not self._disk.on):
+                del self._leaving[request_id]
+            elif self._may_go(migration):
+                del self._leaving[request_id]
+                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.tokens))))
+                self._finish(sequence)
+        return gone
+
+    def _may_go(self, migration: _Migration) -> bool:
+        if migration.sequence.complete:
+            return False  # its last token is under way
+        if not migration.after and migration.sequence.micro_batch is None:
+            return True
+        return migration.due and not self._missing(migration)
+
+    def _missing(self, migration: _Migration) -> list[tuple[int, bytes]]:
+        names = migration.names or []
+        missing = self._disk.missing(names, migration.first)
+        migration.first = missing[0][0] if missing else len(names)
+        return missing

@@ -1,0 +1,361 @@
+"""Several models behind one api: requests wait until their model is loaded, and idle models are unloaded for it.
+
+The supervisor starts and ends engines. Which model is loaded is decided here, by `model_slots.py`, since the api alone
+knows which requests wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from tandem.crash_guard import start_task
+from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import Event
+from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
+from tandem.server.engines.client import ReplicaState
+from tandem.server.engines.model_slots import ModelSlot, decide
+from tandem.server.engines.replicas import merged_metrics, merged_status
+from tandem.server.engines.served_model import Served
+from tandem.server.engines.supervisor import SupervisorLink
+from tandem.server.failures import internal_error, refused
+from tandem.server.waiting import end_tasks
+
+logger = logging.getLogger(__name__)
+
+LOOK_S, IDLE_LOOK_S = 0.05, 1.0
+"""Seconds between two looks while something changes, and while nothing does."""
+FAILED_S = 10.0
+"""Seconds until a model that could not be loaded is tried again."""
+LOAD_FAILED = "model_load_failed"
+"""Code of the error that its requests end with."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Place(ModelSlot):
+    """One model, and the requests that wait for it."""
+
+    served: Served
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+    info: ModelInfo | None = None
+    closed: bool = False
+    """True while it is to be unloaded for another, and takes no new requests."""
+    told: bool = False
+    """True from a command to load or unload it until the supervisor has told its effect."""
+    failed_at: float = float("-inf")
+    reading: asyncio.Task[None] | None = None
+    """Task that loads its tokenizer."""
+    pressed: bool = False
+    """True once a client has asked to unload it."""
+
+
+class ModelPool:
+    """All models of a server, with the interface of `Replicas`. Belongs to the event loop that called `start`."""
+
+    def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
+                 max_loaded: int | None) -> None:
+        """`models` in the order of the configuration, the default one first."""
+        self._places = {served.name: _Place(name=served.name, served=served) for served in models}
+        self._link = link
+        for served in models:
+            served.client.requests.tell = link.tell
+        self._max_loaded = max_loaded
+        self.budget: dict[str, int] = {}
+        """Bytes that models may use together on each machine."""
+        self.alive = False
+        """True once the supervisor has listed the models."""
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._registry = CollectorRegistry()
+        self._loads = Counter("tandem_model_loads", "Times that a model was loaded", ["model"], registry=self._registry)
+        self._loaded = Gauge("tandem_model_loaded", "1 while a model is in memory and answers", ["model"],
+                             registry=self._registry)
+        self._waits = Gauge("tandem_model_waiting_requests", "Requests that wait for a model to be loaded", ["model"],
+                            registry=self._registry)
+
+    @property
+    def served(self) -> list[Served]:
+        """All models, the default one first."""
+        return [place.served for place in self._places.values()]
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Connect to the supervisor, and through it to engines."""
+        self._task = start_task(self._run(), name="model_pool")
+        await self._link.start(self._listed, self._reached)
+
+    async def close(self) -> None:
+        """Disconnect from all engines. All subscriptions, and requests that wait, fail."""
+        await self._link.close()
+        await end_tasks(self._task)
+        for place in self._places.values():
+            if place.reading is not None:
+                place.reading.cancel()
+            self._refuse(place, UnavailableError("The server is shutting down.", code="shutting_down"))
+            await place.served.client.close()
+
+    def fail_waiting(self, error: RequestError) -> None:
+        """End the requests that wait for a model."""
+        for place in self._places.values():
+            self._refuse(place, error)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a model."""
+        return sum(len(place.waiting) for place in self._places.values())
+
+    async def _listed(self, latest: ReplicaList) -> None:
+        """Take the supervisor's list."""
+        self.budget = latest.budget
+        listed = [(self._places[info.model], info) for info in latest.models if info.model in self._places]
+        for place, info in listed:  # without a pause: a command that is given meanwhile must stand
+            before = place.info
+            if info.state == "failed" and (before is None or before.state != "failed" or place.told):
+                place.failed_at = _now()
+                self._refuse(place, _failure(info))
+            place.info, place.told = info, False
+            place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
+        for place, info in listed:
+            await place.served.client.update([replica for replica in latest.replicas if replica.model == info.model])
+        self.alive = True
+        self._changed.set()
+
+    def _reached(self) -> int:
+        return sum(place.served.client.reached() for place in self._places.values())
+
+    # --- requests ---
+
+    async def enter(self, served: Served) -> None:
+        """Wait until the model is loaded, and count a request there, until `leave`.
+
+        Raises OverloadedError when too many wait, UnavailableError when it cannot be loaded.
+        """
+        place = self._places[served.name]
+        if self._open(place) and not place.waiting:
+            self._begin(place)
+            return
+        if place.info is not None and place.info.state == "failed" and _now() - place.failed_at < FAILED_S:
+            raise _failure(place.info)
+        limit = served.settings.scheduler.max_queued_requests
+        if len(place.waiting) >= limit:
+            raise OverloadedError(f"{limit} requests wait for {served.name} to be loaded; try again later.",
+                                  retry_after=5.0)
+        future = asyncio.get_running_loop().create_future()
+        place.waiting.append(future)
+        self._changed.set()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.leave(served)
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                place.waiting.remove(future)
+
+    def leave(self, served: Served) -> None:
+        """Count out a request that had entered."""
+        place = self._places[served.name]
+        place.users -= 1
+        place.idle_at = _now()
+        self._changed.set()
+
+    def available(self, served: Served) -> bool:
+        """True when `enter` would not wait."""
+        place = self._places[served.name]
+        return self._open(place) and not place.waiting
+
+    def _open(self, place: _Place) -> bool:
+        """True while it takes requests: its engines answer, also while they replace ranks."""
+        status = place.served.client.status
+        return (place.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
+                and status is not None and status.state in ("ready", "recovering") and place.served.texts.ready(status))
+
+    def _begin(self, place: _Place) -> None:
+        place.users += 1
+        place.used_at = _now()
+
+    def _refuse(self, place: _Place, error: RequestError) -> None:
+        while place.waiting:
+            if not (future := place.waiting.popleft()).done():
+                future.set_exception(error)
+
+    # --- commands ---
+
+    def state(self, served: Served) -> tuple[str, str]:
+        """Return the state of a model and its reason: `loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of a
+        loaded one, the engines' own word."""
+        place = self._places[served.name]
+        info, state = place.info, place.state
+        if info is None:
+            return "unknown", "the supervisor has not answered yet"
+        if info.state == "failed":
+            return "failed", info.detail
+        if state in ("out", "leaving", "loading"):
+            return {"out": "unloaded", "leaving": "unloading"}.get(state, state), ""
+        return served.state
+
+    def facts(self, served: Served) -> dict[str, Any]:
+        """Return the memory that a model needs on each machine, whether it is pinned, seconds of idleness after which
+        it is unloaded, and its requests."""
+        place = self._places[served.name]
+        info = place.info
+        return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
+                "unload_after": info.unload_after if info else None, "waiting": len(place.waiting),
+                "running": place.users}
+
+    @property
+    def health(self) -> str:
+        """State of the whole: healthy as long as a request can be answered, if need be by loading its model."""
+        if not self.alive:
+            return "unreachable"
+        states = {self.state(place.served)[0] for place in self._places.values()}
+        for state, word in (("loaded", "healthy"), ("recovering", "recovering"), ("loading", "starting")):
+            if state in states:
+                return word
+        return "failed" if states == {"failed"} else "healthy"
+
+    def max_context(self, served: Served) -> int | None:
+        """Return the most tokens of prompt and output together, known before the model is loaded."""
+        info = self._places[served.name].info
+        return info.max_context if info is not None else None
+
+    async def unload(self, served: Served) -> None:
+        """Unload a model once its requests are finished, and wait for that. Raises RequestError for a pinned one."""
+        place = self._places[served.name]
+        if place.keep:
+            raise refused(409, f"Model '{served.name}' is kept (--pinned-models) and never unloaded.", param="model",
+                          code="model_kept")
+        place.pressed = place.state in ("in", "loading")
+        while place.pressed or place.state == "leaving":
+            self._changed.set()
+            await asyncio.sleep(LOOK_S)
+
+    # --- the loop ---
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            for place in self._places.values():
+                self._follow(place)
+            self._act()
+            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving")
+                       for place in self._places.values())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_S if busy else IDLE_LOOK_S)
+            await asyncio.sleep(0)
+
+    def _follow(self, place: _Place) -> None:
+        """Update the state by what supervisor and engines tell; let in the requests that may enter."""
+        info = place.info
+        status = place.served.client.status
+        there = place.served.client.alive and status is not None and status.state == "ready"
+        if status is not None and there and not place.served.texts.ready(status) and place.reading is None:
+            place.reading = start_task(self._read_texts(place), name="tokenizer")
+        before = place.state
+        if info is not None and not place.told:
+            place.state = _state(place, info, there)
+        if place.state == "in" and before != "in":
+            place.idle_at = place.used_at = _now()
+            self._loads.labels(place.name).inc()
+        if place.state != "in":
+            place.closed = False
+        if place.state in ("out", "leaving"):
+            place.pressed = False
+        while place.waiting and self._open(place):
+            future = place.waiting.popleft()
+            if not future.done():
+                self._begin(place)
+                future.set_result(None)
+        if not place.waiting:
+            place.wanted_at = None
+        elif place.wanted_at is None:
+            place.wanted_at = _now()
+        self._loaded.labels(place.name).set(self._open(place))
+        self._waits.labels(place.name).set(len(place.waiting))
+
+    async def _read_texts(self, place: _Place) -> None:
+        try:
+            await place.served.load_texts()
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests must not wait for it
+            self._refuse(place, error if isinstance(error, RequestError) else internal_error(error, "a tokenizer"))
+            await asyncio.sleep(FAILED_S)
+        finally:
+            place.reading = None
+            self._changed.set()
+
+    def _act(self) -> None:
+        """Load and unload as the policy decides."""
+        if not self.alive:
+            return
+        decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
+        for place in self._places.values():
+            place.closed = place in decision.close
+            if place.pressed and place.state == "in" and not place.users and place not in decision.unload:
+                decision.unload.append(place)
+        for place in decision.unload:
+            self._tell(place, UnloadModel(place.name), "leaving")
+        for place in decision.load:
+            self._tell(place, LoadModel(place.name), "loading")
+
+    def _tell(self, place: _Place, command: LoadModel | UnloadModel, state: str) -> None:
+        logger.info("Model %s: %s", place.name, state)
+        place.state, place.told = state, True
+        self._link.tell(command)
+
+    # --- all engines together ---
+
+    @property
+    def status(self) -> EngineStatus | None:
+        """Status of the engines of all loaded models as one; None while none is loaded."""
+        parts = [part for place in self._places.values() for part in place.served.client.parts()]
+        return merged_status(parts) if parts else None
+
+    def check(self) -> EngineStatus:
+        """Return the status of the whole. Raises UnavailableError when no model is loaded."""
+        status = self.status
+        if status is None:
+            raise UnavailableError("No model is loaded just now; a request for one loads it.", code="model_loading")
+        return status
+
+    def replicas(self) -> list[ReplicaState]:
+        """Return each engine of each loaded model."""
+        return [replica for place in self._places.values() for replica in place.served.client.replicas()]
+
+    def events(self) -> list[Event]:
+        """Return the latest events, as the supervisor tells them."""
+        return list(self._link.events)
+
+    async def refresh(self) -> None:
+        """Ask the engines of all models how they are."""
+        await asyncio.gather(*(place.served.client.refresh() for place in self._places.values()))
+
+    async def metrics(self, timeout: float = 2.0) -> bytes:
+        """Return the metrics of all models, labelled with their names."""
+        texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))
+        return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self._registry)
+
+
+def _state(slot: ModelSlot, info: ModelInfo, there: bool) -> str:
+    """Return the seat's state as supervisor and engines have it; `in` stays so while its engines recover."""
+    if info.state == "running":
+        return "in" if there or slot.state == "in" else "loading"
+    return "leaving" if info.state == "unloading" else "out"
+
+
+def _failure(info: ModelInfo) -> UnavailableError:
+    return UnavailableError(f"The model '{info.model}' cannot be loaded: {info.detail}", retry_after=FAILED_S,
+                            code=LOAD_FAILED)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
