@@ -33,8 +33,10 @@ def main() -> None:
     prompts = load.Prompts(model)
     flags = {"prefill_chunk": args.prefill_chunk} if args.prefill_chunk else {}
     results: dict[str, Any] = {"throughput": [], "long_prompt": [], "verdicts": []}
-    with (harness.tandem_server(model, args.threads, **flags) as ours,
-          harness.mlx_lm_server(model, harness.peer_environment(args, gpu)) as theirs):
+    with (
+        harness.tandem_server(model, args.threads, **flags) as ours,
+        harness.mlx_lm_server(model, harness.peer_environment(args, gpu)) as theirs,
+    ):
         servers = [ours, theirs]
         for server in servers:  # warm up, at the widest batch
             widest = max(args.concurrency)
@@ -51,8 +53,9 @@ def make_jobs(lengths: Sequence[int], outputs: Sequence[int], prompts: load.Prom
     return [load.Job(prompts.make(prompts.length(*lengths)), prompts.length(*outputs)) for _ in range(count)]
 
 
-def throughput(args: argparse.Namespace, servers: Sequence[harness.Server], concurrency: int, prompts: load.Prompts,
-               results: dict[str, Any]) -> None:
+def throughput(
+    args: argparse.Namespace, servers: Sequence[harness.Server], concurrency: int, prompts: load.Prompts, results: dict[str, Any]
+) -> None:
     """Tokens per second at one concurrency."""
 
     def play() -> list[list[load.Timed]]:
@@ -68,15 +71,28 @@ def throughput(args: argparse.Namespace, servers: Sequence[harness.Server], conc
             counts = [sum(a.tokens for a in one) for one in answers]
             ratios.append(rates[0] / rates[1])
             rows.append([number + 1, *rates, ratios[-1], *waits, *counts, others])
-        harness.table(["round", "tandem tok/s", "mlx_lm.server tok/s", "ratio", "tandem TTFT p50 s",
-                       "mlx_lm.server TTFT p50 s", "tandem tokens", "mlx_lm.server tokens", "others"], rows)
+        harness.table(
+            [
+                "round",
+                "tandem tok/s",
+                "mlx_lm.server tok/s",
+                "ratio",
+                "tandem TTFT p50 s",
+                "mlx_lm.server TTFT p50 s",
+                "tandem tokens",
+                "mlx_lm.server tokens",
+                "others",
+            ],
+            rows,
+        )
         name = f"tokens/s at {concurrency} clients, median of the rounds' ratios"
         results["verdicts"].append(harness.verdict(name, harness.middle(ratios), 1.2))
         results["throughput"].append({"concurrency": concurrency, "rounds": rows})
 
 
-def long_prompt(args: argparse.Namespace, servers: Sequence[harness.Server], prompts: load.Prompts,
-                results: dict[str, Any]) -> None:
+def long_prompt(
+    args: argparse.Namespace, servers: Sequence[harness.Server], prompts: load.Prompts, results: dict[str, Any]
+) -> None:
     """Waits of all requests of rounds in which a long prompt comes while the others stream."""
     concurrency = min(args.concurrency)
 
@@ -89,8 +105,17 @@ def long_prompt(args: argparse.Namespace, servers: Sequence[harness.Server], pro
         played = harness.rounds(args, play)
         found = [[answer for answers, _ in played for answer in answers[i]] for i in range(len(servers))]
         rows = [[server.name, *_waits(answers)] for server, answers in zip(servers, found, strict=True)]
-        harness.table(["", "TTFT p50 s", "TTFT p99 s", "TTFT of the long prompt s", "longest gap in a stream s",
-                       "TTFT p99 of the others s"], rows)
+        harness.table(
+            [
+                "",
+                "TTFT p50 s",
+                "TTFT p99 s",
+                "TTFT of the long prompt s",
+                "longest gap in a stream s",
+                "TTFT p99 of the others s",
+            ],
+            rows,
+        )
         p99 = [percentile([a.ttft for a in answers], 0.99) for answers in found]
         name = "p99 of the time to first token, relative to mlx_lm.server's"
         results["verdicts"].append(harness.verdict(name, p99[0] / p99[1], 1.0, at_most=True))
@@ -101,8 +126,13 @@ def _waits(answers: Sequence[load.Timed]) -> list[float]:
     waits = [a.ttft for a in answers]
     long = [a.ttft for a in answers if a.job.name == "long"]
     others = [a.ttft for a in answers if a.job.name != "long"]
-    return [harness.middle(waits), percentile(waits, 0.99), harness.middle(long),
-            max((gap for a in answers for gap in a.gaps), default=0.0), percentile(others, 0.99)]
+    return [
+        harness.middle(waits),
+        percentile(waits, 0.99),
+        harness.middle(long),
+        max((gap for a in answers for gap in a.gaps), default=0.0),
+        percentile(others, 0.99),
+    ]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import harness
 import load
 
 LAYOUTS: dict[str, dict[str, object]] = {
-    "one rank": {}, "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}}
+    "one rank": {},
+    "TP 2": {"tensor_parallel_size": 2},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
 
 
 def main() -> None:
@@ -35,12 +38,15 @@ def main() -> None:
 
             play()
             with harness.heading(f"{name}: {args.inputs} prompts of {args.tokens} tokens"):
-                rows = [[number + 1, plain, vectors, vectors / plain, others]
-                        for number, ((plain, vectors), others) in enumerate(harness.rounds(args, play))]
+                rows = [
+                    [number + 1, plain, vectors, vectors / plain, others]
+                    for number, ((plain, vectors), others) in enumerate(harness.rounds(args, play))
+                ]
                 harness.table(["round", "completed tok/s", "embedded tok/s", "ratio", "others"], rows)
         results[name] = rows
-        results["verdicts"].append(harness.verdict(f"{name}, median of the rounds' ratios",
-                                                   harness.middle([row[3] for row in rows]), 0.97))
+        results["verdicts"].append(
+            harness.verdict(f"{name}, median of the rounds' ratios", harness.middle([row[3] for row in rows]), 0.97)
+        )
     harness.write_json(args.json, args, results)
 
 
@@ -54,8 +60,9 @@ def completed(server: harness.Server, texts: list[str]) -> float:
 def embedded(server: harness.Server, texts: list[str]) -> float:
     """Prompt tokens a second of one request for all."""
     body = {"model": server.model, "input": texts, "encoding_format": "base64"}
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/embeddings", json.dumps(body).encode(),
-                                     {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/embeddings", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
     started = harness.now()
     with urllib.request.urlopen(request, timeout=600) as answer:
         tokens: int = json.load(answer)["usage"]["prompt_tokens"]

@@ -22,11 +22,21 @@ from tandem import LLM, SamplingParams, StructuredOutputs
 
 GOAL = 0.92
 SCHEMAS: dict[str, Any] = {
-    "records": {"type": "array", "minItems": 500, "items": {
-        "type": "object", "required": ["name", "age", "kind", "tags"], "additionalProperties": False, "properties": {
-            "name": {"type": "string", "maxLength": 40}, "age": {"type": "integer", "minimum": 0, "maximum": 150},
-            "kind": {"enum": ["person", "place", "thing"]},
-            "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4}}}},
+    "records": {
+        "type": "array",
+        "minItems": 500,
+        "items": {
+            "type": "object",
+            "required": ["name", "age", "kind", "tags"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"type": "string", "maxLength": 40},
+                "age": {"type": "integer", "minimum": 0, "maximum": 150},
+                "kind": {"enum": ["person", "place", "thing"]},
+                "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+            },
+        },
+    },
     "any JSON": {"type": "array", "minItems": 500, "items": {"type": "object", "minProperties": 2}},
     "one long string": {"type": "string", "minLength": 4000},
 }
@@ -64,8 +74,9 @@ def cpu_seconds() -> float:
 
 def run(llm: LLM, args: argparse.Namespace, form: StructuredOutputs | None, seed: int) -> Run:
     """Decode all streams once."""
-    params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=seed, structured_outputs=form,
-                            ignore_eos=form is None)
+    params = SamplingParams(
+        max_tokens=args.tokens, temperature=args.temperature, seed=seed, structured_outputs=form, ignore_eos=form is None
+    )
     prompts = [f"Write number {i} of a list of records, as JSON." for i in range(args.concurrency)]
     started, used = time.perf_counter(), cpu_seconds()
     outputs = llm.generate(prompts, params)
@@ -114,8 +125,11 @@ def validate(llm: LLM, args: argparse.Namespace) -> bool:
 def main() -> int:
     """Print the comparison; 1 when a goal is missed."""
     args = arguments()
-    print(f"tokens/s of {args.concurrency} streams, {args.tokens} tokens each, medians of {args.rounds}\n"
-          f"{'pp,tp':>8}  {'schema':16} {'unguided':>9} {'guided':>9} {'ratio':>9} {'CPU time':>9}", flush=True)
+    print(
+        f"tokens/s of {args.concurrency} streams, {args.tokens} tokens each, medians of {args.rounds}\n"
+        f"{'pp,tp':>8}  {'schema':16} {'unguided':>9} {'guided':>9} {'ratio':>9} {'CPU time':>9}",
+        flush=True,
+    )
     good = True
     for layout in args.layouts.split():
         stages, ranks = map(int, layout.split(","))

@@ -79,8 +79,9 @@ class XGrammar:
 
         self._xgrammar, self._size = xgrammar, tokenizer.vocab_size
         entries = Entries(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-        info = xgrammar.TokenizerInfo(entries.tokens, xgrammar.VocabType.RAW, vocab_size=self._size,
-                                      stop_token_ids=list(tokenizer.eos_token_ids))
+        info = xgrammar.TokenizerInfo(
+            entries.tokens, xgrammar.VocabType.RAW, vocab_size=self._size, stop_token_ids=list(tokenizer.eos_token_ids)
+        )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=THREADS)
         self._bits = xgrammar.allocate_token_bitmask(ROWS, self._size)
@@ -88,8 +89,7 @@ class XGrammar:
 
     def start(self, schema: dict[str, Any]) -> None:
         """Compile."""
-        compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False,
-                                                     strict_mode=False)
+        compiled = self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, strict_mode=False)
         self._matchers = [self._xgrammar.GrammarMatcher(compiled) for _ in range(ROWS)]
         self.masks()
 
@@ -154,12 +154,21 @@ def main() -> int:
     for name, (kind, packages) in sides.items():
         started = time.perf_counter()
         made[name] = kind(tokenizer)
-        facts.append([name, importlib.metadata.version(name), installed_mb(packages), time.perf_counter() - started,
-                      ", ".join(refused(made[name], json.loads(Path(args.schemas).read_text()))) or "none"])
+        facts.append(
+            [
+                name,
+                importlib.metadata.version(name),
+                installed_mb(packages),
+                time.perf_counter() - started,
+                ", ".join(refused(made[name], json.loads(Path(args.schemas).read_text()))) or "none",
+            ]
+        )
     table(["library", "version", "MB installed", "s to read the vocabulary", "schemas refused"], facts)
     print()
-    table(["schema", "library", "compile, ms", "masks of 8 rows, us", "longest, us"],
-          [[schema, name, *walked(library, SCHEMAS[schema])] for schema in SCHEMAS for name, library in made.items()])
+    table(
+        ["schema", "library", "compile, ms", "masks of 8 rows, us", "longest, us"],
+        [[schema, name, *walked(library, SCHEMAS[schema])] for schema in SCHEMAS for name, library in made.items()],
+    )
     return 0
 
 

@@ -39,16 +39,25 @@ def arguments(description: str | None, *, rounds: int = 0) -> argparse.ArgumentP
     """Parser with the options that every benchmark has; with `rounds`, of those that play so many by default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="model directory (safetensors)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                        help="type that both sides compute in; auto: float32 on a CPU, as stored on a GPU")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type that both sides compute in; auto: float32 on a CPU, as stored on a GPU",
+    )
     parser.add_argument("--threads", type=int, default=1, help="BLAS threads of each process that computes")
-    parser.add_argument("--blas", default="libopenblas.so.0",
-                        help="library preloaded into the peer's processes on a CPU; Tandem finds its own")
+    parser.add_argument(
+        "--blas", default="libopenblas.so.0", help="library preloaded into the peer's processes on a CPU; Tandem finds its own"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds, help="runs of each side and setting, in turns")
-        parser.add_argument("--disturbance", type=float, default=0.15,
-                            help="share of a core that other programs may take during a round; else it is repeated")
+        parser.add_argument(
+            "--disturbance",
+            type=float,
+            default=0.15,
+            help="share of a core that other programs may take during a round; else it is repeated",
+        )
         parser.add_argument("--retries", type=int, default=rounds, help="rounds that may be repeated")
     return parser
 
@@ -106,8 +115,17 @@ os.execvp(sys.argv[1], sys.argv[1:])
 class Server:
     """Child processes that serve HTTP on 127.0.0.1 together. A context manager: ready inside, ended after."""
 
-    def __init__(self, name: str, commands: Sequence[Sequence[str]], env: Mapping[str, str], *, port: int,
-                 health: str, model: str, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        commands: Sequence[Sequence[str]],
+        env: Mapping[str, str],
+        *,
+        port: int,
+        health: str,
+        model: str,
+        log: Path | None = None,
+    ) -> None:
         self.name, self.port, self.model = name, port, model
         self._commands, self._env, self._health = commands, dict(env), health
         self._log = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
@@ -121,8 +139,11 @@ class Server:
         """Start its processes and wait until they serve; also again, after all of them were killed."""
         for command in self._commands:
             whole = [sys.executable, "-P", "-c", END_WITH_PARENT, *command]
-            self.processes.append(subprocess.Popen(whole, env=self._env, stdout=self._log, stderr=self._log,
-                                                   stdin=subprocess.DEVNULL, start_new_session=True))
+            self.processes.append(
+                subprocess.Popen(
+                    whole, env=self._env, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            )
         try:
             self._wait()
         except BaseException:
@@ -178,8 +199,11 @@ class Server:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Its processes are stopped inside, and go on after."""
-        family = [one for process in self.processes
-                  for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True))]
+        family = [
+            one
+            for process in self.processes
+            for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True))
+        ]
         for one in family:
             one.suspend()
         try:
@@ -194,24 +218,36 @@ class Server:
             return json.load(answer)
 
 
-def tandem_server(model: Path, threads: int, name: str = "tandem", *, log: Path | None = None,
-                  beside: Sequence[Sequence[str]] = (), **flags: object) -> Server:
+def tandem_server(
+    model: Path,
+    threads: int,
+    name: str = "tandem",
+    *,
+    log: Path | None = None,
+    beside: Sequence[Sequence[str]] = (),
+    **flags: object,
+) -> Server:
     """`tandem serve`; `flags` are its options with underscores. `log`: a file for what it prints, which is kept.
     `beside`: other commands that run as long as it does, and end after it."""
     port = free_port()
-    chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING",
-              **flags}
+    chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING", **flags}
     options = [text for key, value in chosen.items() for text in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-P", "-m", "tandem.cli.main", "serve", *options]
-    return Server(name, [*beside, command], child_environment(threads_environment(threads)), port=port,
-                  health="/health/ready", model="default", log=log)
+    return Server(
+        name,
+        [*beside, command],
+        child_environment(threads_environment(threads)),
+        port=port,
+        health="/health/ready",
+        model="default",
+        log=log,
+    )
 
 
 def mlx_lm_server(model: Path, env: Mapping[str, str]) -> Server:
     """mlx-lm's own server with its own defaults."""
     port = free_port()
-    command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
-               "--log-level", "ERROR"]
+    command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port), "--log-level", "ERROR"]
     return Server("mlx_lm.server", [command], env, port=port, health="/health", model="default_model")
 
 
@@ -319,6 +355,11 @@ def write_json(path: str | None, args: argparse.Namespace, results: Mapping[str,
     if not path:
         return
     versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}
-    facts = {"arguments": vars(args), "versions": versions, "machine": platform.machine(),
-             "python": platform.python_version(), "time": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    facts = {
+        "arguments": vars(args),
+        "versions": versions,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+    }
     Path(path).write_text(json.dumps({**facts, **results}, indent=2) + "\n")

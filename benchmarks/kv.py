@@ -62,19 +62,22 @@ def pause(llm: LLM, prompt: list[int]) -> float:
 def drained(model: str, prompt: list[int], **flags: object) -> float:
     """Seconds without a token, of a stream whose replica is drained; without a disk it is not finished there either."""
     with tandem_server(Path(model), 1, data_parallel_size=2, **{"dequantize": "auto", **flags}) as server:
-        body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 60, "ignore_eos": True,
-                "stream": True}
+        body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 60, "ignore_eos": True, "stream": True}
         times: list[float] = []
-        with httpx.Client(timeout=900) as client, client.stream(
-                "POST", f"http://127.0.0.1:{server.port}/v1/completions", json=body) as reply:
+        with (
+            httpx.Client(timeout=900) as client,
+            client.stream("POST", f"http://127.0.0.1:{server.port}/v1/completions", json=body) as reply,
+        ):
             for line in reply.iter_lines():
                 if not line.startswith("data: {"):
                     continue
                 times.append(time.monotonic())
                 if len(times) == 20:
                     home = next(one["replica"] for one in server.get("/health")["replicas"] if one["running"])
-                    subprocess.Popen(module_command("tandem", "replica", "drain", str(home), "--port",
-                                                    str(server.port)), stdout=subprocess.DEVNULL)
+                    subprocess.Popen(
+                        module_command("tandem", "replica", "drain", str(home), "--port", str(server.port)),
+                        stdout=subprocess.DEVNULL,
+                    )
     return max(later - earlier for earlier, later in pairwise(times[20:]))
 
 

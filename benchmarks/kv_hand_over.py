@@ -25,9 +25,14 @@ TOLD_S = 2.5
 """Within so many seconds engines tell their metrics."""
 AT_HOME = {"prompt_cache_retention": "in_memory"}
 """Fields of a request that is not handed over."""
-COUNTED = {"read": "tandem_kv_disk_read_bytes_total", "read_s": "tandem_kv_disk_read_seconds_total",
-           "brought": "tandem_kv_disk_brought_bytes_total", "written_s": "tandem_kv_disk_write_seconds_total",
-           "written": "tandem_kv_disk_written_bytes_total", "handed": "tandem_requests_handed_over_total"}
+COUNTED = {
+    "read": "tandem_kv_disk_read_bytes_total",
+    "read_s": "tandem_kv_disk_read_seconds_total",
+    "brought": "tandem_kv_disk_brought_bytes_total",
+    "written_s": "tandem_kv_disk_write_seconds_total",
+    "written": "tandem_kv_disk_written_bytes_total",
+    "handed": "tandem_requests_handed_over_total",
+}
 
 
 def counts(server: Server) -> dict[str, float]:
@@ -42,8 +47,7 @@ def waits(server: Server, prompt: list[int], answer: int, **fields: object) -> t
     return stream.times[0] - asked, max(stream.gaps(asked))
 
 
-def handed_over(server: Server, fresh: Callable[[], list[int]], answer: int) -> tuple[tuple[float, float],
-                                                                                    dict[str, float]]:
+def handed_over(server: Server, fresh: Callable[[], list[int]], answer: int) -> tuple[tuple[float, float], dict[str, float]]:
     """What a client waited for one that was handed over, of new prompts, and what was counted meanwhile."""
     for _ in range(TRIES):
         before = counts(server)
@@ -62,8 +66,7 @@ def compare(given: argparse.Namespace) -> None:
     def fresh(length: int) -> list[int]:
         return [random.randrange(100, given.vocabulary) for _ in range(length)]
 
-    flags = {"kv_disk_gb": 200, "kv_dtype": given.kv_dtype,
-             "kv_tokens": 4 * (max(*given.tokens, WARM) + PIECE)}
+    flags = {"kv_disk_gb": 200, "kv_dtype": given.kv_dtype, "kv_tokens": 4 * (max(*given.tokens, WARM) + PIECE)}
     with place(given, SPLIT, **flags) as server:
         for _ in range(2):  # machines are connected, kernels compiled
             handed_over(server, lambda: fresh(WARM), answer)
@@ -77,12 +80,22 @@ def compare(given: argparse.Namespace) -> None:
             took = {name: middle([one[name] for one in moved]) for name in COUNTED}
             work = took["read_s"] + took["written_s"]
             (first_stays, gap_stays), (first_goes, gap_goes) = (
-                (middle([one[0] for one in found]), middle([one[1] for one in found])) for found in (stays, goes))
+                (middle([one[0] for one in found]), middle([one[1] for one in found])) for found in (stays, goes)
+            )
             pause = max(gap_goes - gap_stays, 0.0)
-            rows.append({"tokens": length, "MB": took["read"] / 1e6, "way": "network" if took["brought"] else "disk",
-                         "prompt_s": first_goes, "prompt ratio": first_goes / first_stays,
-                         "written MB/s": took["written"] / max(took["written_s"], 1e-9) / 1e6,
-                         "fetched MB/s": took["read"] / max(took["read_s"], 1e-9) / 1e6,
-                         "moving_s": work, "pause_s": pause, "MB/s seen": took["read"] / max(pause, 1e-9) / 1e6,
-                         "hidden": max(0.0, 1 - pause / work)})
+            rows.append(
+                {
+                    "tokens": length,
+                    "MB": took["read"] / 1e6,
+                    "way": "network" if took["brought"] else "disk",
+                    "prompt_s": first_goes,
+                    "prompt ratio": first_goes / first_stays,
+                    "written MB/s": took["written"] / max(took["written_s"], 1e-9) / 1e6,
+                    "fetched MB/s": took["read"] / max(took["read_s"], 1e-9) / 1e6,
+                    "moving_s": work,
+                    "pause_s": pause,
+                    "MB/s seen": took["read"] / max(pause, 1e-9) / 1e6,
+                    "hidden": max(0.0, 1 - pause / work),
+                }
+            )
     table(list(rows[0]), [list(row.values()) for row in rows])

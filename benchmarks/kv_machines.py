@@ -66,16 +66,42 @@ class Machines:
         port = free_port()
         ranks = [self._rank(number, port + number * (replicas > 1)) for number in range(COUNT)]
         layout = {"data_parallel_size": replicas} if replicas > 1 else {"pipeline_parallel_size": COUNT}
-        return tandem_server(Path(model), 1, beside=ranks, launcher="manual", token_file=self._token, join_port=port,
-                             kv_disk=self.disk, **layout, **flags)
+        return tandem_server(
+            Path(model),
+            1,
+            beside=ranks,
+            launcher="manual",
+            token_file=self._token,
+            join_port=port,
+            kv_disk=self.disk,
+            **layout,
+            **flags,
+        )
 
     def _rank(self, number: int, port: int) -> list[str]:
         enter = ["ip", "netns", "exec", f"{self._switch}-{number}"] if self._switch else []
         bind = f'mount --make-rprivate / && mount --bind {self.own(number)} {self.disk} && exec "$@"'
         core = ["taskset", "-c", str(number)] if self._pin else []
-        return [*enter, "unshare", "--mount", "sh", "-c", bind, "sh", *core,
-                *module_command("tandem.cli.main", "rank", "--join", f"{self.address}:{port}", "--token-file",
-                                str(self._token), "--log-level", "WARNING")]
+        return [
+            *enter,
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            bind,
+            "sh",
+            *core,
+            *module_command(
+                "tandem.cli.main",
+                "rank",
+                "--join",
+                f"{self.address}:{port}",
+                "--token-file",
+                str(self._token),
+                "--log-level",
+                "WARNING",
+            ),
+        ]
 
     def __exit__(self, *exc: object) -> None:
         spaces = [*(f"{self._switch}-{number}" for number in range(COUNT)), self._switch] if self._switch else []

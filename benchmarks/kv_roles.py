@@ -37,10 +37,19 @@ class Stream:
 
     def read(self, port: int, prompt: list[int], max_tokens: int, **fields: object) -> None:
         """Until it ends, or `over`."""
-        body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True,
-                "stream": True, **fields}
-        with httpx.Client(timeout=900) as client, client.stream(
-                "POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as reply:
+        body = {
+            "model": "default",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            **fields,
+        }
+        with (
+            httpx.Client(timeout=900) as client,
+            client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as reply,
+        ):
             if reply.status_code != 200:
                 raise SystemExit(f"refused: {reply.read().decode()}")
             for line in reply.iter_lines():
@@ -59,13 +68,17 @@ def place(given: argparse.Namespace, side: str, **flags: object) -> Iterator[Ser
     """A server with roles (`SPLIT`), or as `MIXED` says, on one machine or two."""
     flags = {"dequantize": "auto", **flags, **({"roles": SPLIT} if side == SPLIT else {})}
     if given.apart != "no" and side != "one":
-        with Machines(given.directory, network=given.apart == "machines", pin=given.pin) as machines, \
-                machines.serve(given.model, replicas=1 if side == "pp" else 2, **flags) as server:
+        with (
+            Machines(given.directory, network=given.apart == "machines", pin=given.pin) as machines,
+            machines.serve(given.model, replicas=1 if side == "pp" else 2, **flags) as server,
+        ):
             yield server
         return
     layout = {"pp": {"pipeline_parallel_size": 2}, "one": {"executor": "cluster"}}.get(side, {"data_parallel_size": 2})
-    with tempfile.TemporaryDirectory(prefix="tandem-kv-", dir=given.directory) as directory, tandem_server(
-            Path(given.model), 2 if side == "one" else 1, kv_disk=directory, **layout, **flags) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-kv-", dir=given.directory) as directory,
+        tandem_server(Path(given.model), 2 if side == "one" else 1, kv_disk=directory, **layout, **flags) as server,
+    ):
         yield server
 
 
@@ -96,8 +109,14 @@ def disturbed(given: argparse.Namespace, length: int, side: str) -> dict[str, fl
     if not alive:
         raise SystemExit("a stream ended before the prompts were computed: more --answer is needed")
     gaps = sorted(gap for one in running for gap in one.gaps(began))
-    return {"p50_gap_s": gaps[len(gaps) // 2], "p99_gap_s": gaps[len(gaps) * 99 // 100], "max_gap_s": gaps[-1],
-            "gaps": len(gaps), "first_token_s": sorted(waits)[len(waits) // 2], "took_s": ended - began}
+    return {
+        "p50_gap_s": gaps[len(gaps) // 2],
+        "p99_gap_s": gaps[len(gaps) * 99 // 100],
+        "max_gap_s": gaps[-1],
+        "gaps": len(gaps),
+        "first_token_s": sorted(waits)[len(waits) // 2],
+        "took_s": ended - began,
+    }
 
 
 def start(work: Callable[..., None], *arguments: object) -> threading.Thread:

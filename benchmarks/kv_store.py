@@ -31,9 +31,7 @@ def timed(work: Callable[[], None], repeats: int) -> float:
     return best * 1e3
 
 
-def layer_costs(
-    make: Callable[[list[KVCache]], Candidate], shape: Shape, lengths: list[int], steps: int
-) -> list[float]:
+def layer_costs(make: Callable[[list[KVCache]], Candidate], shape: Shape, lengths: list[int], steps: int) -> list[float]:
     """Milliseconds of a step, a join and a leave; MiB of extra peak memory of a step; bytes held by bytes used."""
     store = make([shape.sequence(length) for length in lengths])
     store.settle()
@@ -63,8 +61,10 @@ def layer_costs(
 def layer_table(shape: Shape, contexts: list[int], batch: int, steps: int) -> None:
     """Print costs of one layer; times are also given as a ratio to mlx-lm's."""
     print(f"\none layer, batch {batch}, {shape}")
-    columns = [f"{name:>{width}}" for name, width in (
-        ("step ms", 16), ("join ms", 16), ("leave ms", 16), ("step MiB", 9), ("held/used", 9))]
+    columns = [
+        f"{name:>{width}}"
+        for name, width in (("step ms", 16), ("join ms", 16), ("leave ms", 16), ("step MiB", 9), ("held/used", 9))
+    ]
     print(f"{'context':>8} {'store':10} {' '.join(columns)}")
     for context in contexts:
         lengths = [context // 2 + context // 2 * i // (batch - 1) for i in range(batch)]
@@ -81,10 +81,9 @@ MODES = ("waiting", "built", "ahead")
 """Wait for a step, then build the next; build the next, then wait, then dispatch it; dispatch the next, then wait."""
 
 
-def model_run(
-    model: Model, batch: Callable[[], list[Any]], rows: int, steps: int, mode: str
-) -> tuple[float, float]:
+def model_run(model: Model, batch: Callable[[], list[Any]], rows: int, steps: int, mode: str) -> tuple[float, float]:
     """(milliseconds a step, MiB of extra peak memory) of greedy decoding in one of MODES."""
+
     def build(tokens: mx.array) -> mx.array:
         return mx.argmax(model(tokens[:, None], cache=batch())[:, -1], axis=-1)
 
@@ -161,9 +160,15 @@ def main() -> None:
     layer_table(shape, args.contexts, args.batch, steps)
     if layers:
         model = ModelArgs(
-            model_type="llama", hidden_size=shape.heads * shape.head_dim, num_hidden_layers=layers,
-            intermediate_size=12288 if gpu else 1536, num_attention_heads=shape.heads, rms_norm_eps=1e-5,
-            vocab_size=151936 if gpu else 4096, num_key_value_heads=shape.kv_heads, tie_word_embeddings=True,
+            model_type="llama",
+            hidden_size=shape.heads * shape.head_dim,
+            num_hidden_layers=layers,
+            intermediate_size=12288 if gpu else 1536,
+            num_attention_heads=shape.heads,
+            rms_norm_eps=1e-5,
+            vocab_size=151936 if gpu else 4096,
+            num_key_value_heads=shape.kv_heads,
+            tie_word_embeddings=True,
         )
         model_table(model, shape, args.contexts if gpu else args.contexts[:2], args.batch, steps)
 

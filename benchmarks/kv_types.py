@@ -77,8 +77,14 @@ def decode_steps(given: argparse.Namespace, kind: str, context: int) -> dict[str
     """Of rows with one prompt of `context` tokens, which is computed once: time of a decode step, and memory."""
     rng, room = random.Random(context), context + given.steps + 64
     prompt = [rng.randrange(100, given.vocabulary) for _ in range(context)]
-    flags: dict[str, Any] = {"kv_tokens": (given.rows + 2) * room, "max_context": room, "max_batch_size": given.rows,
-                             "prefix_cache": 1.5 / (given.rows + 2), "self_check": False, "dequantize": "auto"}
+    flags: dict[str, Any] = {
+        "kv_tokens": (given.rows + 2) * room,
+        "max_context": room,
+        "max_batch_size": given.rows,
+        "prefix_cache": 1.5 / (given.rows + 2),
+        "self_check": False,
+        "dequantize": "auto",
+    }
     with LLM(given.model, kv_dtype=kind, **flags) as llm:
         began = time.monotonic()
         llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0))
@@ -102,10 +108,16 @@ def decode_steps(given: argparse.Namespace, kind: str, context: int) -> dict[str
             thread.join()
         [rank] = llm._session.engine.call(Engine.status).result().ranks
     together = max(one[4] for one in times), min(one[-1] for one in times)
-    gaps = [later - earlier for one in times for earlier, later in pairwise(one)
-            if earlier >= together[0] and later <= together[1]]
-    return {"prompt_s": computed, "step_ms": 1e3 * statistics.median(gaps), "kv_mb": held[0][0] / 1e6,
-            "used_mb": held[0][1] / 1e6, "peak_mb": rank.peak_bytes / 1e6}
+    gaps = [
+        later - earlier for one in times for earlier, later in pairwise(one) if earlier >= together[0] and later <= together[1]
+    ]
+    return {
+        "prompt_s": computed,
+        "step_ms": 1e3 * statistics.median(gaps),
+        "kv_mb": held[0][0] / 1e6,
+        "used_mb": held[0][1] / 1e6,
+        "peak_mb": rank.peak_bytes / 1e6,
+    }
 
 
 def compare_steps(given: argparse.Namespace) -> None:
@@ -116,8 +128,16 @@ def compare_steps(given: argparse.Namespace) -> None:
         for kind in given.types:
             found = decode_steps(given, kind, context)
             full = full or found
-            rows.append({"tokens": context, "rows": given.rows, "KV": kind, **found,
-                         "step ratio": found["step_ms"] / full["step_ms"], "KV ratio": found["kv_mb"] / full["kv_mb"]})
+            rows.append(
+                {
+                    "tokens": context,
+                    "rows": given.rows,
+                    "KV": kind,
+                    **found,
+                    "step ratio": found["step_ms"] / full["step_ms"],
+                    "KV ratio": found["kv_mb"] / full["kv_mb"],
+                }
+            )
             table(list(rows[0]), [list(rows[-1].values())])
     print()
     table(list(rows[0]), [list(row.values()) for row in rows])
@@ -141,14 +161,24 @@ def main() -> None:
         off = [abs(mine - theirs) for mine, theirs in zip(found, full[0], strict=True)]
         same = statistics.fmean(mine == theirs for mine, theirs in zip(best, full[1], strict=True))
         perplexity = math.exp(statistics.fmean(full[0]) - statistics.fmean(found))
-        rows.append([kind, f"{size} ({size / full[2]:.2f}x)", f"{statistics.fmean(off):.4f}",
-                     f"{sorted(off)[int(0.99 * len(off))]:.3f}", f"{max(off):.2f}", f"{same:.1%}",
-                     f"{perplexity:.4f}x"])
+        rows.append(
+            [
+                kind,
+                f"{size} ({size / full[2]:.2f}x)",
+                f"{statistics.fmean(off):.4f}",
+                f"{sorted(off)[int(0.99 * len(off))]:.3f}",
+                f"{max(off):.2f}",
+                f"{same:.1%}",
+                f"{perplexity:.4f}x",
+            ]
+        )
     print(f"{len(found)} tokens of {len(pieces)} texts")
     table(["KV", "bytes a token", "mean off", "99 %", "largest", "same best token", "perplexity"], rows)
     print()
-    table(["rows x kv heads x width x positions", "8bit", "4bit"],
-          [[" x ".join(map(str, shape)), *(f"{attention(bits, *shape):.1f}x" for bits in (8, 4))] for shape in SHAPES])
+    table(
+        ["rows x kv heads x width x positions", "8bit", "4bit"],
+        [[" x ".join(map(str, shape)), *(f"{attention(bits, *shape):.1f}x" for bits in (8, 4))] for shape in SHAPES],
+    )
 
 
 if __name__ == "__main__":

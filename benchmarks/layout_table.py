@@ -25,8 +25,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt whose speed is measured")
     parser.add_argument("--output", type=int, default=128, help="tokens of the one stream's answer")
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32], help="clients for throughput")
-    parser.add_argument("--mix", type=int, nargs=4, metavar=("FROM", "TO", "FROM", "TO"), default=[128, 512, 64, 128],
-                        help="tokens of prompts and of outputs for throughput, drawn evenly")
+    parser.add_argument(
+        "--mix",
+        type=int,
+        nargs=4,
+        metavar=("FROM", "TO", "FROM", "TO"),
+        default=[128, 512, 64, 128],
+        help="tokens of prompts and of outputs for throughput, drawn evenly",
+    )
     parser.add_argument("--kv-tokens", type=int, default=65536, help="size of each layout's KV cache")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
@@ -41,11 +47,11 @@ def main() -> None:
         play()
         with harness.heading(f"{model.name}: layouts side by side"):
             played = [measured for measured, _ in harness.rounds(args, play)]
-            middles = [[harness.middle([one[i][j] for one in played]) for j in range(len(columns))]
-                       for i in range(len(servers))]
+            middles = [[harness.middle([one[i][j] for one in played]) for j in range(len(columns))] for i in range(len(servers))]
             rows: list[list[object]] = [
                 [server.name, *(cell for j, value in enumerate(mine) for cell in (value, value / middles[0][j]))]
-                for server, mine in zip(servers, middles, strict=True)]
+                for server, mine in zip(servers, middles, strict=True)
+            ]
             harness.table(["layout", *(name for column in columns for name in (column, "ratio"))], rows)
     results: dict[str, Any] = {"rows": rows}
     harness.write_json(args.json, args, results)
@@ -54,17 +60,28 @@ def main() -> None:
 def server_of(layout: str, args: argparse.Namespace, model: Path) -> harness.Server:
     """`tandem serve` in one layout."""
     parallel, _, replicas = layout.partition("x")
-    return harness.tandem_server(model, args.threads, layout, parallel=parallel, data_parallel_size=replicas or "1",
-                                 backend=args.backend, executor="cluster", prefix_cache=0, kv_tokens=args.kv_tokens,
-                                 max_batch_size=max(args.clients))
+    return harness.tandem_server(
+        model,
+        args.threads,
+        layout,
+        parallel=parallel,
+        data_parallel_size=replicas or "1",
+        backend=args.backend,
+        executor="cluster",
+        prefix_cache=0,
+        kv_tokens=args.kv_tokens,
+        max_batch_size=max(args.clients),
+    )
 
 
 def figures(server: harness.Server, args: argparse.Namespace, prompts: load.Prompts) -> list[float]:
     """One round of one layout, in tokens per second."""
     decode = load.one(server, load.Job(prompts.make(8), args.output)).decode_rate
     prompt = args.prompt / load.one(server, load.Job(prompts.make(args.prompt), 1)).ttft
-    rates = [load.rate(load.closed_loop(server, make_jobs(args.mix[:2], args.mix[2:], prompts, 2 * count), count))
-             for count in args.clients]
+    rates = [
+        load.rate(load.closed_loop(server, make_jobs(args.mix[:2], args.mix[2:], prompts, 2 * count), count))
+        for count in args.clients
+    ]
     return [decode, prompt, *rates]
 
 

@@ -26,8 +26,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose speed is measured")
     parser.add_argument("--output", type=int, default=48, help="tokens of each decoded answer")
     parser.add_argument("--concurrency", type=int, default=8, help="clients for throughput")
-    parser.add_argument("--mix", type=int, nargs=4, metavar=("FROM", "TO", "FROM", "TO"), default=[256, 512, 16, 32],
-                        help="tokens of prompts and of outputs for throughput, drawn evenly")
+    parser.add_argument(
+        "--mix",
+        type=int,
+        nargs=4,
+        metavar=("FROM", "TO", "FROM", "TO"),
+        default=[256, 512, 16, 32],
+        help="tokens of prompts and of outputs for throughput, drawn evenly",
+    )
     parser.add_argument("--parts", nargs="+", default=["tp", "dp", "peer"], choices=("tp", "dp", "peer"))
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
@@ -53,26 +59,67 @@ def main() -> None:
 def replicas(args: argparse.Namespace, model: Any) -> harness.Server:
     """`tandem serve` with as many replicas as ranks."""
     port = harness.free_port()
-    command = [sys.executable, "-P", "-m", "tandem", "serve", str(model), "--port", str(port), "--data-parallel-size",
-               str(args.ranks), "--threads-per-rank", str(args.threads), "--dequantize", "no", "--prefix-cache", "0"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "tandem",
+        "serve",
+        str(model),
+        "--port",
+        str(port),
+        "--data-parallel-size",
+        str(args.ranks),
+        "--threads-per-rank",
+        str(args.threads),
+        "--dequantize",
+        "no",
+        "--prefix-cache",
+        "0",
+    ]
     environment = harness.child_environment(harness.threads_environment(args.threads))
-    return harness.Server(f"DP {args.ranks}", [command], environment, port=port, health="/health/ready",
-                          model="default")
+    return harness.Server(f"DP {args.ranks}", [command], environment, port=port, health="/health/ready", model="default")
 
 
 def launched_peer(args: argparse.Namespace, model: Any) -> harness.Server:
     """mlx-lm's server under mlx.launch, which shards the model over the ranks."""
     port = harness.free_port()
     launch = "from mlx._distributed_utils.launch import main; main()"
-    command = [sys.executable, "-P", "-c", launch, "-n", str(args.ranks), "--backend", args.backend,
-               "--", sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
-               "--log-level", "ERROR"]
-    return harness.Server("mlx.launch mlx_lm.server", [command], harness.peer_environment(args, harness.on_gpu()),
-                          port=port, health="/health", model="default_model")
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        launch,
+        "-n",
+        str(args.ranks),
+        "--backend",
+        args.backend,
+        "--",
+        sys.executable,
+        "-P",
+        "-m",
+        "mlx_lm",
+        "server",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        "--log-level",
+        "ERROR",
+    ]
+    return harness.Server(
+        "mlx.launch mlx_lm.server",
+        [command],
+        harness.peer_environment(args, harness.on_gpu()),
+        port=port,
+        health="/health",
+        model="default_model",
+    )
 
 
-def _tensor_parallel(args: argparse.Namespace, many: harness.Server, one: harness.Server, prompts: load.Prompts,
-                     results: dict[str, Any]) -> None:
+def _tensor_parallel(
+    args: argparse.Namespace, many: harness.Server, one: harness.Server, prompts: load.Prompts, results: dict[str, Any]
+) -> None:
     rows: list[list[object]] = []
     decode, prefill = [], []
 
@@ -86,27 +133,46 @@ def _tensor_parallel(args: argparse.Namespace, many: harness.Server, one: harnes
         for number, (measured, others) in enumerate(harness.rounds(args, play)):
             decode.append(measured[0][0] / measured[1][0])
             prefill.append(measured[1][1] / measured[0][1])
-            rows.append([number + 1, measured[0][0], measured[1][0], decode[-1], args.prompt / measured[0][1],
-                         args.prompt / measured[1][1], prefill[-1], others])
+            rows.append(
+                [
+                    number + 1,
+                    measured[0][0],
+                    measured[1][0],
+                    decode[-1],
+                    args.prompt / measured[0][1],
+                    args.prompt / measured[1][1],
+                    prefill[-1],
+                    others,
+                ]
+            )
         names = (many.name, one.name)
-        harness.table(["round", *(f"{name} decode tok/s" for name in names), "ratio",
-                       *(f"{name} prompt tok/s" for name in names), "ratio", "others"], rows)
+        harness.table(
+            [
+                "round",
+                *(f"{name} decode tok/s" for name in names),
+                "ratio",
+                *(f"{name} prompt tok/s" for name in names),
+                "ratio",
+                "others",
+            ],
+            rows,
+        )
     results["tensor parallel"] = rows
-    results["verdicts"] += [harness.verdict("decode, median of the rounds' ratios", harness.middle(decode), 1.4),
-                            harness.verdict("prompts, median of the rounds' ratios", harness.middle(prefill), 1.6)]
+    results["verdicts"] += [
+        harness.verdict("decode, median of the rounds' ratios", harness.middle(decode), 1.4),
+        harness.verdict("prompts, median of the rounds' ratios", harness.middle(prefill), 1.6),
+    ]
     _control_plane(args, many, prompts, results)
 
 
-def _control_plane(args: argparse.Namespace, server: harness.Server, prompts: load.Prompts,
-                   results: dict[str, Any]) -> None:
+def _control_plane(args: argparse.Namespace, server: harness.Server, prompts: load.Prompts, results: dict[str, Any]) -> None:
     """What the engine, the bus and the wait for plans add to a step of one stream."""
     work = _work(server)
     answer = load.one(server, load.Job(prompts.make(8), 4 * args.output))
     steps = _work(server)
     slowest = max((steps[rank][0] - work[rank][0]) / (steps[rank][1] - work[rank][1]) for rank in steps)
     share = 1 - slowest * answer.decode_rate
-    results["verdicts"].append(harness.verdict(f"control plane, share of a step of {server.name}", share, 0.03,
-                                               at_most=True))
+    results["verdicts"].append(harness.verdict(f"control plane, share of a step of {server.name}", share, 0.03, at_most=True))
 
 
 def _work(server: harness.Server) -> dict[str, tuple[float, float]]:
@@ -116,8 +182,16 @@ def _work(server: harness.Server) -> dict[str, tuple[float, float]]:
     return {rank: (seconds[rank], counts[rank]) for rank in seconds}
 
 
-def _throughput(args: argparse.Namespace, mine: harness.Server, other: harness.Server, prompts: load.Prompts,
-                goal: float, results: dict[str, Any], *, pause: bool = False) -> None:
+def _throughput(
+    args: argparse.Namespace,
+    mine: harness.Server,
+    other: harness.Server,
+    prompts: load.Prompts,
+    goal: float,
+    results: dict[str, Any],
+    *,
+    pause: bool = False,
+) -> None:
     rows: list[list[object]] = []
     ratios = []
 
@@ -135,8 +209,9 @@ def _throughput(args: argparse.Namespace, mine: harness.Server, other: harness.S
             rows.append([number + 1, *rates, ratios[-1], others])
         harness.table(["round", f"{mine.name} tok/s", f"{other.name} tok/s", "ratio", "others"], rows)
     results[f"{mine.name} against {other.name}"] = rows
-    results["verdicts"].append(harness.verdict(f"{mine.name} against {other.name}, median of the rounds' ratios",
-                                               harness.middle(ratios), goal))
+    results["verdicts"].append(
+        harness.verdict(f"{mine.name} against {other.name}, median of the rounds' ratios", harness.middle(ratios), goal)
+    )
 
 
 if __name__ == "__main__":

@@ -23,9 +23,12 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages, and micro-batches of the better side")
     parser.add_argument("--concurrency", type=int, default=8, help="clients at once")
     parser.add_argument("--jobs-per-client", type=int, default=2, help="requests per client and round")
-    parser.add_argument("--mixes", nargs="+", default=["8-8/48-48", "100-300/32-64", "400-800/16-32"],
-                        help="workloads: shortest-longest prompt / shortest-longest output, in tokens; the first "
-                        "stands for decoding alone")
+    parser.add_argument(
+        "--mixes",
+        nargs="+",
+        default=["8-8/48-48", "100-300/32-64", "400-800/16-32"],
+        help="workloads: shortest-longest prompt / shortest-longest output, in tokens; the first stands for decoding alone",
+    )
     parser.add_argument("--prefill-chunk", type=int, help="setting of both sides, if not the default")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
@@ -34,8 +37,10 @@ def main() -> None:
     common: dict[str, object] = {"pipeline_parallel_size": args.stages, "executor": "cluster"}
     if args.prefill_chunk:
         common["prefill_chunk"] = args.prefill_chunk
-    with (harness.tandem_server(model, args.threads, f"{args.stages} micro-batches", micro_batches=args.stages, **common) as many,
-          harness.tandem_server(model, args.threads, "1 micro-batch", micro_batches=1, **common) as one):
+    with (
+        harness.tandem_server(model, args.threads, f"{args.stages} micro-batches", micro_batches=args.stages, **common) as many,
+        harness.tandem_server(model, args.threads, "1 micro-batch", micro_batches=1, **common) as one,
+    ):
         for server in (many, one):
             load.closed_loop(server, make_jobs([50, 100], [8, 16], prompts, args.concurrency), args.concurrency)
         for number, mix in enumerate(args.mixes):
@@ -43,8 +48,15 @@ def main() -> None:
     harness.write_json(args.json, args, results)
 
 
-def _compare(args: argparse.Namespace, servers: Sequence[harness.Server], mix: str, prompts: load.Prompts, *,
-             decoding: bool, results: dict[str, Any]) -> None:
+def _compare(
+    args: argparse.Namespace,
+    servers: Sequence[harness.Server],
+    mix: str,
+    prompts: load.Prompts,
+    *,
+    decoding: bool,
+    results: dict[str, Any],
+) -> None:
     lengths, outputs = ([int(n) for n in part.split("-")] for part in mix.split("/"))
     rows: list[list[object]] = []
     ratios, busy = [], {server.name: Busy(server) for server in servers}
@@ -64,8 +76,9 @@ def _compare(args: argparse.Namespace, servers: Sequence[harness.Server], mix: s
             ratios.append(rates[0] / rates[1])
             rows.append([number + 1, *rates, ratios[-1], *waits, others])
         names = [server.name for server in servers]
-        harness.table(["round", *(f"{name} tok/s" for name in names), "ratio",
-                       *(f"{name} TTFT p50 s" for name in names), "others"], rows)
+        harness.table(
+            ["round", *(f"{name} tok/s" for name in names), "ratio", *(f"{name} TTFT p50 s" for name in names), "others"], rows
+        )
         print()
         shares = [[name, *one.shares()] for name, one in busy.items()]
         harness.table(["", *(f"stage {i + 1} works % of the time" for i in range(args.stages))], shares)

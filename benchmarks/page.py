@@ -44,7 +44,8 @@ def main() -> None:
         ratio = throughput(args, server, asked, results)
     results["verdicts"] += [
         harness.verdict("processor time for the page, share of the machine", share, GOAL, at_most=True),
-        harness.verdict("throughput with the page open, median of the rounds' ratios", ratio, 1 - GOAL)]
+        harness.verdict("throughput with the page open, median of the rounds' ratios", ratio, 1 - GOAL),
+    ]
     harness.write_json(args.json, args, results)
 
 
@@ -54,10 +55,19 @@ def watch(server: harness.Server, seconds: float) -> dict[str, float]:
     if chromium is None:
         raise SystemExit("no Chromium is here: install chromium, whose requests are counted")
     with tempfile.TemporaryDirectory() as profile:
-        browser = subprocess.Popen([chromium, "--headless=new", "--no-sandbox", "--disable-gpu",
-                                    "--remote-debugging-port=0", f"--user-data-dir={profile}",
-                                    f"http://127.0.0.1:{server.port}/ui"],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        browser = subprocess.Popen(
+            [
+                chromium,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--remote-debugging-port=0",
+                f"--user-data-dir={profile}",
+                f"http://127.0.0.1:{server.port}/ui",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             time.sleep(seconds)
             before, started = counts(server), harness.now()
@@ -118,8 +128,7 @@ def processor_seconds(server: harness.Server) -> float:
     return total
 
 
-def throughput(args: argparse.Namespace, server: harness.Server, asked: dict[str, float],
-               results: dict[str, Any]) -> float:
+def throughput(args: argparse.Namespace, server: harness.Server, asked: dict[str, float], results: dict[str, Any]) -> float:
     """Tokens per second with the page open over those without, median of the rounds."""
     prompts = load.Prompts()
 
@@ -134,8 +143,9 @@ def throughput(args: argparse.Namespace, server: harness.Server, asked: dict[str
 
     play()
     with harness.heading(f"{args.concurrency} clients, with the page open and without"):
-        rows = [[number + 1, *rates, rates[1] / rates[0], others]
-                for number, (rates, others) in enumerate(harness.rounds(args, play))]
+        rows = [
+            [number + 1, *rates, rates[1] / rates[0], others] for number, (rates, others) in enumerate(harness.rounds(args, play))
+        ]
         harness.table(["round", "without tok/s", "with tok/s", "ratio", "others"], rows)
     results["rounds"] = rows
     return harness.middle([float(row[3]) for row in rows])

@@ -19,8 +19,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="model directory that mlx-lm can load")
     parser.add_argument("target", type=Path, help="directory to write")
-    parser.add_argument("--dtype", default="float32", choices=("stored", "float32", "bfloat16", "float16"),
-                        help="type of the copy's weights; stored: as they are")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("stored", "float32", "bfloat16", "float16"),
+        help="type of the copy's weights; stored: as they are",
+    )
     args = parser.parse_args()
     config = json.loads((args.source / "config.json").read_text())
     args.target.mkdir(parents=True, exist_ok=True)

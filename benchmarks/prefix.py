@@ -12,7 +12,10 @@ import harness
 import load
 
 LAYOUTS: dict[str, dict[str, int]] = {
-    "TP 2": {"tensor_parallel_size": 2}, "PP 2": {"pipeline_parallel_size": 2}, "DP 2": {"data_parallel_size": 2}}
+    "TP 2": {"tensor_parallel_size": 2},
+    "PP 2": {"pipeline_parallel_size": 2},
+    "DP 2": {"data_parallel_size": 2},
+}
 
 
 def main() -> None:
@@ -36,12 +39,12 @@ def main() -> None:
             play()
             with harness.heading(f"{name}: a prefix of {args.prefix} tokens asked twice"):
                 for number, ((first, again), others) in enumerate(harness.rounds(args, play)):
-                    rows.append([number + 1, first.ttft, again.ttft, again.cached_tokens, first.ttft / again.ttft,
-                                 others])
+                    rows.append([number + 1, first.ttft, again.ttft, again.cached_tokens, first.ttft / again.ttft, others])
                 harness.table(["round", "first TTFT s", "again TTFT s", "cached tokens", "ratio", "others"], rows)
         results[name] = rows
-        results["verdicts"].append(harness.verdict(
-            f"{name}, median of the rounds' ratios", harness.middle([float(str(row[4])) for row in rows]), 8))
+        results["verdicts"].append(
+            harness.verdict(f"{name}, median of the rounds' ratios", harness.middle([float(str(row[4])) for row in rows]), 8)
+        )
     harness.write_json(args.json, args, results)
 
 

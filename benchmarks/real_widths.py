@@ -47,18 +47,33 @@ FAILED = "error"
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=list(CASES), metavar="MODEL",
-                        help=f"which (default: all: {', '.join(CASES)})")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=sorted(CASES),
+        default=list(CASES),
+        metavar="MODEL",
+        help=f"which (default: all: {', '.join(CASES)})",
+    )
     parser.add_argument("--out", type=Path, help="file to append results to, a line of JSON each")
-    parser.add_argument("--gpus", nargs="+", default=[""], metavar="GPU",
-                        help="CUDA_VISIBLE_DEVICES of what runs side by side, such as 0 1, or 0 0 for two models at "
-                             "once on one GPU; both stages of a model share it (default: one model at a time)")
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        default=[""],
+        metavar="GPU",
+        help="CUDA_VISIBLE_DEVICES of what runs side by side, such as 0 1, or 0 0 for two models at "
+        "once on one GPU; both stages of a model share it (default: one model at a time)",
+    )
     parser.add_argument("--deadline", type=float, default=150.0, help="seconds for a model (default: %(default)s)")
     parser.add_argument("--total", type=float, default=450.0, help="seconds for all (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--quant", choices=("auto", "4bit", "8bit", "bf16"), default="auto",
-                        help="auto: 4bit, or bf16 where MLX cannot multiply packed experts (default: %(default)s)")
+    parser.add_argument(
+        "--quant",
+        choices=("auto", "4bit", "8bit", "bf16"),
+        default="auto",
+        help="auto: 4bit, or bf16 where MLX cannot multiply packed experts (default: %(default)s)",
+    )
     parser.add_argument("--short", action="store_true", help="two layers of each model; with bf16 always")
     parser.add_argument("--shrink", type=int, default=1, help="divide the widths, to try this out without a GPU")
     parser.add_argument("--directory", type=Path, help="where to write weights (default: where there is room)")
@@ -135,14 +150,30 @@ def work(args: argparse.Namespace, gpu: str, todo: queue.SimpleQueue[str], resul
             results.add({"kind": "model", "model": name, "ok": False, FAILED: "no time was left: --total is over"})
             continue
         with weights_directory(args.directory) as directory:
-            command = [sys.executable, __file__, "--case", name, "--directory", str(directory), "--quant", args.quant,
-                       "--prompt", str(args.prompt), "--tokens", str(args.tokens), "--shrink", str(args.shrink),
-                       "--runtime", str(args.runtime),
-                       *(["--short"] if args.short or args.quant == "bf16" else [])]
+            command = [
+                sys.executable,
+                __file__,
+                "--case",
+                name,
+                "--directory",
+                str(directory),
+                "--quant",
+                args.quant,
+                "--prompt",
+                str(args.prompt),
+                "--tokens",
+                str(args.tokens),
+                "--shrink",
+                str(args.shrink),
+                "--runtime",
+                str(args.runtime),
+                *(["--short"] if args.short or args.quant == "bf16" else []),
+            ]
             started = time.monotonic()
             row = watched(command, environment(gpu), limit)
-        results.add({"kind": "model", "model": name, "gpu": gpu, "ok": False, **row,
-                     "seconds": round(time.monotonic() - started, 1)})
+        results.add(
+            {"kind": "model", "model": name, "gpu": gpu, "ok": False, **row, "seconds": round(time.monotonic() - started, 1)}
+        )
 
 
 def environment(gpu: str) -> dict[str, str]:
@@ -165,8 +196,9 @@ def watched(command: Sequence[str], env: dict[str, str], limit: float) -> dict[s
     """Run a command that prints facts as lines of JSON; all it told, and why it ended if not in good order."""
     facts: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=env,
-                                   start_new_session=True, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, env=env, start_new_session=True, text=True
+        )
         late = threading.Event()
 
         def end() -> None:
@@ -209,8 +241,12 @@ def probe() -> int:
     import mlx.core as mx
 
     info = mx.device_info()
-    tell(device=str(info.get("device_name", mx.default_device())), mlx=mx.__version__, cuda=mx.cuda.is_available(),
-         metal=mx.metal.is_available())
+    tell(
+        device=str(info.get("device_name", mx.default_device())),
+        mlx=mx.__version__,
+        cuda=mx.cuda.is_available(),
+        metal=mx.metal.is_available(),
+    )
     mx.eval(mx.ones(1))
     tell(runtime=runtime_bytes())
     x, w = mx.random.normal((4, 256)).astype(mx.bfloat16), mx.random.normal((8, 128, 256)).astype(mx.bfloat16)
@@ -233,11 +269,15 @@ def probe() -> int:
         return mx.fast.scaled_dot_product_attention(q, q, v, scale=0.1, mask="causal")
 
     trials = {
-        "quantized_matmul 4bit": lambda: qmm(4), "gather_qmm 4bit": lambda: gather(4),
-        "quantized_matmul 8bit": lambda: qmm(8), "gather_qmm 8bit": lambda: gather(8),
-        "gather_qmm mxfp4": lambda: gather(4, "mxfp4", 32), "gather_qmm nvfp4": lambda: gather(4, "nvfp4", 16),
+        "quantized_matmul 4bit": lambda: qmm(4),
+        "gather_qmm 4bit": lambda: gather(4),
+        "quantized_matmul 8bit": lambda: qmm(8),
+        "gather_qmm 8bit": lambda: gather(8),
+        "gather_qmm mxfp4": lambda: gather(4, "mxfp4", 32),
+        "gather_qmm nvfp4": lambda: gather(4, "nvfp4", 16),
         "gather_mm bfloat16": lambda: mx.gather_mm(x[:, None, None], w.swapaxes(-1, -2), rhs_indices=rows),
-        "attention 192 and 128": lambda: attend(192, 128), "attention 256": lambda: attend(256, 256),
+        "attention 192 and 128": lambda: attend(192, 128),
+        "attention 256": lambda: attend(256, 256),
         "attention 512": lambda: attend(512, 512),
         "depthwise conv1d": lambda: mx.conv1d(x[None], mx.ones((256, 4, 1), mx.bfloat16), groups=256),
         "argpartition": lambda: mx.argpartition(x, kth=8, axis=-1),
@@ -293,15 +333,28 @@ def case(args: argparse.Namespace) -> int:
         tell(error=f"mlx-lm's own forward pass ended with {other.returncode}")
         return 1
     theirs = json.loads(answer.splitlines()[-1])
-    wrong = [abs(logprob - known) for one, row in zip(served, theirs["top"], strict=True)
-             for (_, logprob), known in zip(one.top, row, strict=True)]
+    wrong = [
+        abs(logprob - known)
+        for one, row in zip(served, theirs["top"], strict=True)
+        for (_, logprob), known in zip(one.top, row, strict=True)
+    ]
     first, same = wrong[:TOP], [one.token == token for one, token in zip(served, theirs["best"], strict=True)]
     memory = plan_against(model, path, ranks, args)
     agrees = max(sum(first) / TOP, sum(wrong) / len(wrong)) <= NEAR
-    tell(ok=agrees and all(one["ok"] for one in memory), logits_ok=agrees, memory_ok=all(one["ok"] for one in memory),
-         logprob_first_mean=sum(first) / TOP, logprob_first_max=max(first), logprob_mean=sum(wrong) / len(wrong),
-         logprob_max=max(wrong), same_greedy=f"{sum(same)} of {len(same)}", spread=theirs["spread"],
-         reference_peak=theirs["peak"], ranks=memory, doing="done")
+    tell(
+        ok=agrees and all(one["ok"] for one in memory),
+        logits_ok=agrees,
+        memory_ok=all(one["ok"] for one in memory),
+        logprob_first_mean=sum(first) / TOP,
+        logprob_first_max=max(first),
+        logprob_mean=sum(wrong) / len(wrong),
+        logprob_max=max(wrong),
+        same_greedy=f"{sum(same)} of {len(same)}",
+        spread=theirs["spread"],
+        reference_peak=theirs["peak"],
+        ranks=memory,
+        doing="done",
+    )
     return 0
 
 
@@ -316,9 +369,19 @@ def serve(path: Path, prompt: list[int], count: int) -> tuple[Any, list[dict[str
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=TOP)
     held: dict[int, int] = {}
     started = time.monotonic()
-    with LLM(str(path), pipeline_parallel_size=2, kv_tokens=len(prompt) + count + 64, prefix_cache=0.0, self_check=False,
-             prefill_chunk=512, max_batch_size=1, dtype="bfloat16" if gpu else "float32", dequantize="no",
-             max_context=len(prompt) + count, max_restarts=0) as llm:
+    with LLM(
+        str(path),
+        pipeline_parallel_size=2,
+        kv_tokens=len(prompt) + count + 64,
+        prefix_cache=0.0,
+        self_check=False,
+        prefill_chunk=512,
+        max_batch_size=1,
+        dtype="bfloat16" if gpu else "float32",
+        dequantize="no",
+        max_context=len(prompt) + count,
+        max_restarts=0,
+    ) as llm:
         tell(load_s=round(time.monotonic() - started, 1), doing="computing the prompt over two stages")
         over = threading.Event()
 
@@ -338,8 +401,15 @@ def serve(path: Path, prompt: list[int], count: int) -> tuple[Any, list[dict[str
         tell(compute_s=round(time.monotonic() - started, 1))
         status = llm._session.engine.call(Engine.status).result()
     return output.logprobs, [
-        {"rank": one.rank, "layers": list(one.layers), "weights": one.weight_bytes, "cache": held.get(one.rank, 0),
-         "peak": one.peak_bytes} for one in status.ranks]
+        {
+            "rank": one.rank,
+            "layers": list(one.layers),
+            "weights": one.weight_bytes,
+            "cache": held.get(one.rank, 0),
+            "peak": one.peak_bytes,
+        }
+        for one in status.ranks
+    ]
 
 
 def plan_against(model: Any, path: Path, ranks: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -357,8 +427,9 @@ def plan_against(model: Any, path: Path, ranks: list[dict[str, Any]], args: argp
     planned = model.planned(args.quant)
     description = describe(resolve(str(path))) if args.shrink > 1 else planned.description
     machine = Machine(name="here", memory=2**40, bandwidth=1e12, flops=1e14, gpu=gpu)
-    request = Request(context=args.prompt + args.tokens, prefill_chunk=512, dequantize="no",
-                      dtype="bfloat16" if gpu else "float32")
+    request = Request(
+        context=args.prompt + args.tokens, prefill_chunk=512, dequantize="no", dtype="bfloat16" if gpu else "float32"
+    )
     costs, whole = Costs(description, [machine], [], request, planned.experts), RankShare(0, 1.0, 1.0)
     rows = []
     for rank in ranks:
@@ -368,8 +439,16 @@ def plan_against(model: Any, path: Path, ranks: list[dict[str, Any]], args: argp
         holds = (rank["weights"] + rank["cache"]) / (plan["weights"] + plan["cache"])
         most = (rank["peak"] + args.runtime) / (plan["weights"] + plan["cache"] + room)
         ok = abs(holds - 1) <= SHARE and most <= 1 + SHARE
-        rows.append({**rank, "planned": {**plan, "headroom": room}, "runtime": args.runtime,
-                     "holds": round(holds, 4), "peak_of_plan": round(most, 4), "ok": ok})
+        rows.append(
+            {
+                **rank,
+                "planned": {**plan, "headroom": room},
+                "runtime": args.runtime,
+                "holds": round(holds, 4),
+                "peak_of_plan": round(most, 4),
+                "ok": ok,
+            }
+        )
     return rows
 
 

@@ -23,8 +23,12 @@ import psutil
 from harness import Server, arguments, middle, table, tandem_server, write_json
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"executor": "cluster"}, "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2},
-    "pp-standbys": {"pipeline_parallel_size": 2, "spares": 1}, "tp-standbys": {"tensor_parallel_size": 2, "spares": 1}}
+    "one": {"executor": "cluster"},
+    "pp": {"pipeline_parallel_size": 2},
+    "tp": {"tensor_parallel_size": 2},
+    "pp-standbys": {"pipeline_parallel_size": 2, "spares": 1},
+    "tp-standbys": {"tensor_parallel_size": 2, "spares": 1},
+}
 TOKENS_BEFORE = 10
 STANDBYS_S = 8.0
 """Seconds for standby ranks to import everything before the next fault."""
@@ -35,8 +39,14 @@ class Stream:
 
     def __init__(self, server: Server, tokens: int) -> None:
         self._url = f"http://127.0.0.1:{server.port}/v1/completions"
-        self._body = {"model": "default", "prompt": [random.randrange(10, 500) for _ in range(32)], "temperature": 0,
-                      "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        self._body = {
+            "model": "default",
+            "prompt": [random.randrange(10, 500) for _ in range(32)],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         self.times: list[float] = []
         self.whole = False
         self._thread = threading.Thread(target=self._run)
@@ -85,8 +95,9 @@ def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, sta
     started = time.monotonic()
     os.kill(pid, sig)
     if victim == "rank":
-        noticed = until(lambda: (told := health(server))["status"] == "recovering"
-                        or [rank["pid"] for rank in told["ranks"]] != ranks)
+        noticed = until(
+            lambda: (told := health(server))["status"] == "recovering" or [rank["pid"] for rank in told["ranks"]] != ranks
+        )
     else:
         noticed = until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
     stream.join()
@@ -106,13 +117,23 @@ def measure(args: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
                 pairs = []
                 for _ in range(args.rounds):
                     pairs.append(one_fault(server, victim, sig, args.tokens, "spares" in flags))
-                    print(f"{layout} {sig.name} {victim}: noticed after {pairs[-1][0]:.2f} s, pause of "
-                          f"{pairs[-1][1]:.2f} s", flush=True)
+                    print(
+                        f"{layout} {sig.name} {victim}: noticed after {pairs[-1][0]:.2f} s, pause of {pairs[-1][1]:.2f} s",
+                        flush=True,
+                    )
                     with contextlib.suppress(TypeError, KeyError):
                         loads.append(_load_seconds(server))
                 noticed, pauses = zip(*pairs, strict=True)
-                rows.append({"layout": layout, "fault": f"{sig.name} {victim}", "noticed": middle(noticed),
-                             "noticed_worst": max(noticed), "pause": middle(pauses), "pause_worst": max(pauses)})
+                rows.append(
+                    {
+                        "layout": layout,
+                        "fault": f"{sig.name} {victim}",
+                        "noticed": middle(noticed),
+                        "noticed_worst": max(noticed),
+                        "pause": middle(pauses),
+                        "pause_worst": max(pauses),
+                    }
+                )
         for row in rows:
             row["load"] = middle(loads)
     return rows

@@ -53,11 +53,19 @@ def tandem_step(params: SamplingParams, rows: int, vocab: int) -> Callable[[mx.a
 
 def mlx_lm_step(params: SamplingParams, rows: int, vocab: int) -> Callable[[mx.array], None]:
     """The same with mlx-lm's parts, in the order of its BatchGenerator."""
-    samplers = [make_sampler(temp=params.temperature, top_p=params.top_p, min_p=params.min_p, top_k=params.top_k)
-                for _ in range(rows)]
-    processors = [make_logits_processors(
-        repetition_penalty=params.repetition_penalty, presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty) if params.penalised else [] for _ in range(rows)]
+    samplers = [
+        make_sampler(temp=params.temperature, top_p=params.top_p, min_p=params.min_p, top_k=params.top_k) for _ in range(rows)
+    ]
+    processors = [
+        make_logits_processors(
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+        )
+        if params.penalised
+        else []
+        for _ in range(rows)
+    ]
     history = mx.arange(PROMPT)
 
     def step(logits: mx.array) -> None:
@@ -106,8 +114,7 @@ def main() -> None:
                         continue
                     theirs = milliseconds(mlx_lm_step(params, rows, vocab), logits, args.repeats)
                     ours = milliseconds(tandem_step(params, rows, vocab), logits, args.repeats)
-                    print(f"{vocab:7} {rows:4} {kind:7} {name:20} {theirs:10.2f} {ours:10.2f} {ours / theirs:6.2f}",
-                          flush=True)
+                    print(f"{vocab:7} {rows:4} {kind:7} {name:20} {theirs:10.2f} {ours:10.2f} {ours / theirs:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

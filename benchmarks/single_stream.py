@@ -41,8 +41,7 @@ class BareLoop:
         self._command, self._env = [sys.executable, "-P", "-c", BARE_LOOP, model], env
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, env=self._env, text=True, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(self._command, env=self._env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._read()
         return self
 
@@ -79,18 +78,32 @@ def main() -> None:
     with harness.heading("One stream"):
         for _ in range(args.starts):
             played += _one_start(args, model, prompts, gpu)
-        harness.table(["round", "bare tok/s", "tandem tok/s", "ratio", "bare TTFT s", "tandem TTFT s",
-                       "ratio with prompt", "same text", "others"],
-                      [[i + 1, *_row(bare, ours), others] for i, ((bare, ours), others) in enumerate(played)])
+        harness.table(
+            [
+                "round",
+                "bare tok/s",
+                "tandem tok/s",
+                "ratio",
+                "bare TTFT s",
+                "tandem TTFT s",
+                "ratio with prompt",
+                "same text",
+                "others",
+            ],
+            [[i + 1, *_row(bare, ours), others] for i, ((bare, ours), others) in enumerate(played)],
+        )
     ratios = [ours["decode"] / bare["decode"] for (bare, ours), _ in played]
     wholes = [whole_ratio(bare, ours) for (bare, ours), _ in played]
-    verdicts = [harness.verdict("tokens/s while decoding, median of the rounds' ratios", harness.middle(ratios), 0.95),
-                harness.verdict("tokens/s of whole requests, prompt and HTTP included", harness.middle(wholes), 0.95)]
+    verdicts = [
+        harness.verdict("tokens/s while decoding, median of the rounds' ratios", harness.middle(ratios), 0.95),
+        harness.verdict("tokens/s of whole requests, prompt and HTTP included", harness.middle(wholes), 0.95),
+    ]
     harness.write_json(args.json, args, {"runs": played, "verdicts": verdicts})
 
 
-def _one_start(args: argparse.Namespace, model: Path, prompts: load.Prompts, gpu: bool,
-               ) -> list[tuple[tuple[dict[str, Any], dict[str, Any]], float]]:
+def _one_start(
+    args: argparse.Namespace, model: Path, prompts: load.Prompts, gpu: bool
+) -> list[tuple[tuple[dict[str, Any], dict[str, Any]], float]]:
     """Rounds of two fresh processes: where their memory happens to lie makes a few percent as long as they live."""
     peer = BareLoop(str(model), harness.peer_environment(args, gpu))
 
@@ -106,8 +119,15 @@ def _one_start(args: argparse.Namespace, model: Path, prompts: load.Prompts, gpu
 def _row(bare: dict[str, Any], ours: dict[str, Any]) -> list[object]:
     # mlx-lm drops the space that a text begins with.
     same = "yes" if ours["text"].strip() == bare["text"].strip() else "no"
-    return [bare["decode"], ours["decode"], ours["decode"] / bare["decode"], bare["ttft"], ours["ttft"],
-            whole_ratio(bare, ours), same]
+    return [
+        bare["decode"],
+        ours["decode"],
+        ours["decode"] / bare["decode"],
+        bare["ttft"],
+        ours["ttft"],
+        whole_ratio(bare, ours),
+        same,
+    ]
 
 
 def whole_ratio(bare: dict[str, Any], ours: dict[str, Any]) -> float:
@@ -116,8 +136,14 @@ def whole_ratio(bare: dict[str, Any], ours: dict[str, Any]) -> float:
 
 
 def _measured(answer: load.Timed) -> dict[str, Any]:
-    return {"tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens, "ttft": answer.ttft, "text": answer.text,
-            "total": answer.pieces[-1] - answer.sent, "decode": answer.decode_rate}
+    return {
+        "tokens": answer.tokens,
+        "prompt_tokens": answer.prompt_tokens,
+        "ttft": answer.ttft,
+        "text": answer.text,
+        "total": answer.pieces[-1] - answer.sent,
+        "decode": answer.decode_rate,
+    }
 
 
 if __name__ == "__main__":

@@ -50,8 +50,10 @@ def models(args: argparse.Namespace, directory: Path) -> Models:
     sys.path.append(str(Path(__file__).parents[1] / "tests"))
     from adapters import tiny_adapter
 
-    made = [tiny_model(directory / name, dtype="float32", layers=LAYERS, seed=seed,
-                       config={"max_position_embeddings": CONTEXT}) for seed, name in enumerate(("main", "second"))]
+    made = [
+        tiny_model(directory / name, dtype="float32", layers=LAYERS, seed=seed, config={"max_position_embeddings": CONTEXT})
+        for seed, name in enumerate(("main", "second"))
+    ]
     return Models(made[0], made[1], tiny_adapter(made[0], directory / "tuned", layers=LAYERS))
 
 
@@ -73,11 +75,19 @@ def storm(args: argparse.Namespace, offered: Models, folder: Path) -> bool:
     """Play rounds and print a line for each and a table at the end; True when all is well."""
     every, needed = allowed_pairs(), rounds_to_meet(args.seed)
     minutes = needed * (args.storm + OVERHEAD_S) / 60
-    print(f"seed {args.seed}: each of {len(every)} pairs of parts has met after {needed} rounds, in about "
-          f"{minutes:.0f} minutes; evidence in {folder}", flush=True)
-    pace = Pace(args.storm, args.clients, args.pause, args.requests,
-                {**KINDS, **{kind: int(count) for kind, count in (text.split("=") for text in args.neighbours)}},
-                args.device)
+    print(
+        f"seed {args.seed}: each of {len(every)} pairs of parts has met after {needed} rounds, in about "
+        f"{minutes:.0f} minutes; evidence in {folder}",
+        flush=True,
+    )
+    pace = Pace(
+        args.storm,
+        args.clients,
+        args.pause,
+        args.requests,
+        {**KINDS, **{kind: int(count) for kind, count in (text.split("=") for text in args.neighbours)}},
+        args.device,
+    )
     known, results, met = Known(), list[Result](), set()
     for made in planned(args):
         result = play(made, args.seed, pace, offered, known, folder / f"round-{made.number}")
@@ -101,10 +111,19 @@ def again(args: argparse.Namespace, made: Round) -> str:
 
 def facts(result: Result) -> dict[str, object]:
     """Return what the summary says of a round."""
-    return {"round": result.made.number, "parts": sorted(result.made.parts), "seconds": round(result.seconds),
-            "sent": result.sent, **result.counts, "refused_by_reason": result.refused, "faults": result.faults,
-            "asked_again": result.replayed, "disk_tokens": result.disk_tokens, "bad_deeds": result.deeds,
-            "problems": result.problems}
+    return {
+        "round": result.made.number,
+        "parts": sorted(result.made.parts),
+        "seconds": round(result.seconds),
+        "sent": result.sent,
+        **result.counts,
+        "refused_by_reason": result.refused,
+        "faults": result.faults,
+        "asked_again": result.replayed,
+        "disk_tokens": result.disk_tokens,
+        "bad_deeds": result.deeds,
+        "problems": result.problems,
+    }
 
 
 def report(results: list[Result]) -> None:
@@ -117,10 +136,30 @@ def report(results: list[Result]) -> None:
         more = {"faults": sum(result.faults.values()), "deeds": result.deeds, "again": result.replayed}
         sums.update({**result.counts, **more, "seconds": round(result.seconds)})
         refused += result.refused
-        rows.append([str(result.made.number), str(result.made), round(result.seconds), more["faults"], more["deeds"],
-                     *(result.counts[name] for name in names), more["again"], "yes" if result.well else "NO"])
-    rows.append(["sum", "", sums["seconds"], sums["faults"], sums["deeds"], *(sums[name] for name in names),
-                 sums["again"], "yes" if all(result.well for result in results) else "NO"])
+        rows.append(
+            [
+                str(result.made.number),
+                str(result.made),
+                round(result.seconds),
+                more["faults"],
+                more["deeds"],
+                *(result.counts[name] for name in names),
+                more["again"],
+                "yes" if result.well else "NO",
+            ]
+        )
+    rows.append(
+        [
+            "sum",
+            "",
+            sums["seconds"],
+            sums["faults"],
+            sums["deeds"],
+            *(sums[name] for name in names),
+            sums["again"],
+            "yes" if all(result.well for result in results) else "NO",
+        ]
+    )
     table(("round", "layout, features, neighbours", "s", "faults", "deeds", *names, "asked again", "well"), rows)
     print(f"refused by reason: {', '.join(f'{count} x {reason}' for reason, count in refused.most_common()) or '-'}")
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -131,30 +170,45 @@ def report(results: list[Result]) -> None:
 def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0,
-                        help="begin rounds as long as they end within it (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="begin rounds as long as they end within it (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all rounds (default: %(default)s)")
     parser.add_argument("--round", type=int, nargs="+", metavar="N", help="play these rounds of the seed alone")
     parser.add_argument("--storm", type=float, default=60.0, help="seconds of each storm (default: %(default)s)")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between faults (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=6, help="good clients in the end (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S",
-                        help="mean pause of a good client between requests (default: %(default)s)")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="mean pause of a good client between requests (default: %(default)s)",
+    )
     parser.add_argument("--requests", type=int, default=20, help="requests of a round's set (default: %(default)s)")
-    parser.add_argument("--neighbours", nargs="+", default=[], metavar="KIND=N",
-                        help=f"bad clients of a kind, where a round has it (default: "
-                             f"{' '.join(f'{kind}={count}' for kind, count in KINDS.items())})")
+    parser.add_argument(
+        "--neighbours",
+        nargs="+",
+        default=[],
+        metavar="KIND=N",
+        help=f"bad clients of a kind, where a round has it (default: "
+        f"{' '.join(f'{kind}={count}' for kind, count in KINDS.items())})",
+    )
     parser.add_argument("--model", type=Path, help="a model directory; by default tiny random ones are made")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu"),
-                        help="where ranks compute (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "gpu"), help="where ranks compute (default: %(default)s)"
+    )
     parser.add_argument("--evidence", type=Path, metavar="DIR", help="folder to keep; by default a new temporary one")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="also write counts of all rounds (JSON) there")
-    parser.add_argument("--flat", type=int, metavar="N",
-                        help="in place of a storm: memory and descriptors of each process over N requests")
-    parser.add_argument("--good-client", action="store_true",
-                        help="in place of a storm: a good client's latency beside bad ones, within --minutes")
-    parser.add_argument("--layout", choices=LAYOUTS, default="pp",
-                        help="of --flat and --good-client (default: %(default)s)")
+    parser.add_argument(
+        "--flat", type=int, metavar="N", help="in place of a storm: memory and descriptors of each process over N requests"
+    )
+    parser.add_argument(
+        "--good-client",
+        action="store_true",
+        help="in place of a storm: a good client's latency beside bad ones, within --minutes",
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="of --flat and --good-client (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:

@@ -31,8 +31,10 @@ CROWD = 20
 
 
 def _post(path: str, body: bytes, length: int | None = None) -> bytes:
-    return (f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body) if length is None else length}\r\n\r\n").encode() + body
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+    ).encode() + body
 
 
 def _ask(path: str, **fields: object) -> bytes:
@@ -57,6 +59,7 @@ def _heavy(rng: random.Random) -> bytes:
 
 def _bomb(rng: random.Random) -> bytes:
     """Return a small request that is dear to act on: grammars, expressions, schemas, nesting, many texts."""
+
     def nested(depth: int) -> dict[str, object]:
         return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
 
@@ -76,8 +79,12 @@ def _bomb(rng: random.Random) -> bytes:
 
 
 GARBAGE = (
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), b"\0" * 4096,
-    b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET  / \n\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    b"\0" * 4096,
+    b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    b"GET  / \n\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
     b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
@@ -90,8 +97,14 @@ class BadClients:
 
     def __init__(self, port: int, seed: str, kinds: Mapping[str, int], log: Path) -> None:
         """`kinds`: how many clients of each."""
-        self._command = [sys.executable, __file__, str(port), "--seed", seed,
-                         *(f"{kind}={count}" for kind, count in kinds.items())]
+        self._command = [
+            sys.executable,
+            __file__,
+            str(port),
+            "--seed",
+            seed,
+            *(f"{kind}={count}" for kind, count in kinds.items()),
+        ]
         self._log = log
 
     def __enter__(self) -> Self:
@@ -133,7 +146,7 @@ class _Deeds:
         body = _heavy(rng)
         with self._connect() as one:
             if rng.random() < 0.5:
-                one.sendall(body[:int(len(body) * rng.random())])
+                one.sendall(body[: int(len(body) * rng.random())])
                 return "left in the body"
             one.sendall(body)
             if rng.random() < 0.5:
@@ -169,14 +182,14 @@ class _Deeds:
 
     def drip(self, rng: random.Random) -> str:
         with self._connect() as one:
-            for byte in _post(TEXT, b"{}", 4096)[:rng.randrange(10, 90)]:
+            for byte in _post(TEXT, b"{}", 4096)[: rng.randrange(10, 90)]:
                 one.send(bytes([byte]))
                 time.sleep(0.5)
         return "left"
 
     def half(self, rng: random.Random) -> str:
         request = _ask(TEXT, prompt="a", max_tokens=4)
-        return self._crowd(rng, lambda: request[:rng.randrange(1, len(request))])
+        return self._crowd(rng, lambda: request[: rng.randrange(1, len(request))])
 
     def idle(self, rng: random.Random) -> str:
         return self._crowd(rng, lambda: b"")
@@ -198,8 +211,9 @@ class _Deeds:
 
 
 def _stream(rng: random.Random, tokens: int) -> bytes:
-    return _ask(TEXT, prompt=[rng.randrange(10, 500) for _ in range(20)], max_tokens=tokens, stream=True,
-                ignore_eos=True, temperature=0)
+    return _ask(
+        TEXT, prompt=[rng.randrange(10, 500) for _ in range(20)], max_tokens=tokens, stream=True, ignore_eos=True, temperature=0
+    )
 
 
 def _status(one: socket.socket) -> str:

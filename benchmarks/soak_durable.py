@@ -55,8 +55,7 @@ class Durable:
         got = self._insist(request, lambda: self._post(request, {"Idempotency-Key": key}))
         if got is None:
             return
-        self._tally.note(Outcome("answered", answer=read_whole(request, got.json())), request,
-                         None if unseeded else expected)
+        self._tally.note(Outcome("answered", answer=read_whole(request, got.json())), request, None if unseeded else expected)
         self._answers.append(Answer(request, key, got.content))
 
     def later(self, rng: random.Random) -> None:
@@ -65,8 +64,7 @@ class Durable:
         headers = {"Idempotency-Key": key, "Prefer": "respond-async"}
         accepted = self._insist(request, lambda: self._post(request, headers))
         if accepted is not None:
-            stored = self._look(request, f"/v1/requests/{key}", "response") if accepted.status_code == 202 \
-                else accepted.json()
+            stored = self._look(request, f"/v1/requests/{key}", "response") if accepted.status_code == 202 else accepted.json()
             self._compare(request, expected, stored)
 
     def background(self, rng: random.Random) -> None:
@@ -80,8 +78,7 @@ class Durable:
 
     def begin_batch(self, rng: random.Random) -> None:
         """Have a batch run beside all else, until `settle`."""
-        lines = [rng.choice([one for one in self._keyed if one[0].path == "/v1/completions"])
-                 for _ in range(BATCH_LINES)]
+        lines = [rng.choice([one for one in self._keyed if one[0].path == "/v1/completions"]) for _ in range(BATCH_LINES)]
         self._batches.append(threading.Thread(target=self._batch, args=(lines,), daemon=True))
         self._batches[-1].start()
 
@@ -99,8 +96,9 @@ class Durable:
             if got is None:
                 continue
             if got.content != answer.body or got.headers.get("idempotent-replayed") != "true":
-                self._tally.blame("twice", request=request.name, key=key, first=answer.body, again=got.content,
-                                  headers=dict(got.headers))
+                self._tally.blame(
+                    "twice", request=request.name, key=key, first=answer.body, again=got.content, headers=dict(got.headers)
+                )
             else:
                 self._tally.confirm()
 
@@ -157,20 +155,34 @@ class Durable:
 
     def _batch(self, lines: list[tuple[Request, dict[str, Any]]]) -> None:
         """Upload, run, wait, compare: each line once, with its own answer."""
-        text = "".join(json.dumps({"custom_id": str(number), "method": "POST", "url": request.path,
-                                   "body": request.body}) + "\n" for number, (request, _) in enumerate(lines))
+        text = "".join(
+            json.dumps({"custom_id": str(number), "method": "POST", "url": request.path, "body": request.body}) + "\n"
+            for number, (request, _) in enumerate(lines)
+        )
         upload, create = Request("/v1/files", {}), Request("/v1/batches", {})
-        file = self._insist(upload, lambda: httpx.post(
-            f"{self._url}/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", text.encode())},
-            timeout=PATIENCE_S))
-        made = file and self._insist(create, lambda: httpx.post(
-            f"{self._url}/v1/batches", timeout=PATIENCE_S,
-            json={"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}))
+        file = self._insist(
+            upload,
+            lambda: httpx.post(
+                f"{self._url}/v1/files",
+                data={"purpose": "batch"},
+                files={"file": ("in.jsonl", text.encode())},
+                timeout=PATIENCE_S,
+            ),
+        )
+        made = file and self._insist(
+            create,
+            lambda: httpx.post(
+                f"{self._url}/v1/batches",
+                timeout=PATIENCE_S,
+                json={"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"},
+            ),
+        )
         if not made:
             return
         batch = self._run_of(made.json()["id"])
-        content = batch and self._insist(create, lambda: httpx.get(
-            f"{self._url}/v1/files/{batch['output_file_id']}/content", timeout=PATIENCE_S))
+        content = batch and self._insist(
+            create, lambda: httpx.get(f"{self._url}/v1/files/{batch['output_file_id']}/content", timeout=PATIENCE_S)
+        )
         if not content:
             return
         found: dict[str, list[Any]] = {}

@@ -23,8 +23,7 @@ class Disk:
         """`place`: a folder for it; on a small file system of its own, that is filled too."""
         self.directory = place / "kv"
         self._ballast = place / "ballast"
-        self._ways: list[Callable[[random.Random], str]] = [self._flip, self._flip, self._cut, self._delete,
-                                                            self._empty]
+        self._ways: list[Callable[[random.Random], str]] = [self._flip, self._flip, self._cut, self._delete, self._empty]
         if shutil.disk_usage(place).total < SMALL:
             self._ways += [self._fill] * 2
 

@@ -47,8 +47,13 @@ def flat(model: Path, layout: str, count: int, device: str) -> bool:
         seen = [look.get(pid) for look in looks]
         grown = len(looks) > 2 and _grown(looks[2 if len(looks) > 3 else 1].get(pid), last)
         well &= not grown
-        rows.append([f"{last.role} {pid}", *(f"{one.mb:.1f} / {one.descriptors}" if one else "-" for one in seen),
-                     "GROWN" if grown else "flat"])
+        rows.append(
+            [
+                f"{last.role} {pid}",
+                *(f"{one.mb:.1f} / {one.descriptors}" if one else "-" for one in seen),
+                "GROWN" if grown else "flat",
+            ]
+        )
     table(["MB / descriptors", *map(str, marks), ""], rows)
     return well
 
@@ -56,8 +61,7 @@ def flat(model: Path, layout: str, count: int, device: str) -> bool:
 def _grown(first: Size | None, last: Size) -> bool:
     if first is None:
         return False
-    return (last.mb > max(first.mb * GROWTH, first.mb + GROWTH_MB)
-            or last.descriptors > first.descriptors + GROWTH_DESCRIPTORS)
+    return last.mb > max(first.mb * GROWTH, first.mb + GROWTH_MB) or last.descriptors > first.descriptors + GROWTH_DESCRIPTORS
 
 
 def _ask_many(server: Server, count: int) -> None:
@@ -86,8 +90,10 @@ def good_client(model: Path, layout: str, minutes: float, device: str, seed: int
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     health: dict[str, list[float]] = {kind: [] for kind in kinds}
     seconds = minutes * 60 / (TURNS * len(kinds))
-    with tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder, \
-            tandem_server(model, 1, device=device, **LAYOUTS[layout]) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-soak-") as folder,
+        tandem_server(model, 1, device=device, **LAYOUTS[layout]) as server,
+    ):
         _watch(server, 3.0, [], [])
         for turn in range(TURNS):
             for kind in kinds:
@@ -101,10 +107,20 @@ def good_client(model: Path, layout: str, minutes: float, device: str, seed: int
             print(f"turn {turn + 1} of {TURNS}", flush=True)
         deeds = {kind: len((Path(folder) / f"{kind}.log").read_bytes().splitlines()) for kind in BESIDE}
     alone = _part(found["nobody"], 99)
-    table(["beside", "requests", "p50 s", "p99 s", "p99 / alone", "/health p99 s", "deeds"],
-          [[f"{kind}{f' x {BESIDE[kind]}' if kind in BESIDE else ''}", len(found[kind]),
-            *(f"{_part(found[kind], percent):.3f}" for percent in (50, 99)), _part(found[kind], 99) / alone,
-            f"{_part(health[kind], 99):.3f}", deeds.get(kind, 0)] for kind in kinds])
+    table(
+        ["beside", "requests", "p50 s", "p99 s", "p99 / alone", "/health p99 s", "deeds"],
+        [
+            [
+                f"{kind}{f' x {BESIDE[kind]}' if kind in BESIDE else ''}",
+                len(found[kind]),
+                *(f"{_part(found[kind], percent):.3f}" for percent in (50, 99)),
+                _part(found[kind], 99) / alone,
+                f"{_part(health[kind], 99):.3f}",
+                deeds.get(kind, 0),
+            ]
+            for kind in kinds
+        ],
+    )
 
 
 def _watch(server: Server, seconds: float, latencies: list[float], health: list[float]) -> None:
@@ -136,8 +152,14 @@ def _in_threads(run: Callable[[], object], count: int) -> None:
 
 def _body(seed: int, tokens: int) -> dict[str, object]:
     rng = random.Random(seed)
-    return {"model": "default", "prompt": [rng.randrange(10, 500) for _ in range(8)], "max_tokens": tokens,
-            "temperature": 0, "ignore_eos": True, "stream": True}
+    return {
+        "model": "default",
+        "prompt": [rng.randrange(10, 500) for _ in range(8)],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
 
 
 def _part(values: list[float], percent: int) -> float:

@@ -41,8 +41,9 @@ class Processes:
         for one in [root, *root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 words = one.cmdline()
-                living[one] = next((role for word, role in ROLES.items() if word in words),
-                                   "supervisor" if one == root else "other")
+                living[one] = next(
+                    (role for word, role in ROLES.items() if word in words), "supervisor" if one == root else "other"
+                )
         self._roles.update(living)
         return living
 

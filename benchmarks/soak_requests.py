@@ -15,11 +15,17 @@ PATIENCE_S = 240.0
 CLOSE = 2e-3
 """Log probabilities and vectors may differ by so much: float32, added in another order in another batch."""
 
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
-TOOL = {"name": "weather", "description": "of a place",
-        "parameters": {"type": "object", "properties": {"place": {"enum": ["Oslo", "Rome", "Lima"]}},
-                       "required": ["place"]}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "name": "weather",
+    "description": "of a place",
+    "parameters": {"type": "object", "properties": {"place": {"enum": ["Oslo", "Rome", "Lima"]}}, "required": ["place"]},
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Outcome:
 
 def requests(rng: random.Random) -> list[Request]:
     """Return the set: greedy and seeded, short and long, whole and streamed, of every endpoint."""
+
     def ids(count: int) -> list[int]:
         return [rng.randrange(10, 500) for _ in range(count)]
 
@@ -65,9 +72,18 @@ def requests(rng: random.Random) -> list[Request]:
     made: list[Request] = []
     for number in range(12):
         prompt = ids(rng.choice([3, 30, 300]))
-        made.append(Request("/v1/completions", {
-            "prompt": shared + prompt if number % 4 == 0 else prompt, "max_tokens": rng.choice([4, 40, 160]),
-            "stream": number % 3 > 0, "ignore_eos": True, **(penal if number % 2 else {"temperature": 0})}))
+        made.append(
+            Request(
+                "/v1/completions",
+                {
+                    "prompt": shared + prompt if number % 4 == 0 else prompt,
+                    "max_tokens": rng.choice([4, 40, 160]),
+                    "stream": number % 3 > 0,
+                    "ignore_eos": True,
+                    **(penal if number % 2 else {"temperature": 0}),
+                },
+            )
+        )
     for stream in (False, True):
         base: dict[str, Any] = {"stream": stream, "max_tokens": 24}
         cold = {**base, "temperature": 0}
@@ -81,12 +97,21 @@ def requests(rng: random.Random) -> list[Request]:
             Request(chat, {**cold, "n": 3, "logprobs": True, "top_logprobs": 2, "messages": talk(6)}),
             Request(chat, {**base, **hot, "max_tokens": 60, "response_format": form, "messages": talk(5)}),
             Request(chat, {**base, **hot, "tools": tools, "tool_choice": "required", "messages": talk(5)}),
-            Request(chat, {**cold, "tools": tools, "messages": talk(5),
-                           "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+            Request(
+                chat,
+                {
+                    **cold,
+                    "tools": tools,
+                    "messages": talk(5),
+                    "tool_choice": {"type": "function", "function": {"name": "weather"}},
+                },
+            ),
             Request(chat, {**base, **penal, "stop": ["q"], "messages": talk(40)}),
             Request("/v1/completions", {**cold, "prompt": ids(20), "logprobs": 2, "ignore_eos": True}),
-            Request("/v1/responses", {"stream": stream, "max_output_tokens": 24, "temperature": 0, "store": False,
-                                      "input": "tell me " * 6}),
+            Request(
+                "/v1/responses",
+                {"stream": stream, "max_output_tokens": 24, "temperature": 0, "store": False, "input": "tell me " * 6},
+            ),
             Request("/v1/messages", {**cold, "messages": talk(7)}),
         ]
     made.append(Request("/v1/embeddings", {"input": ["red sea", "one two three"]}))
@@ -101,9 +126,19 @@ def long_requests(rng: random.Random) -> list[Request]:
             stem = [rng.randrange(10, 500) for _ in range(rng.choice([300, 900, 1400]))]
         prompt = [*stem, *(rng.randrange(10, 500) for _ in range(rng.choice([5, 300])))]
         how = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": 7 + number, "top_p": 0.9}
-        made.append(Request("/v1/completions", {
-            "model": "default", "prompt": prompt, "max_tokens": rng.choice([4, 40, 300]), "stream": number % 4 == 3,
-            "ignore_eos": True, **how}))
+        made.append(
+            Request(
+                "/v1/completions",
+                {
+                    "model": "default",
+                    "prompt": prompt,
+                    "max_tokens": rng.choice([4, 40, 300]),
+                    "stream": number % 4 == 3,
+                    "ignore_eos": True,
+                    **how,
+                },
+            )
+        )
     return made
 
 
@@ -118,8 +153,7 @@ def ask(url: str, request: Request) -> Outcome:
                 got.read()
                 body = got.json()
                 details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-                return Outcome("answered", answer=read_whole(request, body),
-                               disk_tokens=details.get("disk_cached_tokens") or 0)
+                return Outcome("answered", answer=read_whole(request, body), disk_tokens=details.get("disk_cached_tokens") or 0)
             return _stream(request.path, _events(got))
     except httpx.TimeoutException:
         return Outcome("hung", request.name)
@@ -212,8 +246,12 @@ def _embedding(event: dict[str, Any], answer: dict[str, Any]) -> None:
 
 
 _READ: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
-    "/v1/completions": _completion, "/v1/chat/completions": _chat, "/v1/responses": _response,
-    "/v1/messages": _message, "/v1/embeddings": _embedding}
+    "/v1/completions": _completion,
+    "/v1/chat/completions": _chat,
+    "/v1/responses": _response,
+    "/v1/messages": _message,
+    "/v1/embeddings": _embedding,
+}
 
 
 def read_whole(request: Request, body: dict[str, Any]) -> dict[str, Any]:
@@ -230,8 +268,7 @@ def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
     for key, value in mine.items():
         other = theirs[key]
         if isinstance(value, list):
-            if len(value) != len(other) or any(abs((a or 0.0) - (b or 0.0)) > CLOSE
-                                               for a, b in zip(value, other, strict=True)):
+            if len(value) != len(other) or any(abs((a or 0.0) - (b or 0.0)) > CLOSE for a, b in zip(value, other, strict=True)):
                 return False
         elif value != other:
             return False

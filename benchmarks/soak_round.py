@@ -81,8 +81,10 @@ class Result:
         counts = ", ".join(f"{name} {self.counts[name]}" for name in ("identical", "tied", *BAD, "refused", "broken"))
         more = f", asked again {self.replayed}" if self.replayed else ""
         disk = f", {self.disk_tokens} tokens from disk" if self.disk_tokens else ""
-        return (f"round {self.made.number}: {self.made}: {self.seconds:.0f} s, {sum(self.faults.values())} faults: "
-                f"{counts}{more}{disk}{''.join(f'; {problem}' for problem in self.problems)}")
+        return (
+            f"round {self.made.number}: {self.made}: {self.seconds:.0f} s, {sum(self.faults.values())} faults: "
+            f"{counts}{more}{disk}{''.join(f'; {problem}' for problem in self.problems)}"
+        )
 
 
 class Known:
@@ -126,12 +128,21 @@ def work_of(made: Round, seed: int, count: int) -> list[Request]:
     names = ["second"] * ("models" in features) + ["tuned"] * ("adapters" in features)
     if "disk" in features or "roles" in features:
         every += long_requests(random.Random(seed))
-    must = [one for one in every if one.path == "/v1/responses" or one.path == "/v1/completions"
-            and not one.body.get("stream") and "logprobs" not in one.body][:6] if "journal" in features else []
+    must = (
+        [
+            one
+            for one in every
+            if one.path == "/v1/responses"
+            or one.path == "/v1/completions"
+            and not one.body.get("stream")
+            and "logprobs" not in one.body
+        ][:6]
+        if "journal" in features
+        else []
+    )
     work = must + rng.sample([one for one in every if one not in must], max(count - len(must), 1))
     others = rng.sample(every, min(len(every), len(names) * count // 4))
-    return work + [Request(one.path, {**one.body, "model": names[place % len(names)]})
-                   for place, one in enumerate(others)]
+    return work + [Request(one.path, {**one.body, "model": names[place % len(names)]}) for place, one in enumerate(others)]
 
 
 class _Play:
@@ -166,8 +177,13 @@ class _Play:
             if got.kind != "answered":
                 raise RuntimeError(f"before the first fault: {one.name} {got.kind}: {got.detail}")
             if (differs := known.compare(self._made, one, got.answer)) is not None:
-                self.tally.blame("wrong", detail=f"answered otherwise in round {differs[0]}", expected=differs[1],
-                                 request=dataclasses.asdict(one), got=dataclasses.asdict(got))
+                self.tally.blame(
+                    "wrong",
+                    detail=f"answered otherwise in round {differs[0]}",
+                    expected=differs[1],
+                    request=dataclasses.asdict(one),
+                    got=dataclasses.asdict(got),
+                )
         self._expected = [got.answer for got in answers]
 
     def _storm(self) -> None:
@@ -181,8 +197,7 @@ class _Play:
                 durable.begin_batch(self._rng)
         clients = Clients(ways, self._pace.pause_s, f"{self._seed}/{self._made.number}")
         kinds = {kind: self._pace.neighbours[kind] for kind in self._made.names("neighbour")}
-        bad_clients = BadClients(self._server.port, f"{self._seed}/{self._made.number}", kinds,
-                                 self._folder / "bad-clients.log")
+        bad_clients = BadClients(self._server.port, f"{self._seed}/{self._made.number}", kinds, self._folder / "bad-clients.log")
         try:
             with bad_clients:
                 self._disturb(clients)
@@ -240,8 +255,16 @@ def play(made: Round, seed: int, pace: Pace, models: Models, known: Known, folde
     result, began = Result(made), time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
-    server = tandem_server(models.main, 1, log=log, log_level="INFO", max_restarts=1000, start_timeout=120,
-                           device=pace.device, **flags(made, models, folder))
+    server = tandem_server(
+        models.main,
+        1,
+        log=log,
+        log_level="INFO",
+        max_restarts=1000,
+        start_timeout=120,
+        device=pace.device,
+        **flags(made, models, folder),
+    )
     one = None
     try:
         with server:
@@ -267,4 +290,3 @@ def _count(tally: Tally, result: Result) -> None:
     result.sent, result.counts, result.refused = tally.sent, tally.counts, tally.refused
     result.replayed, result.disk_tokens = tally.replayed, tally.disk_tokens
     result.problems += [f"{tally.counts[kind]} x {kind}" for kind in BAD if tally.counts[kind]]
-

@@ -14,8 +14,12 @@ from itertools import combinations, islice
 from typing import Any
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}, "2,1": {"parallel": "2,1"},
-    "dp": {"data_parallel_size": 2}, "dpxpp": {"data_parallel_size": 2, "pipeline_parallel_size": 2}}
+    "pp": {"pipeline_parallel_size": 2},
+    "tp": {"tensor_parallel_size": 2},
+    "2,1": {"parallel": "2,1"},
+    "dp": {"data_parallel_size": 2},
+    "dpxpp": {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+}
 REPLICATED = ("dp", "dpxpp")
 RANKS = ("pp", "tp", "2,1", "dpxpp")
 """Layouts whose ranks are processes of their own."""
@@ -26,11 +30,18 @@ PARTS = {
     "neighbour": ("heavy", "slow", "drip", "leave", "half", "bombs", "idle", "garbage"),
     "fault": ("rank", "engine", "api", "worker", "server", "files", "replica"),
 }
-NEEDS = {("feature", "roles"): ("feature", "disk"), ("feature", "batches"): ("feature", "journal"),
-         ("fault", "files"): ("feature", "disk")}
+NEEDS = {
+    ("feature", "roles"): ("feature", "disk"),
+    ("feature", "batches"): ("feature", "journal"),
+    ("fault", "files"): ("feature", "disk"),
+}
 """Parts that bring another one along."""
-ONLY = {("feature", "roles"): REPLICATED, ("feature", "standby"): RANKS,
-        ("fault", "rank"): RANKS, ("fault", "replica"): REPLICATED}
+ONLY = {
+    ("feature", "roles"): REPLICATED,
+    ("feature", "standby"): RANKS,
+    ("fault", "rank"): RANKS,
+    ("fault", "replica"): REPLICATED,
+}
 """Layouts of those parts that do not go with all."""
 NEVER = frozenset({(("fault", "replica"), ("feature", name)) for name in ("models", "adapters")})
 """Pairs that a server refuses: replicas are neither added nor drained where there are several models."""
@@ -102,8 +113,7 @@ def rounds(seed: int, storm_s: float, every_s: float) -> Iterator[Round]:
         size, order = rng.choice(SIZES), sorted(unmet)
         tried = [_candidate(rng, rng.choice(order), size) for _ in range(CANDIDATES)]
         parts = max(tried, key=lambda parts: len(unmet & set(combinations(sorted(parts), 2))))
-        made = Round(number, parts, _faults(rng, sorted(name for kind, name in parts if kind == "fault"),
-                                            storm_s, every_s))
+        made = Round(number, parts, _faults(rng, sorted(name for kind, name in parts if kind == "fault"), storm_s, every_s))
         unmet -= made.pairs()
         yield made
 
@@ -163,5 +173,7 @@ def _faults(rng: random.Random, targets: list[str], storm_s: float, every_s: flo
     count = max(len(targets), int(storm_s / every_s))
     order = [*rng.sample(targets, len(targets)), *(rng.choice(targets) for _ in range(count - len(targets)))]
     gap = storm_s / count
-    return tuple(Fault(round((place + 0.25 + rng.random() / 2) * gap, 1), target, rng.choice(SIGNALS))
-                 for place, target in enumerate(order))
+    return tuple(
+        Fault(round((place + 0.25 + rng.random() / 2) * gap, 1), target, rng.choice(SIGNALS))
+        for place, target in enumerate(order)
+    )

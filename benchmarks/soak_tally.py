@@ -66,8 +66,7 @@ class Tally:
             if kind == "refused":
                 self.refused[got.detail] += 1
         if kind in BAD:
-            self._keep(kind, {"request": dataclasses.asdict(request), "got": dataclasses.asdict(got),
-                              "expected": expected})
+            self._keep(kind, {"request": dataclasses.asdict(request), "got": dataclasses.asdict(got), "expected": expected})
 
     def blame(self, kind: str, **evidence: Any) -> None:
         """Count one of `BAD` that was found otherwise."""
@@ -79,8 +78,11 @@ class Tally:
         """Count wrong answers anew that part from the expected ones at a tie (soak_ties.py)."""
         for file in [*self._evidence.glob("wrong-*.json"), *self._evidence.glob("twice-*.json")]:
             found = json.loads(file.read_text())
-            if found.get("expected") and not found["got"].get("twice") and tied(
-                    model, found["request"]["body"], found["got"]["answer"], found["expected"]):
+            if (
+                found.get("expected")
+                and not found["got"].get("twice")
+                and tied(model, found["request"]["body"], found["got"]["answer"], found["expected"])
+            ):
                 self.counts[file.name.partition("-")[0]] -= 1
                 self.counts["tied"] += 1
                 file.rename(file.with_name(f"tied-{self.counts['tied']}.json"))
@@ -98,6 +100,7 @@ class Tally:
 
 def _longer(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     """Whether more was said than was to be: something was said twice."""
+
     def size(answer: Mapping[str, Any]) -> int:
         return sum(len(value) for value in answer.values() if isinstance(value, str | list))
 

@@ -28,8 +28,16 @@ DRAWS = 64
 """Moved logits that are tried for each token."""
 MOST = 8
 """Answers that are followed at most."""
-FIELDS = {"max_tokens", "temperature", "seed", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-          "ignore_eos"}
+FIELDS = {
+    "max_tokens",
+    "temperature",
+    "seed",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+}
 
 
 def tied(model: Path, body: Mapping[str, Any], got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
@@ -67,8 +75,7 @@ def _loaded(model: Path) -> tuple[StageModel, Tokenizer]:
     return load_stage(files, description, range(description.num_layers)), load_tokenizer(files)
 
 
-def _follow(stage: StageModel, prompt: list[int], forced: list[int],
-            params: SamplingParams) -> tuple[list[int], list[list[int]]]:
+def _follow(stage: StageModel, prompt: list[int], forced: list[int], params: SamplingParams) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of an answer that begins with `forced`, and beginnings of others that part from it at a tie."""
     mx.random.seed(0)
     sampler = Sampler(stage.vocab_size, ())

@@ -12,8 +12,10 @@ from typing import Any
 import harness
 import load
 
-FACTS = ("The red house stands by the river. The blue house stands by the hill. "
-         "The green house stands by the road. The white house stands by the lake. ")
+FACTS = (
+    "The red house stands by the river. The blue house stands by the hill. "
+    "The green house stands by the road. The white house stands by the lake. "
+)
 REPETITIVE = "Copy the following text again and again.\n\n" + FACTS * 4 + "\n\nThe copy:\n\n" + FACTS
 GOALS = {"repetitive": 1.5, "other": 0.97}
 SAMPLED = {"temperature": 1.0, "seed": 1}
@@ -38,8 +40,10 @@ def main() -> None:
     texts = {"repetitive": lambda: REPETITIVE, "other": lambda: prompts.make(64)}
     results: dict[str, Any] = {}
     verdicts = []
-    with (harness.tandem_server(model, args.threads, "plain", **layout) as plain,
-          harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating):
+    with (
+        harness.tandem_server(model, args.threads, "plain", **layout) as plain,
+        harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating,
+    ):
         for name in args.parts.split(","):
             kind, streams = name.split("-")
             body = SAMPLED if kind == "other" else {}
@@ -52,15 +56,23 @@ def main() -> None:
                 play()  # warms up, and lets it learn what steps cost
                 played = harness.rounds(args, play)
                 rows = [(one["plain"], one["speculating"], others) for one, others in played]
-                harness.table(["round", "plain tok/s", "speculating tok/s", "ratio", "accepted/drafts", "same text",
-                               "others"],
-                              [[i + 1, one["rate"], two["rate"], two["rate"] / one["rate"],
-                                f"{two['accepted']:.0f}/{two['drafts']:.0f}",
-                                "yes" if one["texts"] == two["texts"] else "no", others]
-                               for i, (one, two, others) in enumerate(rows)])
+                harness.table(
+                    ["round", "plain tok/s", "speculating tok/s", "ratio", "accepted/drafts", "same text", "others"],
+                    [
+                        [
+                            i + 1,
+                            one["rate"],
+                            two["rate"],
+                            two["rate"] / one["rate"],
+                            f"{two['accepted']:.0f}/{two['drafts']:.0f}",
+                            "yes" if one["texts"] == two["texts"] else "no",
+                            others,
+                        ]
+                        for i, (one, two, others) in enumerate(rows)
+                    ],
+                )
                 ratio = harness.middle([two["rate"] / one["rate"] for one, two, _ in rows])
-                verdicts.append(harness.verdict(f"{name}: tokens/s, median of the rounds' ratios", ratio,
-                                                GOALS[kind]))
+                verdicts.append(harness.verdict(f"{name}: tokens/s, median of the rounds' ratios", ratio, GOALS[kind]))
                 results[name] = rows
     harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
 
@@ -72,14 +84,19 @@ def measured(server: harness.Server, jobs: list[load.Job], body: dict[str, float
     answers = load.closed_loop(server, jobs, len(jobs), **body)
     rate = sum(one.tokens for one in answers) / (harness.now() - started)
     after = counts(server)
-    return {"rate": rate, "texts": sorted(one.text for one in answers), "drafts": after[0] - drafts,
-            "accepted": after[1] - accepted}
+    return {
+        "rate": rate,
+        "texts": sorted(one.text for one in answers),
+        "drafts": after[0] - drafts,
+        "accepted": after[1] - accepted,
+    }
 
 
 def counts(server: harness.Server) -> tuple[float, float]:
     """Tokens that were tried and accepted so far."""
-    draft, accepted = (sum(harness.metric(server, f"tandem_spec_decode_num_{name}_tokens_total").values())
-                       for name in ("draft", "accepted"))
+    draft, accepted = (
+        sum(harness.metric(server, f"tandem_spec_decode_num_{name}_tokens_total").values()) for name in ("draft", "accepted")
+    )
     return draft, accepted
 
 

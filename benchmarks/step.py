@@ -68,8 +68,12 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each before the first step")
-    parser.add_argument("--spread", type=int, default=0,
-                        help="tokens by which each of our rows is longer than the one before; mlx-lm's stay alike")
+    parser.add_argument(
+        "--spread",
+        type=int,
+        default=0,
+        help="tokens by which each of our rows is longer than the one before; mlx-lm's stay alike",
+    )
     parser.add_argument("--longest", type=int, default=0, help="tokens of the first of our rows, in place of --context")
     parser.add_argument("--steps", type=int, default=50, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
@@ -118,8 +122,10 @@ def _compare(loaded: dict[str, Any], count: int, args: argparse.Namespace) -> li
     import mlx.core as mx
 
     with Watch(mx) as watch:
-        sides = {name: (_bare(one, count, args.context) if name == "mlx-lm" else _ours(one, count, args))
-                 for name, one in loaded.items()}
+        sides = {
+            name: (_bare(one, count, args.context) if name == "mlx-lm" else _ours(one, count, args))
+            for name, one in loaded.items()
+        }
         for step in sides.values():
             _round(step, WARM_UP, watch)
         operations = {name: _operations(step, watch) for name, step in sides.items()}
@@ -196,8 +202,13 @@ def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
         one, waiting, length = str(row), bool(lengths), args.context + row * args.spread
         length = length if row else args.longest or length
         lengths[one] = 0
-        execute(inserts=[InsertOp(one, [1] * length, length, greedy)], decode=[], pause=waiting,
-                prefill=[PrefillOp(one, 0, length, last=True)], sampling_seeds={one: row}).finish()
+        execute(
+            inserts=[InsertOp(one, [1] * length, length, greedy)],
+            decode=[],
+            pause=waiting,
+            prefill=[PrefillOp(one, 0, length, last=True)],
+            sampling_seeds={one: row},
+        ).finish()
         lengths[one] = length
 
     def step() -> Callable[[], object]:

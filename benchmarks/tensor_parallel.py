@@ -58,10 +58,31 @@ def run_variant(args: argparse.Namespace, variant: str) -> Sequence[float]:
     """Milliseconds a step of each batch size, and to build one, of the slowest rank."""
     size = 1 if variant.startswith("one rank") else args.ranks
     process_group = make_process_group(args.backend, size, 0)
-    command = [sys.executable, __file__, "--model", args.model, "--ranks", str(size), "--backend", args.backend,
-               "--steps", str(args.steps), "--batches", *map(str, args.batches), "--as-rank", variant]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=harness.child_environment(
-        {**process_group.variables(i), **VARIANTS[variant], **harness.threads_environment(1)})) for i in range(size)]
+    command = [
+        sys.executable,
+        __file__,
+        "--model",
+        args.model,
+        "--ranks",
+        str(size),
+        "--backend",
+        args.backend,
+        "--steps",
+        str(args.steps),
+        "--batches",
+        *map(str, args.batches),
+        "--as-rank",
+        variant,
+    ]
+    ranks = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=harness.child_environment({**process_group.variables(i), **VARIANTS[variant], **harness.threads_environment(1)}),
+        )
+        for i in range(size)
+    ]
     try:
         figures = [json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks]
     finally:
@@ -92,8 +113,14 @@ def run_rank(args: argparse.Namespace, variant: str) -> list[float]:
         shards = tuple(replace(one, vocab=range(description.vocab_size), vocab_sizes=()) for one in shards)
     rank = group.rank if group else 0
     parallel: Any = NoSums(group) if variant == "no sums" else group
-    stage = load_stage(files, description, range(description.num_layers),
-                       shard=shards[rank] if group else None, tensor_parallel=parallel, fuse="fused" in variant)
+    stage = load_stage(
+        files,
+        description,
+        range(description.num_layers),
+        shard=shards[rank] if group else None,
+        tensor_parallel=parallel,
+        fuse="fused" in variant,
+    )
     times = [time_steps(stage, batch, args.steps) for batch in args.batches]
     mx.synchronize()
     return [*(step for step, _ in times), times[0][1]]

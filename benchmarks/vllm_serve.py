@@ -25,17 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    Server,
-    arguments,
-    free_port,
-    heading,
-    prepared,
-    table,
-    tandem_server,
-    threads_environment,
-    write_json,
-)
+from harness import Server, arguments, free_port, heading, prepared, table, tandem_server, threads_environment, write_json
 
 from tandem.env import child_environment
 
@@ -48,8 +38,22 @@ class VllmServer(Server):
 
     def __init__(self, name: str, program: Path, model: Path, options: Sequence[str], env: Mapping[str, str]) -> None:
         port = free_port()
-        command = [str(program), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name",
-                   "default", "--max-model-len", str(LENGTH), "--max-num-seqs", "32", *options]
+        command = [
+            str(program),
+            "serve",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--served-model-name",
+            "default",
+            "--max-model-len",
+            str(LENGTH),
+            "--max-num-seqs",
+            "32",
+            *options,
+        ]
         super().__init__(name, [command], child_environment(env), port=port, health="/health", model="default")
         self.profile: tuple[str, ...] | None = None
 
@@ -72,19 +76,47 @@ def bench(server: Server, model: Path, concurrency: int, args: argparse.Namespac
     program = Path(sys.executable).parent / "vllm"
     prompts = max(args.prompts, 2 * concurrency)
     with tempfile.TemporaryDirectory() as directory:
-        command = [str(program), "bench", "serve", "--base-url", f"http://127.0.0.1:{server.port}", "--model",
-                   server.model, "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len",
-                   str(args.prompt), "--random-output-len", str(args.output), "--num-prompts",
-                   str(prompts), "--max-concurrency", str(concurrency), "--ignore-eos",
-                   "--temperature", "0", "--num-warmups", "1", "--save-result", "--save-detailed",
-                   "--result-dir", directory, "--result-filename", "result.json"]
+        command = [
+            str(program),
+            "bench",
+            "serve",
+            "--base-url",
+            f"http://127.0.0.1:{server.port}",
+            "--model",
+            server.model,
+            "--tokenizer",
+            str(model),
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            str(args.prompt),
+            "--random-output-len",
+            str(args.output),
+            "--num-prompts",
+            str(prompts),
+            "--max-concurrency",
+            str(concurrency),
+            "--ignore-eos",
+            "--temperature",
+            "0",
+            "--num-warmups",
+            "1",
+            "--save-result",
+            "--save-detailed",
+            "--result-dir",
+            directory,
+            "--result-filename",
+            "result.json",
+        ]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise SystemExit(f"{server.name}: vllm bench serve failed\n{run.stderr[-3000:]}")
         result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())
     if result["completed"] < prompts:
-        raise SystemExit(f"{server.name}: {result['completed']} of {prompts} requests were answered: "
-                         f"{' '.join(filter(None, result['errors']))[-2000:]}\n{server.log()}")
+        raise SystemExit(
+            f"{server.name}: {result['completed']} of {prompts} requests were answered: "
+            f"{' '.join(filter(None, result['errors']))[-2000:]}\n{server.log()}"
+        )
     return {name: value for name, value in result.items() if not isinstance(value, list)}
 
 
@@ -99,10 +131,22 @@ def servers(model: Path, args: argparse.Namespace) -> list[Server]:
     ]
     if args.vllm_cpu:
         cores = f"0-{args.threads - 1}" if args.threads > 1 else "0"
-        own = {**threads_environment(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores,
-               "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
-        sides.append(VllmServer("vllm, its CPU platform", Path(args.vllm_cpu) / "bin" / "vllm", model,
-                                ["--dtype", "float32", "--enforce-eager"], own))
+        own = {
+            **threads_environment(args.threads),
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_PLUGINS": "",
+        }
+        sides.append(
+            VllmServer(
+                "vllm, its CPU platform",
+                Path(args.vllm_cpu) / "bin" / "vllm",
+                model,
+                ["--dtype", "float32", "--enforce-eager"],
+                own,
+            )
+        )
     return sides
 
 
@@ -122,14 +166,17 @@ def main() -> None:
             with server:
                 for concurrency in args.concurrency:
                     found = bench(server, model, concurrency, args)
-                    rows.append([server.name, concurrency, found["output_throughput"], found["mean_ttft_ms"],
-                                 found["mean_tpot_ms"]])
+                    rows.append(
+                        [server.name, concurrency, found["output_throughput"], found["mean_ttft_ms"], found["mean_tpot_ms"]]
+                    )
                     results.append({"side": server.name, **found})
             if isinstance(server, VllmServer) and server.profile:
                 steps.append([server.name, *server.profile])
         ours = {row[1]: row[2] for row in rows if row[0] == "tandem serve"}
-        table(["side", "concurrency", "output tokens/s", "of tandem serve's", "TTFT ms", "TPOT ms"],
-              [[*row[:3], row[2] / ours[row[1]], *row[3:]] for row in rows])
+        table(
+            ["side", "concurrency", "output tokens/s", "of tandem serve's", "TTFT ms", "TPOT ms"],
+            [[*row[:3], row[2] / ours[row[1]], *row[3:]] for row in rows],
+        )
     if steps:
         with heading("A step of the sampling worker, ms"):
             table(["side", "steps", "runner", "adapter", "results", "vLLM and waiting"], steps)

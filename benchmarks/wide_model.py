@@ -26,10 +26,25 @@ POOL = 16_777_213
 """Numbers in the pool, a prime."""
 TOKENIZER = 512
 """Entries of the tokenizer: prompts are ids, so no more is needed."""
-_NARROW = ("hidden_size", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size",
-           "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank")
-_FEWER = {"num_attention_heads": 8, "n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16,
-          "num_key_value_heads": 8, "index_n_heads": 8, "linear_num_value_heads": 8, "linear_num_key_heads": 4}
+_NARROW = (
+    "hidden_size",
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+)
+_FEWER = {
+    "num_attention_heads": 8,
+    "n_routed_experts": 16,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "num_key_value_heads": 8,
+    "index_n_heads": 8,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+}
 _TYPES = {"uint32": "U32", "uint8": "U8", "bfloat16": "BF16", "float32": "F32", "float16": "F16"}
 _SIZES = {"U32": 4, "U8": 1, "BF16": 2, "F32": 4, "F16": 2}
 
@@ -63,8 +78,7 @@ def cut(name: str, *, short: bool = False, shrink: int = 1) -> Cut:
     whole = presets()[case["preset"]]
     each = [row[1:] for row in whole.layers for _ in range(row[0])]
     caches = [row[1:] for row in whole.cache for _ in range(row[0])]
-    preset = msgspec.structs.replace(whole, layers=[(1, *each[i]) for i in layers],
-                                     cache=[(1, *caches[i]) for i in layers])
+    preset = msgspec.structs.replace(whole, layers=[(1, *each[i]) for i in layers], cache=[(1, *caches[i]) for i in layers])
     return Cut(config, preset, layers)
 
 
@@ -148,8 +162,7 @@ class _Values:
         """The normal numbers as bfloat16, divided by 2 so often: what is very small becomes 0."""
         if times not in self._scaled:
             exponent = (self._normal >> 7) & 0xFF
-            self._scaled[times] = np.where(exponent > times, self._normal - np.uint16(max(times, 0) << 7), 0).astype(
-                np.uint16)
+            self._scaled[times] = np.where(exponent > times, self._normal - np.uint16(max(times, 0) << 7), 0).astype(np.uint16)
         return self._scaled[times]
 
     def _cycle(self, pool: np.ndarray[Any, Any], count: int) -> Any:

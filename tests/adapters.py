@@ -11,8 +11,7 @@ def tiny_adapter(
     model: Path,
     directory: Path,
     *,
-    keys: Sequence[str] = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-                           "mlp.down_proj"),
+    keys: Sequence[str] = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"),
     layers: int = 4,
     rank: int = 4,
     scale: float = 2.5,
@@ -31,8 +30,11 @@ def tiny_adapter(
     module, _ = load_model(model)
     linear_to_lora_layers(module, layers, parameters)
     rng = np.random.default_rng(5)
-    arrays = {name: mx.array(rng.standard_normal(array.shape, dtype=np.float32) / 4)
-              for name, array in tree_flatten(module.parameters()) if name.endswith(("lora_a", "lora_b"))}
+    arrays = {
+        name: mx.array(rng.standard_normal(array.shape, dtype=np.float32) / 4)
+        for name, array in tree_flatten(module.parameters())
+        if name.endswith(("lora_a", "lora_b"))
+    }
     mx.save_safetensors(str(directory / "adapters.safetensors"), arrays)
     config = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
     (directory / "adapter_config.json").write_text(json.dumps(config))

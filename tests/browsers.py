@@ -46,8 +46,13 @@ class Window:
 
     def shown(self, selector: str) -> bool:
         """There is such an element, and it can be seen."""
-        return bool(self.run("const e = document.querySelector(arguments[0]);"
-                             "return e !== null && e.checkVisibility({visibilityProperty: true})", selector))
+        return bool(
+            self.run(
+                "const e = document.querySelector(arguments[0]);"
+                "return e !== null && e.checkVisibility({visibilityProperty: true})",
+                selector,
+            )
+        )
 
     def texts(self, selector: str) -> list[str]:
         """In one go: the page draws itself anew every second."""
@@ -64,8 +69,11 @@ class Window:
 
     def ask(self, text: str) -> None:
         """Write it into the box, and send it."""
-        self.run("const q = document.getElementById('question'); q.value = arguments[0];"
-                 "q.dispatchEvent(new Event('input')); document.getElementById('send').click()", text)
+        self.run(
+            "const q = document.getElementById('question'); q.value = arguments[0];"
+            "q.dispatchEvent(new Event('input')); document.getElementById('send').click()",
+            text,
+        )
 
     def until(self, condition: Callable[[], Any], what: str = "") -> None:
         WebDriverWait(self.driver, WAIT_S, poll_frequency=0.1).until(lambda _: condition(), what)
@@ -100,8 +108,7 @@ def chromium() -> Iterator[Window]:
     """A window, which is closed at the end."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                 "--window-size=1280,960"):
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,960"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
@@ -151,14 +158,12 @@ class Firefox:
 
     def until(self, expression: str) -> None:
         """Wait, in the page, until an expression is true."""
-        self.run(f"new Promise(done => {{ const look = () => ({expression}) ? done(true) : setTimeout(look, 50);"
-                 "look(); })")
+        self.run(f"new Promise(done => {{ const look = () => ({expression}) ? done(true) : setTimeout(look, 50);look(); }})")
 
     def type(self, *keys: str) -> None:
         """Press keys, one after the other."""
         actions = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
-        self.call("input.performActions", context=self._context, actions=[{"type": "key", "id": "keys",
-                                                                           "actions": actions}])
+        self.call("input.performActions", context=self._context, actions=[{"type": "key", "id": "keys", "actions": actions}])
 
 
 @contextmanager
@@ -169,8 +174,9 @@ def firefox() -> Iterator[Firefox]:
         command = [program, "--headless", "--no-remote", "--profile", profile, "--remote-debugging-port", "0"]
         log = Path(profile) / "log"
         with log.open("w") as file:
-            process = subprocess.Popen(command, stderr=file, stdout=file, start_new_session=True,
-                                       env={**os.environ, "HOME": profile})
+            process = subprocess.Popen(
+                command, stderr=file, stdout=file, start_new_session=True, env={**os.environ, "HOME": profile}
+            )
         page, deadline = None, time.monotonic() + WAIT_S
         try:
             while (found := re.search(r"(ws://\S+)\n", log.read_text())) is None:

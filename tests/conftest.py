@@ -24,8 +24,14 @@ with suppress(ImportError):  # tests with vLLM do without it
 
     settings.load_profile("ci")  # the same examples each time, however slowly they are made
 
-LONGEST = {"test_pages_commands.py", "test_e2e_ray.py", "test_selftest_served.py", "test_engine_soak_kinds.py",
-           "test_e2e_kinds.py", "test_faults_ranks.py"}
+LONGEST = {
+    "test_pages_commands.py",
+    "test_e2e_ray.py",
+    "test_selftest_served.py",
+    "test_engine_soak_kinds.py",
+    "test_e2e_kinds.py",
+    "test_faults_ranks.py",
+}
 """Files that take minutes."""
 
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]

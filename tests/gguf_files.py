@@ -78,10 +78,11 @@ def merged(weights, arch, config):
             weights[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([weights.pop(name), up], axis=1)
         if arch == "qwen3next" and name.endswith("in_proj_b.weight"):
             keys = config["linear_num_key_heads"]
-            both = [weights.pop(one).reshape(keys, -1, config["hidden_size"])
-                    for one in (name, name.replace("in_proj_b", "in_proj_a"))]
-            weights[name.replace("in_proj_b", "in_proj_ba")] = np.concatenate(both, axis=1).reshape(
-                -1, config["hidden_size"])
+            both = [
+                weights.pop(one).reshape(keys, -1, config["hidden_size"])
+                for one in (name, name.replace("in_proj_b", "in_proj_a"))
+            ]
+            weights[name.replace("in_proj_b", "in_proj_ba")] = np.concatenate(both, axis=1).reshape(-1, config["hidden_size"])
     return weights
 
 

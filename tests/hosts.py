@@ -38,8 +38,13 @@ class Served:
         self._log = machines[head].home / f"serve-{time.monotonic_ns()}.log"
         address = machines[head].address
         with self._log.open("w") as file:
-            self.process = machines.start(head, ["tandem", "serve", *arguments, "--host", address, "--port", "8000"],
-                                          stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            self.process = machines.start(
+                head,
+                ["tandem", "serve", *arguments, "--host", address, "--port", "8000"],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
         self.url = f"http://{address}:8000"
 
     @property
@@ -58,8 +63,14 @@ class Served:
 
     def complete(self, tokens: int = 12, **fields: Any) -> str:
         """A greedy completion."""
-        body = {"model": "default", "prompt": [5, 9, 70, 3, 42], "max_tokens": tokens, "temperature": 0,
-                "ignore_eos": True, **fields}
+        body = {
+            "model": "default",
+            "prompt": [5, 9, 70, 3, 42],
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            **fields,
+        }
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
@@ -72,8 +83,10 @@ class Served:
 
 def left_over(machines: Machines) -> dict[str, list[str]]:
     """Processes of ours, by machine."""
-    found = {name: [line for line in machines.processes(name).values() if "tandem" in line or line.startswith("ssh ")]
-             for name in machines.names}
+    found = {
+        name: [line for line in machines.processes(name).values() if "tandem" in line or line.startswith("ssh ")]
+        for name in machines.names
+    }
     return {name: lines for name, lines in found.items() if lines}
 
 

@@ -13,8 +13,14 @@ TOOLS = FAKE_MAC / "bin"
 def mac_environment(directory: Path, **variables: str) -> dict[str, str]:
     """The environment of such a process. `directory` is kept for what its tools are told, and what they shall say."""
     directory.mkdir(parents=True, exist_ok=True)
-    return {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(FAKE_MAC / "site"),
-            "FAKE_MAC": str(directory), "OPENBLAS_NUM_THREADS": "1", **variables}
+    return {
+        **os.environ,
+        "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(FAKE_MAC / "site"),
+        "FAKE_MAC": str(directory),
+        "OPENBLAS_NUM_THREADS": "1",
+        **variables,
+    }
 
 
 def answers(directory: Path, texts: Mapping[str, str]) -> None:

@@ -157,8 +157,11 @@ class Machines:
         sh("ip", "netns", "add", namespace)
         sh("ip", "-n", self.switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
         sh("ip", "-n", self.switch, "link", "set", name, "master", "br0", "up")
-        for words in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"),
-                      ("link", "set", "eth0", "up")):
+        for words in (
+            ("link", "set", "lo", "up"),
+            ("addr", "add", f"{address}/24", "dev", "eth0"),
+            ("link", "set", "eth0", "up"),
+        ):
             sh("ip", "-n", namespace, *words)
         sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(home / "host_key"))
         others = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
@@ -169,13 +172,36 @@ class Machines:
         script = ENTER.format(name=name, home=home, sshd=shutil.which("sshd", path=PATHS))
         with (home / "sshd.log").open("wb") as log:
             sshd = subprocess.Popen(
-                ["nsenter", f"--net=/run/netns/{namespace}", "unshare", "--mount", "--uts", "--pid", "--fork",
-                 "--kill-child", "--mount-proc", "sh", "-c", script], env={"PATH": PATHS},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                [
+                    "nsenter",
+                    f"--net=/run/netns/{namespace}",
+                    "unshare",
+                    "--mount",
+                    "--uts",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                    "sh",
+                    "-c",
+                    script,
+                ],
+                env={"PATH": PATHS},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self._machines[name] = Machine(name, address, namespace, home, sshd)
         source = Path(tandem.__file__).parents[1]
-        self.variables[name] = {"PATH": PATHS, "PYTHONPATH": str(source), "TANDEM_RUNTIME_DIR": str(home / "run"),
-                                "TANDEM_CACHE": str(cache_dir()), "TMPDIR": str(home / "tmp"), "LANG": "C.UTF-8"}
+        self.variables[name] = {
+            "PATH": PATHS,
+            "PYTHONPATH": str(source),
+            "TANDEM_RUNTIME_DIR": str(home / "run"),
+            "TANDEM_CACHE": str(cache_dir()),
+            "TMPDIR": str(home / "tmp"),
+            "LANG": "C.UTF-8",
+        }
         self.set_variables(name, {})
 
     def _introduce(self, name: str) -> None:
@@ -207,15 +233,15 @@ class Machines:
     def start(self, name: str, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command on machine `name` (`options` are Popen's). To signal it, see `signal`."""
         machine = self[name]
-        words = ["nsenter", f"--target={machine.init}", "--mount", "--uts", "--net", "--pid", f"--wd={machine.home}",
-                 *command]
+        words = ["nsenter", f"--target={machine.init}", "--mount", "--uts", "--net", "--pid", f"--wd={machine.home}", *command]
         environment = {**self.variables[name], "HOME": str(machine.home), "USER": "root"}
         process = subprocess.Popen(words, text=True, env=environment, start_new_session=True, **options)  # type: ignore[call-overload]
         self._started.append(process)
         return process
 
-    def run(self, name: str, command: Sequence[str] | str, timeout: float = 240.0, check: bool = True,
-            stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, name: str, command: Sequence[str] | str, timeout: float = 240.0, check: bool = True, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command (words, or a line of shell) on machine `name` to its end, output captured."""
         words = ["sh", "-c", command] if isinstance(command, str) else list(command)
         process = self.start(name, words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
@@ -265,8 +291,11 @@ class Machines:
 
     def slow(self, name: str, *, rate: str | None = None, delay: str | None = None) -> None:
         """Limit the machine's cable both ways to `rate` ("20mbit") or delay each packet ("50ms"; see `has_netem`)."""
-        shape = ["netem", "delay", delay, *(["rate", rate] if rate else [])] if delay else [
-            "tbf", "rate", str(rate), "burst", "64kb", "latency", "400ms"]
+        shape = (
+            ["netem", "delay", delay, *(["rate", rate] if rate else [])]
+            if delay
+            else ["tbf", "rate", str(rate), "burst", "64kb", "latency", "400ms"]
+        )
         for namespace, device in ((self.switch, name), (self[name].namespace, "eth0")):
             sh("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 

@@ -10,8 +10,17 @@ from tandem.scheduler.scheduler import Scheduler
 def make_limits(**changes: object) -> Limits:
     """One micro-batch of a small model, with `changes`."""
     values: dict[str, object] = {
-        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
-        "max_queued_requests": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50, **changes}
+        "lanes": 1,
+        "max_batch_size": 8,
+        "prefill_chunk": 16,
+        "kv_tokens": 10_000,
+        "max_context": 512,
+        "max_queued_requests": 1000,
+        "max_queue_tokens": 10**6,
+        "eos_token_ids": frozenset([0]),
+        "vocab_size": 50,
+        **changes,
+    }
     return Limits(**values)  # type: ignore[arg-type]
 
 
@@ -20,7 +29,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     under_way = scheduler._under_way.values()
     for sequence in scheduler.sequences.values():
         places = (sequence in scheduler.waiting) + sum(
-            sequence.request_id in micro_batch.members for micro_batch in scheduler.batches.micro_batches)
+            sequence.request_id in micro_batch.members for micro_batch in scheduler.batches.micro_batches
+        )
         parked = sequence.finished or sequence.complete
         assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
         assert sequence.inflight == sum([*p.sampled(), *p.ended()].count(sequence.request_id) for p in under_way)
@@ -36,6 +46,8 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 def check_prefixes(index: PrefixIndex) -> None:
     """Raise AssertionError unless the tables of a prefix cache agree."""
-    held = sum(cached_prefix.length + index._extra for cached_prefix in (*index._cached_prefixes.values(), *index._reserved.values()))
+    held = sum(
+        cached_prefix.length + index._extra for cached_prefix in (*index._cached_prefixes.values(), *index._reserved.values())
+    )
     assert index.positions == held <= max(index._budget, 0)
     assert {key for keys in index._by_hash.values() for key in keys} == set(index._cached_prefixes)

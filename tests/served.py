@@ -46,8 +46,9 @@ class Server:
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another `tandem` command."""
-        return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True,
-                              timeout=PATIENCE_S, check=False)
+        return subprocess.run(
+            [sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
 
     def family(self) -> list[psutil.Process]:
         """All processes below its first one."""
@@ -68,9 +69,13 @@ def api_of(server: psutil.Process) -> psutil.Process:
 
 def start(*arguments: str | Path, errors: Any = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
     """The command alone, on a free port."""
-    return subprocess.Popen([sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"], text=True,
-                            stdout=subprocess.PIPE, stderr=errors,
-                            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **variables})
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **variables},
+    )
 
 
 def address(process: subprocess.Popen[str], log: Path | None = None) -> str:
@@ -100,8 +105,9 @@ def assert_gone(family: Sequence[psutil.Process]) -> None:
 
 
 @contextmanager
-def serving(*arguments: str | Path, kind: type[Any] = Server, how: signal.Signals = signal.SIGTERM,
-            **variables: str) -> Iterator[Any]:
+def serving(
+    *arguments: str | Path, kind: type[Any] = Server, how: signal.Signals = signal.SIGTERM, **variables: str
+) -> Iterator[Any]:
     """A server on a free port, as `kind` shows it; it is ended by `how`, and nothing may be left of it."""
     process, family = start(*arguments, **variables), list[psutil.Process]()
     try:

@@ -11,12 +11,23 @@ from collections.abc import Iterable
 import pytest
 
 PACKAGES = {
-    "bash": ("bash", "bash"), "fish": ("fish", "fish"), "zsh": ("zsh", "zsh"),
-    "chromium": ("chromium", "chromium"), "chromedriver": ("chromium-driver", "chromedriver"),
+    "bash": ("bash", "bash"),
+    "fish": ("fish", "fish"),
+    "zsh": ("zsh", "zsh"),
+    "chromium": ("chromium", "chromium"),
+    "chromedriver": ("chromium-driver", "chromedriver"),
     "firefox": ("firefox-esr", "firefox"),
-    "openssl": ("openssl", "openssl"), "ps": ("procps", ""), "mount": ("mount", ""), "systemd-analyze": ("systemd", ""),
-    "ip": ("iproute2", ""), "tc": ("iproute2", ""), "nft": ("nftables", ""), "sshd": ("openssh-server", ""),
-    "ssh": ("openssh-client", ""), "ssh-keygen": ("openssh-client", ""), "nsenter": ("util-linux", ""),
+    "openssl": ("openssl", "openssl"),
+    "ps": ("procps", ""),
+    "mount": ("mount", ""),
+    "systemd-analyze": ("systemd", ""),
+    "ip": ("iproute2", ""),
+    "tc": ("iproute2", ""),
+    "nft": ("nftables", ""),
+    "sshd": ("openssh-server", ""),
+    "ssh": ("openssh-client", ""),
+    "ssh-keygen": ("openssh-client", ""),
+    "nsenter": ("util-linux", ""),
     "unshare": ("util-linux", ""),
 }
 """For each program Debian's package and Homebrew's; none where a Mac has the program, or can never have it."""
@@ -44,5 +55,4 @@ def advice(reasons: Iterable[str], platform: str = sys.platform) -> str:
     if not packages:
         return ""
     command = "brew install" if platform == "darwin" else "sudo apt-get install --no-install-recommends"
-    return (f"{len(found)} tests were skipped for want of system packages. This installs them:\n"
-            f"  {command} {' '.join(packages)}")
+    return f"{len(found)} tests were skipped for want of system packages. This installs them:\n  {command} {' '.join(packages)}"

@@ -19,8 +19,9 @@ SHELLS = "cli/test_cli_completions.py"
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
-    return subprocess.run(command, cwd=TESTS, env={**os.environ, "PYTEST_ADDOPTS": "", **variables}, check=False,
-                          capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=TESTS, env={**os.environ, "PYTEST_ADDOPTS": "", **variables}, check=False, capture_output=True, text=True
+    )
 
 
 def test_there_is_no_second_attempt() -> None:
@@ -35,17 +36,20 @@ CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
 
 def test_nothing_is_asserted_of_how_long_something_took() -> None:
     """Other work on the machine would decide it. Loops that wait may end in an assertion."""
+
     def timed(node: ast.AST) -> Iterator[ast.Assert]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Assert) and any(
-                    isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and ast.unparse(part.left) in CLOCKS
-                    for part in ast.walk(child)):
+                isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and ast.unparse(part.left) in CLOCKS
+                for part in ast.walk(child)
+            ):
                 yield child
             elif not isinstance(child, ast.While):
                 yield from timed(child)
 
-    found = [f"{path.name}:{one.lineno}" for path in TESTS.rglob("*.py")
-             for one in timed(ast.parse(path.read_text(encoding="utf-8")))]
+    found = [
+        f"{path.name}:{one.lineno}" for path in TESTS.rglob("*.py") for one in timed(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert found == []
 
 
@@ -61,7 +65,8 @@ def test_packages_are_named_as_the_platform_names_them() -> None:
     reasons = ["Skipped: programs not found: chromium, chromedriver", "programs not found: sshd", "needs root"]
     assert advice(reasons, "linux").splitlines() == [
         "2 tests were skipped for want of system packages. This installs them:",
-        "  sudo apt-get install --no-install-recommends chromium chromium-driver openssh-server"]
+        "  sudo apt-get install --no-install-recommends chromium chromium-driver openssh-server",
+    ]
     assert advice(reasons, "darwin").endswith("\n  brew install chromedriver chromium")
     assert advice(["needs root"], "linux") == advice(reasons[1:], "darwin") == ""
     assert all(PACKAGES.values())

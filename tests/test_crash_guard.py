@@ -51,8 +51,10 @@ def started() -> Iterator[tuple[str, str, int]]:
 def test_no_thread_and_no_task_is_without_a_border() -> None:
     found = {f"{place} {function}": line for place, function, line in started()}
     naked = [f"{place}, line {line}" for place, line in found.items() if place not in AWAITED]
-    assert not naked, ("start these with tandem.crash_guard.start_thread or start_task; what their creator awaits can be "
-                       f"listed in AWAITED with the reason: {naked}")
+    assert not naked, (
+        "start these with tandem.crash_guard.start_thread or start_task; what their creator awaits can be "
+        f"listed in AWAITED with the reason: {naked}"
+    )
     assert set(AWAITED) <= set(found), "these are no more"
 
 
@@ -79,8 +81,7 @@ def test_what_a_thread_raises_is_logged_without_its_words_and_handed_on(caplog: 
     assert words not in record.getMessage()
 
 
-def test_what_a_task_raises_is_logged_and_handed_on_and_a_cancelled_one_has_not_failed(
-        caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_task_raises_is_logged_and_handed_on_and_a_cancelled_one_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
     got: list[BaseException] = []
 
     async def fail() -> None:
@@ -142,14 +143,29 @@ def test_a_process_of_our_own_ends_with_one_report_when_a_thread_or_task_breaks(
     assert "this process ends, for another to be started in its place" in done.stderr
 
 
-def test_the_gateway_of_a_broken_thread_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+def test_the_gateway_of_a_broken_thread_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from tandem.engine import ipc_server
     from tandem.protocol.control import EngineStatus
 
-    status = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
-                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=1, restarts=0, stages=1, micro_batches=1,
-                          ranks=[])
+    status = EngineStatus(
+        query_id=0,
+        state="ready",
+        detail="",
+        model="m",
+        source="",
+        max_context=1,
+        vocab_size=1,
+        queued=0,
+        running=0,
+        kv_tokens_used=0,
+        kv_tokens_total=1,
+        restarts=0,
+        stages=1,
+        micro_batches=1,
+        ranks=[],
+    )
     monkeypatch.setattr(ipc_server.IPCServer, "_forget_silent", lambda self: 1 / 0)
     door = ipc_server.IPCServer(tmp_path / "engine.sock", status, lambda: b"")
     door._thread.join(240)

@@ -16,8 +16,12 @@ from tandem.transport.security import ClusterKeys
 
 def _child(soft: int, hard: int, code: str) -> list[int]:
     """Numbers that `code` prints in a process with these limits."""
-    done = subprocess.run([sys.executable, "-c", f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, "
-                           f"({soft}, {hard}))\n{code}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [int(word) for word in done.stdout.split()]
 
 
@@ -46,8 +50,12 @@ def test_a_system_that_forbids_it_is_left_as_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_the_tandem_command_raises_it_before_anything_else() -> None:
     code = "from tandem.cli.main import main\nmain(['version'])\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    done = subprocess.run([sys.executable, "-c", "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, "
-                           f"(256, 2000))\n{code}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split()[-1] == "2000"
 
 

@@ -39,8 +39,11 @@ from tandem.transport.mailbox import Mailbox
 
 def classes(module: Any) -> list[type[Exception]]:
     """All exceptions of a module, in the order of their names."""
-    found = {one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Exception)
-             and not issubclass(one, Warning)}
+    found = {
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, Exception) and not issubclass(one, Warning)
+    }
     return sorted(found, key=lambda one: one.__name__)
 
 
@@ -67,24 +70,42 @@ def expect(kind: type[TandemError], error: Exception, call: Callable[[], object]
 
 # --- pyzmq ---
 
-MADE: dict[type[Exception], Exception] = {zmq.ZMQError: zmq.ZMQError(24), zmq.Again: zmq.Again(),
-                                          zmq.ContextTerminated: zmq.ContextTerminated(),
-                                          zmq.error.InterruptedSystemCall: zmq.error.InterruptedSystemCall(),
-                                          zmq.ZMQVersionError: zmq.ZMQVersionError("4", "5")}
+MADE: dict[type[Exception], Exception] = {
+    zmq.ZMQError: zmq.ZMQError(24),
+    zmq.Again: zmq.Again(),
+    zmq.ContextTerminated: zmq.ContextTerminated(),
+    zmq.error.InterruptedSystemCall: zmq.error.InterruptedSystemCall(),
+    zmq.ZMQVersionError: zmq.ZMQVersionError("4", "5"),
+}
 ZMQ = [MADE.get(one) or made(one) for one in classes(zmq.error)]
-STATUS = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1, queued=0,
-                      running=0, kv_tokens_used=0, kv_tokens_total=1, restarts=0, stages=1, micro_batches=1, ranks=[])
+STATUS = EngineStatus(
+    query_id=0,
+    state="ready",
+    detail="",
+    model="m",
+    source="",
+    max_context=1,
+    vocab_size=1,
+    queued=0,
+    running=0,
+    kv_tokens_used=0,
+    kv_tokens_total=1,
+    restarts=0,
+    stages=1,
+    micro_batches=1,
+    ranks=[],
+)
 
 
 @pytest.mark.parametrize("error", ZMQ, ids=lambda one: type(one).__name__)
-def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ClusterKeys.generate()
     path = tmp_path / "a.sock"
     bind = zmq.Socket.bind
     with monkeypatch.context() as broken:
-        broken.setattr(zmq.Socket, "bind", lambda socket, address: bind(socket, address) if "inproc" in address
-                       else raiser(error)())
+        broken.setattr(
+            zmq.Socket, "bind", lambda socket, address: bind(socket, address) if "inproc" in address else raiser(error)()
+        )
         expect(UsageError, error, lambda: Gateway(path, STATUS, lambda: b""))
         expect(UsageError, error, lambda: control_socket.ControlServer(path, raiser(error)))
         expect(TransportError, error, lambda: EngineBus(keys))
@@ -113,8 +134,7 @@ MSGSPEC = [*(made(one) for one in classes(msgspec)), RecursionError(), made(Unic
 
 
 @pytest.mark.parametrize("error", MSGSPEC, ids=lambda one: type(one).__name__)
-def test_what_msgspec_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_msgspec_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = codec.Decoder[EngineStatus](EngineStatus)
     decoder._decode = raiser(error)
     token, weight = tmp_path / "token", tmp_path / "model.safetensors"
@@ -142,8 +162,9 @@ HUB = [*(made(one) for one in classes(huggingface_hub.errors)), RuntimeError("th
 
 
 @pytest.mark.parametrize("error", HUB, ids=lambda one: type(one).__name__)
-def test_what_the_hubs_client_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hubs_client_raises_is_ours_when_it_leaves(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "snapshot_download", raiser(error))
     expect(UsageError, error, lambda: hub.download("org/name", None, ["*.json"]))
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
@@ -162,8 +183,9 @@ MLX = [one("as MLX says") for one in weights.MLX_ERRORS]
 
 
 @pytest.mark.parametrize("error", MLX, ids=lambda one: type(one).__name__)
-def test_what_mlx_raises_is_a_broken_model_or_a_failure_of_the_rank(error: Exception, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_mlx_raises_is_a_broken_model_or_a_failure_of_the_rank(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
     with monkeypatch.context() as broken:
@@ -209,4 +231,3 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
 def raising(error: Exception) -> Any:
     raise error
     yield
-

@@ -9,21 +9,22 @@ from pathlib import Path
 import tandem
 
 SOURCE = Path(tandem.__file__).parent
-ARRAYS = {"llm", "vllm_plugin", "diagnostics", "engine", "executors", "runner", "kv", "loading",
-          "comm", "testing", "__main__"}
+ARRAYS = {"llm", "vllm_plugin", "diagnostics", "engine", "executors", "runner", "kv", "loading", "comm", "testing", "__main__"}
 """Packages that hold arrays, or that start what does: they may reach mlx."""
 
 
 def contract(kind: str, words: str) -> dict:
     pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    [found] = [one for one in pyproject["tool"]["importlinter"]["contracts"]
-               if one["type"] == kind and words in one["name"]]
+    [found] = [one for one in pyproject["tool"]["importlinter"]["contracts"] if one["type"] == kind and words in one["name"]]
     return found
 
 
 def packages() -> set[str]:
-    return {path.stem for path in SOURCE.iterdir()
-            if path.suffix == ".py" and path.stem != "__init__" or (path / "__init__.py").is_file()}
+    return {
+        path.stem
+        for path in SOURCE.iterdir()
+        if path.suffix == ".py" and path.stem != "__init__" or (path / "__init__.py").is_file()
+    }
 
 
 def test_each_package_may_reach_mlx_or_may_not():
@@ -46,14 +47,15 @@ def test_each_package_has_its_floor():
 
 def test_the_page_about_the_structure_draws_these_floors():
     page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
-    drawn = page[page.index("\ncli\n") + 1:].split("\n```")[0].split("\n")
+    drawn = page[page.index("\ncli\n") + 1 :].split("\n```")[0].split("\n")
     assert [{name.strip() for name in floor.split("|")} for floor in drawn] == [
-        {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()]
+        {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()
+    ]
 
 
 def test_the_way_down_names_files_that_are_there_and_none_twice():
     page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
-    way = page[page.index("A chat's way down"):page.index("Of all files that a prompt's calls")]
+    way = page[page.index("A chat's way down") : page.index("Of all files that a prompt's calls")]
     names = re.findall(r"`([\w/]+\.py)`", way)
     assert len(names) > 25 and len(set(names)) == len(names)
     assert [name for name in names if not any(SOURCE.rglob(name))] == []

@@ -44,7 +44,8 @@ def test_every_line_of_trouble_says_what_follows_or_what_to_do() -> None:
 
 
 def test_what_anybody_can_bring_about_is_logged_once_a_minute_and_then_counted(
-        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
     seldom = Seldom(logging.getLogger("tandem.test"))
@@ -54,8 +55,10 @@ def test_what_anybody_can_bring_about_is_logged_once_a_minute_and_then_counted(
     now[0] += 61
     seldom.warning("refused %s; nothing follows", "again")
     assert [one.getMessage() for one in caplog.records] == [
-        "refused 0; nothing follows", "another thing: " + 100 * "%",
-        "refused again; nothing follows (99 more like it since the last line)"]
+        "refused 0; nothing follows",
+        "another thing: " + 100 * "%",
+        "refused again; nothing follows (99 more like it since the last line)",
+    ]
 
 
 def test_kinds_without_end_take_no_memory_without_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,8 +68,7 @@ def test_kinds_without_end_take_no_memory_without_end(caplog: pytest.LogCaptureF
     assert len(seldom._seen) < 100
 
 
-def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)

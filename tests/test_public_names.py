@@ -8,8 +8,7 @@ import tandem
 
 
 def test_the_package_offers_these_names_and_no_others() -> None:
-    assert sorted(tandem.__all__) == ["AsyncLLM", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs",
-                                      "__version__"]
+    assert sorted(tandem.__all__) == ["AsyncLLM", "LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
     assert all(getattr(tandem, name) is not None for name in tandem.__all__)
 
 

@@ -67,8 +67,9 @@ def test_only_what_is_installed_counts_in_the_hash(tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
 
     def digest(dependency: str, width: int) -> str:
-        project.write_text(f'[build-system]\nrequires = []\n[project]\ndependencies = ["{dependency}"]\n'
-                           f"[tool.ruff]\nline-length = {width}\n")
+        project.write_text(
+            f'[build-system]\nrequires = []\n[project]\ndependencies = ["{dependency}"]\n[tool.ruff]\nline-length = {width}\n'
+        )
         return str(environments.hash_of([str(project), "cpu"]))
 
     assert digest("a", 100) == digest("a", 120)
@@ -83,8 +84,8 @@ def test_planted_faults_come_back_and_can_be_compiled(tmp_path: Path) -> None:
     for fault in faults:
         path = ROOT / fault.path
         data = path.read_bytes()
-        assert data[fault.start:fault.end].decode() == fault.before
-        ast.parse(data[:fault.start] + fault.after.encode() + data[fault.end:])
+        assert data[fault.start : fault.end].decode() == fault.before
+        ast.parse(data[: fault.start] + fault.after.encode() + data[fault.end :])
     plant.plant(faults[0], tmp_path)
     changed = (tmp_path / faults[0].path).read_text()
     assert changed != (ROOT / faults[0].path).read_text()
@@ -126,15 +127,20 @@ def one(a: int) -> str:
 
 
 def test_a_package_that_is_larger_than_it_may_be_fails_and_figures_only_fall(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     size, project = script("size"), tmp_path / "pyproject.toml"
     (tmp_path / "src" / "server").mkdir(parents=True)
     (tmp_path / "src" / "server" / "app.py").write_text("a = 1\nb = 2\n")
     monkeypatch.setattr(size, "SOURCE", tmp_path / "src")
     monkeypatch.setattr(size, "PROJECT", project)
     monkeypatch.setattr(sys, "argv", ["size"])
-    for figures, code, told in (("server = 2", 0, ""), ("server = 1", 1, "server has 2 lines"),
-                                ("old = 9\nserver = 2", 1, "no package old"), ("cli = 1", 1, "server has 2 lines")):
+    for figures, code, told in (
+        ("server = 2", 0, ""),
+        ("server = 1", 1, "server has 2 lines"),
+        ("old = 9\nserver = 2", 1, "no package old"),
+        ("cli = 1", 1, "server has 2 lines"),
+    ):
         project.write_text(f"[tool.tandem.size]\n{figures}\n")
         assert size.main() == code
         assert told in capsys.readouterr().err
@@ -146,8 +152,9 @@ def test_a_package_that_is_larger_than_it_may_be_fails_and_figures_only_fall(
 
 def test_a_request_reads_down() -> None:
     """Files that one chat goes through, and how often its way changes between them: figures that only go down."""
-    traced = subprocess.run([sys.executable, ROOT / "scripts" / "trace_request"], capture_output=True, text=True,
-                            timeout=240, check=True).stdout
+    traced = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "trace_request"], capture_output=True, text=True, timeout=240, check=True
+    ).stdout
     files, changes, whole = map(int, re.findall(r"\d+", traced))
     assert files <= 35 and changes <= 120 and whole <= 85, traced
 
@@ -156,40 +163,55 @@ def test_the_lock_is_of_these_requirements() -> None:
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     [ours] = [one for one in tomllib.loads((root / "uv.lock").read_text())["package"] if one["name"] == "mlx-tandem"]
-    named = {Requirement(line).name.replace("_", "-") + str(Requirement(line).specifier) for line in [
-        *project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]}
-    locked = {one["name"] + str(Requirement(f"x{one.get('specifier', '')}").specifier)
-              for one in ours["metadata"]["requires-dist"]}
+    named = {
+        Requirement(line).name.replace("_", "-") + str(Requirement(line).specifier)
+        for line in [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    }
+    locked = {
+        one["name"] + str(Requirement(f"x{one.get('specifier', '')}").specifier) for one in ours["metadata"]["requires-dist"]
+    }
     assert locked == named, "run `uv lock`"
 
 
-@pytest.mark.parametrize(("source", "remedy"), [
-    ('"""It is no more."""', "begins with 'It'"),
-    ('"""The same by store."""', "begins with 'The same'"),
-    ('class A:\n    b: int\n    """What a rank is told."""', "begins with 'What a rank is'"),
-    ("def f(rank groups: int) -> None: ...", "for rank group say rank group"),
-    ("class MicroBatchState: ...", "for micro-batch say micro-batch"),
-])
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ('"""It is no more."""', "begins with 'It'"),
+        ('"""The same by store."""', "begins with 'The same'"),
+        ('class A:\n    b: int\n    """What a rank is told."""', "begins with 'What a rank is'"),
+        ("def f(rank groups: int) -> None: ...", "for rank group say rank group"),
+        ("class MicroBatchState: ...", "for micro-batch say micro-batch"),
+    ],
+)
 def test_words_that_are_refused(source: str, remedy: str) -> None:
     assert [remedy in said for _, said in script("wording").mistakes(source)] == [True]
 
 
-@pytest.mark.parametrize("source", [
-    '"""Return the tokens."""', '"""Tokens written, per KV store."""', '"""Items of a queue."""',
-    "planes = in_flight = FRAMES_IN_FLIGHT = 1", 'text = "It is a string, and no docstring"',
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Return the tokens."""',
+        '"""Tokens written, per KV store."""',
+        '"""Items of a queue."""',
+        "planes = in_flight = FRAMES_IN_FLIGHT = 1",
+        'text = "It is a string, and no docstring"',
+    ],
+)
 def test_words_that_are_taken(source: str) -> None:
     assert list(script("wording").mistakes(source)) == []
 
 
-@pytest.mark.parametrize(("changed", "tests"), [
-    ("src/tandem/router/router.py", ["tests/router/test_a.py"]),
-    ("src/tandem/router/inner/deep.py", ["tests/router/test_a.py"]),
-    ("tests/router/test_b.py", ["tests/router/test_b.py"]),
-    ("tests/router/conftest.py", ["tests/router"]),
-    ("docs/kv.md", ["tests/pages/test_pages_readme.py"]),
-    ("LICENSE", []),
-])
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("src/tandem/router/router.py", ["tests/router/test_a.py"]),
+        ("src/tandem/router/inner/deep.py", ["tests/router/test_a.py"]),
+        ("tests/router/test_b.py", ["tests/router/test_b.py"]),
+        ("tests/router/conftest.py", ["tests/router"]),
+        ("docs/kv.md", ["tests/pages/test_pages_readme.py"]),
+        ("LICENSE", []),
+    ],
+)
 def test_what_changed_is_tested(changed: str, tests: list[str], tmp_path: Path) -> None:
     (tmp_path / "tests" / "router").mkdir(parents=True)
     (tmp_path / "tests" / "router" / "test_a.py").touch()

@@ -38,6 +38,10 @@ def test_no_folder_is_a_heap():
 
 
 def test_no_class_name_stands_three_times():
-    names = Counter(node.name.lstrip("_") for file in FILES for node in ast.walk(ast.parse(file.read_text("utf-8")))
-                    if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name.lstrip("_")
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
     assert not [name for name, times in names.items() if times > 2]

@@ -27,40 +27,56 @@ OF_FAMILY = {
     "mamba2": {**STATES, "num_heads": 6},
     "granitemoehybrid": STATES,
     "nemotron_h": {
-        **STATES, "hybrid_override_pattern": ["M", "*", "-", "E"], "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96, "n_group": 1, "topk_group": 1,
-        "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        **STATES,
+        "hybrid_override_pattern": ["M", "*", "-", "E"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 96,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
     },
     "falcon_h1": {**STATES, "mamba_d_ssm": 96},
-    "kimi_linear": {
-        "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1], "short_conv_kernel_size": 4},
-    },
+    "kimi_linear": {"linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1], "short_conv_kernel_size": 4}},
     "kimi_k3": {
         "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1, 2], "short_conv_kernel_size": 4},
-        "routed_expert_hidden_size": 64, "latent_moe_use_norm": True, "mla_use_output_gate": True,
+        "routed_expert_hidden_size": 64,
+        "latent_moe_use_norm": True,
+        "mla_use_output_gate": True,
     },
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), {"group_norm_size": 3}),
     "bailing_moe_v3": {"moe_shared_expert_intermediate_size": 96, "num_attention_heads": 6},
-    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), {
-        "ffn_hidden_size": 192, "expert_ffn_hidden_size": 96,
-    }),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), {"ffn_hidden_size": 192, "expert_ffn_hidden_size": 96}),
     "minimax_m3_vl": {
-        "dense_intermediate_size": 192, "intermediate_size": 96, "sparse_attention_config": {
-            "sparse_num_index_heads": 3, "sparse_index_dim": 32, "sparse_block_size": 4, "sparse_topk_blocks": 2,
-            "sparse_local_block": 1, "sparse_attention_freq": [0, 1],
+        "dense_intermediate_size": 192,
+        "intermediate_size": 96,
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 3,
+            "sparse_index_dim": 32,
+            "sparse_block_size": 4,
+            "sparse_topk_blocks": 2,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0, 1],
         },
     },
-    **dict.fromkeys(("gemma4", "gemma4_unified"), {
-        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-    }),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_unified"),
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
     "nemotron-nas": {
         "block_configs": [
             {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
             {"attention": {"no_op": True}, "ffn": {"ffn_mult": 5.0}},
             {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
             {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
-        ],
+        ]
     },
     "llama4": {"intermediate_size_mlp": 96},
     "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
@@ -78,13 +94,23 @@ OF_FAMILY = {
     "recurrent_gemma": {"hidden_size": 192, "head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 384},
     "hunyuan": {"num_experts": 4},
     "dbrx": {
-        "d_model": 96, "n_heads": 6, "attn_config": {"kv_n_heads": 3, "clip_qkv": 8, "rope_theta": 10000.0},
+        "d_model": 96,
+        "n_heads": 6,
+        "attn_config": {"kv_n_heads": 3, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
 }
 """What some need besides, so that three ranks can share their layers."""
-LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3, "nemotron-nas": 4,
-          "gear": 3, "hunyuan": 4}
+LAYERS = {
+    "llama4": 4,
+    "nemotron_h": 4,
+    "gemma4": 3,
+    "gemma4_unified": 3,
+    "kimi_k3": 3,
+    "nemotron-nas": 4,
+    "gear": 3,
+    "hunyuan": 4,
+}
 
 
 def wide_figures(family: str) -> dict[str, Any]:
@@ -104,5 +130,10 @@ def repeats(family: str) -> bool:
     """Ranks of this family can have the same kv head."""
     sharding = SHARDING[family]
     kinds = {kind for _, cut in sharding.all_cuts for kind in cut.kinds}
-    return ("kv" in kinds and "qkv_groups" not in kinds and "kv" not in sharding.norms.values() and not sharding.lists
-            and not sharding.loose_heads)
+    return (
+        "kv" in kinds
+        and "qkv_groups" not in kinds
+        and "kv" not in sharding.norms.values()
+        and not sharding.lists
+        and not sharding.loose_heads
+    )

@@ -38,6 +38,7 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
 
     What `on_failure` raises ends the process too.
     """
+
     def run() -> None:
         try:
             work()
@@ -72,8 +73,12 @@ def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> No
         except BaseException as second:  # noqa: BLE001 - this is the border
             error = second
         else:
-            log.error("%s has failed: %s; what it did has ended, the process goes on; please report it\n%s", what,
-                      type(error).__name__, _places(error))
+            log.error(
+                "%s has failed: %s; what it did has ended, the process goes on; please report it\n%s",
+                what,
+                type(error).__name__,
+                _places(error),
+            )
             return
     follows = "this process ends, for another to be started in its place" if _own else "nothing replaces it"
     log.critical("%s has failed: %s; %s; please report it\n%s", what, type(error).__name__, follows, _places(error))

@@ -16,8 +16,16 @@ from pathlib import Path
 SECRET_VARIABLES = ("TANDEM_API_KEY",)
 """Never handed on to child processes: settings travel to them over a pipe."""
 
-EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR", "TANDEM_STATE_DIR",
-                   "TANDEM_BASE_URL", "TANDEM_VLLM", "TANDEM_BASE_PORT")
+EXTRA_VARIABLES = (
+    "TANDEM_CONFIG",
+    "TANDEM_PROFILE",
+    "TANDEM_CACHE",
+    "TANDEM_RUNTIME_DIR",
+    "TANDEM_STATE_DIR",
+    "TANDEM_BASE_URL",
+    "TANDEM_VLLM",
+    "TANDEM_BASE_PORT",
+)
 """Variables with our prefix that are not made from the name of a setting; the last two are the vLLM plugin's."""
 
 _LONGEST_RUNTIME_DIR, _LONGEST_GIVEN = 64, 81
@@ -80,8 +88,12 @@ def runtime_dir() -> Path:
     explicit = variable("TANDEM_RUNTIME_DIR")
     if explicit is not None:
         if len(os.fsencode(explicit)) > _LONGEST_GIVEN:
-            raise OSError(errno.ENAMETOOLONG, f"TANDEM_RUNTIME_DIR is longer than the {_LONGEST_GIVEN} bytes that "
-                          "leave room for a socket's name on macOS; choose a shorter path", explicit)
+            raise OSError(
+                errno.ENAMETOOLONG,
+                f"TANDEM_RUNTIME_DIR is longer than the {_LONGEST_GIVEN} bytes that "
+                "leave room for a socket's name on macOS; choose a shorter path",
+                explicit,
+            )
         return _private_dir(Path(explicit))
     base = variable("XDG_RUNTIME_DIR")
     if base is not None and os.access(base, os.W_OK | os.X_OK) and len(os.fsencode(base)) + 7 <= _LONGEST_RUNTIME_DIR:

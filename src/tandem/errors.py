@@ -120,8 +120,7 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout",
-          "error")
+CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout", "error")
 """Why a rank group ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
 does not move; ranks did not come up in time; machines are missing; a GPU does not answer; a GPU's memory is full; a GPU
 waited for another rank until the system ended that; a rank raised."""
@@ -133,8 +132,9 @@ class RankFailure(TandemError):
     `cause` is one of `CAUSES`, for metrics.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error",
-                 blame: bool = True) -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error", blame: bool = True
+    ) -> None:
         """`blame`: a request that the ranks worked on may have done it."""
         super().__init__(message)
         self.rank = rank

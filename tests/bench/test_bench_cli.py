@@ -26,8 +26,13 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.end
 
 def tandem(words: str, *more: str, key: str = "secret") -> subprocess.CompletedProcess[str]:
     """`words` are separated by blanks; `more` may hold some."""
-    return subprocess.run([sys.executable, "-m", "tandem", *words.split(), *more], capture_output=True, text=True,
-                          timeout=240, env=ENVIRONMENT | {"OPENAI_API_KEY": key})
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *words.split(), *more],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ENVIRONMENT | {"OPENAI_API_KEY": key},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +49,13 @@ SMALL = "--num-prompts 6 --random-input-len 12 --random-output-len 8 --ignore-eo
 
 
 def test_serve_measures_and_writes(url: str, tmp_path: Path) -> None:
-    done = tandem(f"bench serve --base-url {url} {SMALL} --max-concurrency 2 --goodput e2el:60000 --save-detailed "
-                  "--result-filename r.json", "--result-dir", str(tmp_path / "new"), "--plot",
-                  str(tmp_path / "plot.svg"))
+    done = tandem(
+        f"bench serve --base-url {url} {SMALL} --max-concurrency 2 --goodput e2el:60000 --save-detailed --result-filename r.json",
+        "--result-dir",
+        str(tmp_path / "new"),
+        "--plot",
+        str(tmp_path / "plot.svg"),
+    )
     assert done.returncode == 0, done.stderr
     assert "Time to first token" in done.stdout and "P99" in done.stdout and "Good requests" in done.stdout
     result = json.loads((tmp_path / "new" / "r.json").read_text())
@@ -60,14 +69,23 @@ def test_serve_measures_and_writes(url: str, tmp_path: Path) -> None:
 def test_serve_compares_two_by_turns(url: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\n")
-    done = tandem(f"bench serve --base-url {url}/v1/ --compare {url} --rounds 2 {SMALL} --save-result "
-                  "--result-filename r.json --endpoint /v1/chat/completions --dataset-name prefix_repetition "
-                  "--prefix-repetition-prefix-len 16 --prefix-repetition-suffix-len 4 "
-                  "--prefix-repetition-output-len 5 --request-rate 50", "--result-dir", str(tmp_path),
-                  "--api-key-file", str(key), key="wrong")
+    done = tandem(
+        f"bench serve --base-url {url}/v1/ --compare {url} --rounds 2 {SMALL} --save-result "
+        "--result-filename r.json --endpoint /v1/chat/completions --dataset-name prefix_repetition "
+        "--prefix-repetition-prefix-len 16 --prefix-repetition-suffix-len 4 "
+        "--prefix-repetition-output-len 5 --request-rate 50",
+        "--result-dir",
+        str(tmp_path),
+        "--api-key-file",
+        str(key),
+        key="wrong",
+    )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^(round \d|all rounds): second server over first: TTFT \d", done.stdout, re.M) == [
-        "round 1", "round 2", "all rounds"]
+        "round 1",
+        "round 2",
+        "all rounds",
+    ]
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["completed"] == result["compared"]["completed"] == 12
     assert result["total_output_tokens"] == result["compared"]["total_output_tokens"] == 60
@@ -75,8 +93,11 @@ def test_serve_compares_two_by_turns(url: str, tmp_path: Path) -> None:
 
 
 def test_latency(url: str, tmp_path: Path) -> None:
-    done = tandem(f"bench latency --base-url {url} --num-iters 3 --num-iters-warmup 1 --input-len 8 --output-len 6 "
-                  "--ignore-eos", "--output-json", str(tmp_path / "l.json"))
+    done = tandem(
+        f"bench latency --base-url {url} --num-iters 3 --num-iters-warmup 1 --input-len 8 --output-len 6 --ignore-eos",
+        "--output-json",
+        str(tmp_path / "l.json"),
+    )
     assert done.returncode == 0, done.stderr
     assert "Tokens per second after the first" in done.stdout
     result = json.loads((tmp_path / "l.json").read_text())
@@ -107,7 +128,10 @@ def test_top_and_status_watch_until_they_are_interrupted(url: str, command: str,
     named = ["--base-url", url] if command == "top" else ["--url", url, "--watch"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tandem", command, *named, "--interval", "0.1"],
-        stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT | {"OPENAI_API_KEY": "secret", "TERM": "xterm"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=ENVIRONMENT | {"OPENAI_API_KEY": "secret", "TERM": "xterm"},
     )
     os.close(slave)
     screen = b""
@@ -162,36 +186,39 @@ def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
     assert plan["candidates"][0]["prediction"]["collective"] >= link["sum_us"] / 1e6 * 0.99
 
 
-@pytest.mark.parametrize(("arguments", "word"), [
-    (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
-    (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
-    (["serve", "--goodput", "ttft"], "--goodput"),
-    (["serve", "--goodput", "ttft:nan"], "--goodput ttft:nan: must be METRIC:MILLISECONDS"),
-    (["serve", "--request-rate", "0"], "--request-rate"),
-    (["serve", "--request-rate", "1e308"], "--request-rate 1e+308: must be above 0 and at most 1000000, or inf"),
-    (["serve", "--burstiness", "inf"], "--burstiness inf: must be above 0 and at most 1000000"),
-    (["serve", "--temperature", "nan"], "--temperature nan: must be a number from 0 on"),
-    (["serve", "--random-input-len", "99999999999"], "--random-input-len 99999999999: must be 1 to 10000000"),
-    (["latency", "--input-len", "99999999999"], "--input-len 99999999999: must be 1 to 10000000"),
-    (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
-    (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
-    (["serve", "--num-prompts", "0"], "--num-prompts"),
-    (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
-    (["latency", "--output-len", "0"], "--output-len"),
-    (["comm", "--sizes", "4X"], "--sizes"),
-    (["comm", "--sizes", "²"], "--sizes ²: must be bytes"),
-    (["comm", "--sizes", "9" * 5000], "must be bytes from 4 to 1G"),
-    (["comm", "--ranks", "1"], "--ranks"),
-    (["comm", "--ranks", "1000"], "--ranks 1000: must be 2 to 64"),
-    (["comm", "--timeout", "inf"], "--timeout inf: must be above 0, and at most 86400"),
-    (["comm", "--backend", "jaccl"], "--hostfile"),
-    (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
-    (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
-    (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
-    (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
-    (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
-    (["frob"], "frob"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["serve", "--goodput", "ttft"], "--goodput"),
+        (["serve", "--goodput", "ttft:nan"], "--goodput ttft:nan: must be METRIC:MILLISECONDS"),
+        (["serve", "--request-rate", "0"], "--request-rate"),
+        (["serve", "--request-rate", "1e308"], "--request-rate 1e+308: must be above 0 and at most 1000000, or inf"),
+        (["serve", "--burstiness", "inf"], "--burstiness inf: must be above 0 and at most 1000000"),
+        (["serve", "--temperature", "nan"], "--temperature nan: must be a number from 0 on"),
+        (["serve", "--random-input-len", "99999999999"], "--random-input-len 99999999999: must be 1 to 10000000"),
+        (["latency", "--input-len", "99999999999"], "--input-len 99999999999: must be 1 to 10000000"),
+        (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
+        (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
+        (["serve", "--num-prompts", "0"], "--num-prompts"),
+        (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
+        (["latency", "--output-len", "0"], "--output-len"),
+        (["comm", "--sizes", "4X"], "--sizes"),
+        (["comm", "--sizes", "²"], "--sizes ²: must be bytes"),
+        (["comm", "--sizes", "9" * 5000], "must be bytes from 4 to 1G"),
+        (["comm", "--ranks", "1"], "--ranks"),
+        (["comm", "--ranks", "1000"], "--ranks 1000: must be 2 to 64"),
+        (["comm", "--timeout", "inf"], "--timeout inf: must be above 0, and at most 86400"),
+        (["comm", "--backend", "jaccl"], "--hostfile"),
+        (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
+        (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
+        (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
+        (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
+        (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
+        (["frob"], "frob"),
+    ],
+)
 def test_mistakes_end_with_code_2(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     from tandem.cli.main import main
 

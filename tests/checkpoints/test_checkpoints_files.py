@@ -110,8 +110,7 @@ def test_no_weights_at_all(tmp_path):
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, UnsupportedModel, "'bitsandbytes'"),
         ({"quantization": {"bits": "x"}}, UnsupportedModel, "are not MLX's"),
         ({"quantization": {"bits": 4, "group_size": 0}}, UnsupportedModel, "are not MLX's"),
-        ({"quantization": {"bits": 4, "group_size": 64, "model.x": {"group_size": "x"}}}, UnsupportedModel,
-         "are not MLX's"),
+        ({"quantization": {"bits": 4, "group_size": 64, "model.x": {"group_size": "x"}}}, UnsupportedModel, "are not MLX's"),
         ({"hidden_size": None}, BrokenModel, "hidden_size must be a positive whole number, is None"),
         ({"num_hidden_layers": -1}, BrokenModel, "num_hidden_layers"),
         ({"num_hidden_layers": 9}, BrokenModel, "no weights of layer 4 of 9"),
@@ -211,9 +210,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before, stage.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("quantized", "dtype", "expand"), [(False, "bfloat16", 0), (False, "float32", 0), (True, "float32", 1)]
-)
+@pytest.mark.parametrize(("quantized", "dtype", "expand"), [(False, "bfloat16", 0), (False, "float32", 0), (True, "float32", 1)])
 def test_peak_memory_is_the_slice_and_one_tensor(quantized, dtype, expand, tmp_path):
     big = {"hidden_size": 512, "intermediate_size": 2048}
     path = tiny_model(tmp_path, "mistral", layers=12, quantized=quantized, config=big)
@@ -227,8 +224,7 @@ def test_peak_memory_is_the_slice_and_one_tensor(quantized, dtype, expand, tmp_p
 def test_the_last_stage_of_a_tied_model_has_the_embedding_too(tmp_path):
     d = describe(resolve(str(tiny_model(tmp_path / "m", config={"tie_word_embeddings": True}))))
     assert d.tied_head
-    whole, *stages = (slice_bytes(d, layers, "auto", False, 1.0, gpu=True)
-                      for layers in (range(4), range(2), range(2, 4)))
+    whole, *stages = (slice_bytes(d, layers, "auto", False, 1.0, gpu=True) for layers in (range(4), range(2), range(2, 4)))
     assert sum(stages) == whole + d.embed_bytes
 
 

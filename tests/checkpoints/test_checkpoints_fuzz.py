@@ -137,9 +137,7 @@ def gguf_file(request, tmp_path_factory):
     ):
         array = np.ones(shape, np.float32)
         kind = gguf.GGMLQuantizationType.F32 if len(shape) == 1 else gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(
-            f"{name}.weight", array if len(shape) == 1 else gguf.quants.quantize(array, kind), raw_dtype=kind
-        )
+        writer.add_tensor(f"{name}.weight", array if len(shape) == 1 else gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -202,13 +200,7 @@ def test_gguf_made_to_harm():
     huge = text(b"t.weight") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0)
     empty = text(b"t.weight") + struct.pack("<IIQ", 0, 2, 0)
     many = text(b"t.weight") + struct.pack("<I", 2**31) + bytes(64)
-    for data in (
-        file(nested),
-        *map(file, endless),
-        file(zero),
-        file(word),
-        *(file(tensors=1) + x for x in (huge, empty, many)),
-    ):
+    for data in (file(nested), *map(file, endless), file(zero), file(word), *(file(tensors=1) + x for x in (huge, empty, many))):
         assert not convert(data + bytes(64))
 
 

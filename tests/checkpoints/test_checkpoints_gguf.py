@@ -135,8 +135,9 @@ MODELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "arch", "layers", "config", "metadata"), MODELS,
-                         ids=[f"{model[1]} {i}" for i, model in enumerate(MODELS)])
+@pytest.mark.parametrize(
+    ("family", "arch", "layers", "config", "metadata"), MODELS, ids=[f"{model[1]} {i}" for i, model in enumerate(MODELS)]
+)
 def test_plain_file_gives_the_same_model(family, arch, layers, config, metadata, tmp_path):
     model = tiny_model(tmp_path / "m", family, dtype="float32", layers=layers, config=config)
     path = write_gguf(tmp_path / "tiny.gguf", model, "F32", arch, metadata=metadata)
@@ -255,14 +256,17 @@ def test_granite_without_positions_and_mistral_with_others_are_refused(tmp_path)
 WORDS = "It's a test: 12345 naïve क्षि x1y2 \t\n\n  end"
 
 
-@pytest.mark.parametrize(("pre", "words"), [
-    ("lfm2", ["It", "'s", " a", " test", ":", " ", "123", "45", " naïve", " क", "्ष", "ि", " x", "1", "y", "2"]),
-    ("smaug-bpe", ["It", "'s", " a", " test", ":", " ", "123", "45"]),
-    ("glm4", ["It", "'s", " a", " test", ":", " ", "123", "45"]),
-    ("qwen35", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " naïve", " क्षि", " x", "1"]),
-    ("tekken", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " naïve", " क्षि", " x", "1"]),
-    ("refact", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " na"]),
-])
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("lfm2", ["It", "'s", " a", " test", ":", " ", "123", "45", " naïve", " क", "्ष", "ि", " x", "1", "y", "2"]),
+        ("smaug-bpe", ["It", "'s", " a", " test", ":", " ", "123", "45"]),
+        ("glm4", ["It", "'s", " a", " test", ":", " ", "123", "45"]),
+        ("qwen35", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " naïve", " क्षि", " x", "1"]),
+        ("tekken", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " naïve", " क्षि", " x", "1"]),
+        ("refact", ["It", "'s", " a", " test", ":", " ", "1", "2", "3", "4", "5", " na"]),
+    ],
+)
 def test_pre_tokenisers_split_as_llama_cpp_says(pre, words, tmp_path):
     write_tokenizer({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre},
                     tmp_path, "x.gguf")  # fmt: skip
@@ -354,8 +358,7 @@ def test_a_rank_takes_the_memory_of_its_slice_and_few_tensors(tmp_path):
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    stage = load_stage(files, description, range(4), dtype="float32", shard=shard,
-                       tensor_parallel=ThreadRank(ThreadGroup(2), 0))
+    stage = load_stage(files, description, range(4), dtype="float32", shard=shard, tensor_parallel=ThreadRank(ThreadGroup(2), 0))
     beyond = mx.get_peak_memory() - before - stage.nbytes
     assert beyond < tensor, (beyond / tensor, stage.nbytes / tensor)
 

@@ -15,8 +15,7 @@ from tandem.testing import tiny_model
 
 
 @pytest.mark.parametrize("by_path", [False, True])
-def test_a_model_that_a_process_uses_is_not_removed(by_path: bool, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_a_process_uses_is_not_removed(by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     tiny_model(demo_path())
     resolve(str(demo_path()) if by_path else "demo")
@@ -25,8 +24,7 @@ def test_a_model_that_a_process_uses_is_not_removed(by_path: bool, tmp_path: Pat
     assert (demo_path() / "config.json").is_file()
 
 
-def test_a_hub_model_of_which_an_older_revision_is_used_is_not_removed(tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_of_which_an_older_revision_is_used_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     old, new = (tmp_path / "models--one--two" / "snapshots" / name for name in ("old", "new"))
     for age, snapshot in ((10**9, old), (2 * 10**9, new)):

@@ -27,8 +27,14 @@ sys.stdin.read()
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    for name, days in (("slices/abc", 40), ("slices/def", 3), ("headers/org--model/c1", 40), ("gguf/m-1", 40),
-                       ("gguf/.m-2-x", 40), ("models/demo", 400)):
+    for name, days in (
+        ("slices/abc", 40),
+        ("slices/def", 3),
+        ("headers/org--model/c1", 40),
+        ("gguf/m-1", 40),
+        ("gguf/.m-2-x", 40),
+        ("models/demo", 400),
+    ):
         (tmp_path / name / "parts").mkdir(parents=True)
         (tmp_path / name / "parts" / "data").write_bytes(b"x" * 2**20)
         then = time.time() - days * DAY

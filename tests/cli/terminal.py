@@ -25,11 +25,23 @@ class Terminal:
     def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "tandem"), **variables: str) -> None:
         master, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40",
-                       "OPENBLAS_NUM_THREADS": "1", **variables}
-        self.process = subprocess.Popen([sys.executable, *program, *arguments], stdin=end, stdout=end, stderr=end,
-                                        env=environment, start_new_session=True,
-                                        preexec_fn=_take_terminal)
+        environment = {
+            **os.environ,
+            "TERM": "xterm-256color",
+            "COLUMNS": "100",
+            "LINES": "40",
+            "OPENBLAS_NUM_THREADS": "1",
+            **variables,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+        )
         os.close(end)
         self._master = master
         self.raw = ""
@@ -65,7 +77,7 @@ class Terminal:
         except OSError:  # Linux: nobody holds the other end any more
             return False
         self.raw += piece.decode(errors="replace")
-        if "\x1b[6n" in self.raw[-len(piece) - 8:]:  # where is the cursor?
+        if "\x1b[6n" in self.raw[-len(piece) - 8 :]:  # where is the cursor?
             self.type("\x1b[1;1R")
         return bool(piece)
 

@@ -39,8 +39,7 @@ class Agents:
     def start(self, name: str, *options: str) -> str | None:
         """Start an agent; the code that it shows, if it does."""
         with (self.directory / f"{name}.log").open("a") as log:
-            agent = self.machines.start(name, ["python", "-m", "tandem", "agent", *options], stdout=subprocess.PIPE,
-                                        stderr=log)
+            agent = self.machines.start(name, ["python", "-m", "tandem", "agent", *options], stdout=subprocess.PIPE, stderr=log)
         self.processes[name] = agent
         assert agent.stdout is not None
         listens = agent.stdout.readline()
@@ -124,8 +123,9 @@ def test_a_model_is_served_over_agents_alone(paired, tmp_path):
     written = json.loads(hostfile.read_text())["hosts"]
     assert written == [{"ssh": f"agent:{name}", "ips": [machines[name].address]} for name in ("h1", "h2")]
     model = tiny_model(tmp_path / "model")
-    up = machines.run("h0", ["python", "-m", "tandem", "up", str(model), "--hostfile", str(hostfile), "--max-context",
-                             "64"], timeout=240)
+    up = machines.run(
+        "h0", ["python", "-m", "tandem", "up", str(model), "--hostfile", str(hostfile), "--max-context", "64"], timeout=240
+    )
     try:
         assert "default is ready" in up.stdout
         said = machines.run("h0", ["python", "-m", "tandem", "status", "--json", "--interval", "0"]).stdout
@@ -137,8 +137,9 @@ def test_a_model_is_served_over_agents_alone(paired, tmp_path):
             print(machines.run("h0", ["python", "-m", "tandem", "logs"], check=False).stdout)
     os.kill(head, signal.SIGKILL)
     deadline = time.monotonic() + 240
-    while any(machines.processes(name, "tandem.executors.worker") or machines.processes(name, "rank-host")
-              for name in ("h1", "h2")):
+    while any(
+        machines.processes(name, "tandem.executors.worker") or machines.processes(name, "rank-host") for name in ("h1", "h2")
+    ):
         assert time.monotonic() < deadline, "ranks outlive their head"
         time.sleep(0.2)
     assert machines.processes("h1", "tandem agent")
@@ -182,14 +183,20 @@ def test_cables_get_subnets(paired, tmp_path):
         machines.unlink("h1", device)
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (("pair", "nobody", "--timeout", "0.5"), "no agent nobody answered"),
-    (("forget", "nobody"), "nobody is not paired"),
-    (("find", "--timeout", "0"), "--timeout 0"), (("pair", "a b"), "is not NAME, IP or IP:PORT"),
-    (("write", "-", "agent:x"), "not paired"), (("write", "-"), "no hosts are named"),
-    (("write", "-", "127.0.0.1", "127.0.0.1"), "named twice"),
-    (("write", "-", "127.0.0.1", "--over", "ethernet"), "is for Macs"),
-    (("write", "-", "127.0.0.1", "--cable", "x"), "--cable x")])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("pair", "nobody", "--timeout", "0.5"), "no agent nobody answered"),
+        (("forget", "nobody"), "nobody is not paired"),
+        (("find", "--timeout", "0"), "--timeout 0"),
+        (("pair", "a b"), "is not NAME, IP or IP:PORT"),
+        (("write", "-", "agent:x"), "not paired"),
+        (("write", "-"), "no hosts are named"),
+        (("write", "-", "127.0.0.1", "127.0.0.1"), "named twice"),
+        (("write", "-", "127.0.0.1", "--over", "ethernet"), "is for Macs"),
+        (("write", "-", "127.0.0.1", "--cable", "x"), "--cable x"),
+    ],
+)
 def test_mistakes_are_named(words, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
     assert main(["hosts", *words]) == 2

@@ -29,15 +29,20 @@ def listed(space: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return row.split()[0]
 
 
-@pytest.mark.parametrize(("make", "shown"), [
-    (os.mkfifo, "?"),  # whoever opened it would wait for a writer
-    (Path.mkdir, "?"), (lambda path: path.write_bytes(bytes(1 << 20)), "?"),
-    (lambda path: path.write_text("\x1b[31mred"), "?"),
-    (lambda path: path.write_text("org/model[4bit]"), "org/model[4bit]"),
-    (lambda path: path.write_text("[/b]"), "[/b]"),
-])
-def test_a_models_name_is_shown_as_it_is_or_not_at_all(space: Path, capsys: pytest.CaptureFixture[str],
-                                                       make: Callable[[Path], object], shown: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (os.mkfifo, "?"),  # whoever opened it would wait for a writer
+        (Path.mkdir, "?"),
+        (lambda path: path.write_bytes(bytes(1 << 20)), "?"),
+        (lambda path: path.write_text("\x1b[31mred"), "?"),
+        (lambda path: path.write_text("org/model[4bit]"), "org/model[4bit]"),
+        (lambda path: path.write_text("[/b]"), "[/b]"),
+    ],
+)
+def test_a_models_name_is_shown_as_it_is_or_not_at_all(
+    space: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], object], shown: str
+) -> None:
     make(space / ABOUT)
     assert listed(space, capsys) == shown
 

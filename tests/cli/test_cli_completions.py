@@ -102,16 +102,23 @@ def test_every_command_and_option_is_there_and_nothing_that_is_hidden() -> None:
             assert word in text, (shell, word)
         assert "no-enable-metrics" not in text and "probe" not in text
     text = script("bash", build_parser())
-    assert all(f"_shtab_tandem_{place}_option_strings=" in text
-               for place in ("serve", "pull", "model_get", "hosts_pair", "service_status"))
+    assert all(
+        f"_shtab_tandem_{place}_option_strings=" in text
+        for place in ("serve", "pull", "model_get", "hosts_pair", "service_status")
+    )
     assert "mapfile" not in text and "declare -A" not in text and "local -n" not in text  # macOS has bash 3.2
 
 
 def test_zsh_has_its_completion_started_where_nobody_has(tmp_path: Path) -> None:
     require("zsh")
     (tmp_path / "script").write_text(script("zsh", build_parser()))
-    done = subprocess.run(["zsh", "-f", "-c", "source $1; print $_comps[tandem]", "zsh", str(tmp_path / "script")],
-                          capture_output=True, text=True, check=True, env={**os.environ, "ZDOTDIR": str(tmp_path)})
+    done = subprocess.run(
+        ["zsh", "-f", "-c", "source $1; print $_comps[tandem]", "zsh", str(tmp_path / "script")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "ZDOTDIR": str(tmp_path)},
+    )
     assert (done.stdout, done.stderr) == ("_shtab_tandem\n", "")
 
 

@@ -111,8 +111,9 @@ def addresses(cell: str) -> set[tuple[str, str]]:
 
 def test_addresses_are_there_or_not_as_the_tables_say() -> None:
     routes = create_app(Settings(), Replicas(Router())).openapi()["paths"]
-    there = {(method, re.sub(r"\{\w+\}", "{}", path)) for path, methods in routes.items()
-             for method in ("", *map(str.upper, methods))} | {("", "/ui"), ("", "/metrics")}
+    there = {
+        (method, re.sub(r"\{\w+\}", "{}", path)) for path, methods in routes.items() for method in ("", *map(str.upper, methods))
+    } | {("", "/ui"), ("", "/metrics")}
     named, absent = set(), set()
     for row in (ROOT / "docs" / "migrating.md").read_text().splitlines():
         cells = re.split(r"(?<!\\)\|", row)
@@ -125,5 +126,4 @@ def test_addresses_are_there_or_not_as_the_tables_say() -> None:
         elif re.match(r" not (there|yet)\b", cells[2]):
             absent |= theirs
     assert len(named) > 25 and named <= there, named - there
-    assert len(absent) > 10 and not {path for _, path in absent | {("", one) for one in ABSENT}} & {
-        path for _, path in there}
+    assert len(absent) > 10 and not {path for _, path in absent | {("", one) for one in ABSENT}} & {path for _, path in there}

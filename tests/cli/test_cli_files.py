@@ -97,17 +97,17 @@ def patience() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-ALL_KINDS = ("--profile", "--hostfile", "--config", "--api-key-file", "cache warm", "--tls-cert", "--token-file",
-             "batch")
+ALL_KINDS = ("--profile", "--hostfile", "--config", "--api-key-file", "cache warm", "--tls-cert", "--token-file", "batch")
 
 
-@pytest.mark.parametrize(("name", "make"), [*((name, pipe) for name in COMMANDS),
-                                            *product(ALL_KINDS, (device, directory, endless, locked))])
-def test_what_is_no_file_is_refused_in_one_line(name: str, make: Callable[[Path], str], model: str, tmp_path: Path,
-                                                capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"), [*((name, pipe) for name in COMMANDS), *product(ALL_KINDS, (device, directory, endless, locked))]
+)
+def test_what_is_no_file_is_refused_in_one_line(
+    name: str, make: Callable[[Path], str], model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     why = make(tmp_path / "it")
-    (tmp_path / "good").write_text(
-        '{"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "a"}}\n')
+    (tmp_path / "good").write_text('{"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "a"}}\n')
     (tmp_path / "several.toml").write_text(f"""
 [models.one]
 model = "{model}"
@@ -115,8 +115,13 @@ model = "{model}"
 model = "{model}"
 chat_template = "{tmp_path / "it"}"
 """)
-    words = {"MODEL": model, "FILE": str(tmp_path / "it"), "OTHER": str(tmp_path / "out"),
-             "GOOD": str(tmp_path / "good"), "SEVERAL": str(tmp_path / "several.toml")}
+    words = {
+        "MODEL": model,
+        "FILE": str(tmp_path / "it"),
+        "OTHER": str(tmp_path / "out"),
+        "GOOD": str(tmp_path / "good"),
+        "SEVERAL": str(tmp_path / "several.toml"),
+    }
     assert main([words.get(word, word) for word in COMMANDS[name]]) == 2
     told = capfd.readouterr()
     assert told.out == ""
@@ -126,19 +131,31 @@ chat_template = "{tmp_path / "it"}"
     assert why in line
 
 
-def test_what_is_no_template_is_refused_before_anything_starts(model: str, tmp_path: Path,
-                                                               capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_template_is_refused_before_anything_starts(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "t.jinja").write_text("{% for %}")
     assert main(["serve", model, "--port", "0", "--chat-template", str(tmp_path / "t.jinja")]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert f"--chat-template {tmp_path}/t.jinja: not a valid chat template" in line
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                                  "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-                                  "model.safetensors.index.json"])
-def test_what_is_no_file_in_a_model_is_refused_in_one_line(name: str, model: str, tmp_path: Path,
-                                                           capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "model.safetensors.index.json",
+    ],
+)
+def test_what_is_no_file_in_a_model_is_refused_in_one_line(
+    name: str, model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(model, tmp_path / "m")
     if name == "chat_template.json":  # it counts where nothing else has a template
         (tmp_path / "m" / "tokenizer_config.json").unlink()
@@ -156,9 +173,9 @@ def test_a_benchmark_waits_for_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["serve", "MODEL", "--port", "0"], ["cache", "list"]])
-def test_a_key_that_a_command_prints_goes_into_the_environment(command: list[str], model: str,
-                                                               monkeypatch: pytest.MonkeyPatch,
-                                                               capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_a_command_prints_goes_into_the_environment(
+    command: list[str], model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     reading, writing = os.pipe()  # as `--api-key-file <(vault read ...)` gives it
     os.write(writing, b"secret\n")
     words = [word.replace("MODEL", model) for word in command]
@@ -166,9 +183,10 @@ def test_a_key_that_a_command_prints_goes_into_the_environment(command: list[str
     os.close(reading)
     os.close(writing)
     assert capfd.readouterr().err.splitlines()[-1] == (
-        f"tandem: --api-key-file: cannot read /dev/fd/{reading}: it is a pipe; give a file, or the key itself as "
-        "TANDEM_API_KEY")
+        f"tandem: --api-key-file: cannot read /dev/fd/{reading}: it is a pipe; give a file, or the key itself as TANDEM_API_KEY"
+    )
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     arguments = build_parser().parse_args(words)
-    assert ([api_key(arguments, "http://127.0.0.1:9")] if command[0] == "cache"
-                          else list(api_keys(load_settings(arguments).settings))) == ["secret"]
+    assert (
+        [api_key(arguments, "http://127.0.0.1:9")] if command[0] == "cache" else list(api_keys(load_settings(arguments).settings))
+    ) == ["secret"]

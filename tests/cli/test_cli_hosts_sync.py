@@ -35,8 +35,15 @@ def test_the_wheel_is_this_tandem_and_always_the_same(tmp_path: Path) -> None:
 def here(home: Path, python: str | None, *words: str) -> subprocess.CompletedProcess[str]:
     """Run on this machine what ssh would have another run, with a home directory of its own."""
     variables = {"HOME": str(home), "SHELL": "/bin/sh", "PATH": "/usr/bin:/bin"}
-    return subprocess.run(["sh", "-c", remote_line(python, words)], input="", capture_output=True, text=True,
-                          timeout=240, check=False, env=variables)
+    return subprocess.run(
+        ["sh", "-c", remote_line(python, words)],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=variables,
+    )
 
 
 def test_the_interpreter_is_the_one_that_ranks_would_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,12 +60,16 @@ def test_the_interpreter_is_the_one_that_ranks_would_run_with(tmp_path: Path, mo
     assert f"{mine} is Python 3." in here(tmp_path, None, *wrong).stderr
 
 
-@pytest.mark.parametrize(("hosts", "words", "code"), [
-    ([{"ssh": "127.0.0.1"}], "names no host but this one", 2),
-    ([{"ssh": "agent:mac-b"}], "host agent:mac-b: an agent starts ranks and nothing else", 1),
-])
+@pytest.mark.parametrize(
+    ("hosts", "words", "code"),
+    [
+        ([{"ssh": "127.0.0.1"}], "names no host but this one", 2),
+        ([{"ssh": "agent:mac-b"}], "host agent:mac-b: an agent starts ranks and nothing else", 1),
+    ],
+)
 def test_hosts_that_cannot_be_reached_over_ssh(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: list[dict[str, str]], words: str, code: int) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: list[dict[str, str]], words: str, code: int
+) -> None:
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps(hosts))
     assert main(["hosts", "sync", "--hostfile", str(file)]) == code

@@ -42,8 +42,14 @@ class Tandem:
         self.environment = {**os.environ, "TANDEM_STATE_DIR": str(self.state), "TANDEM_API_KEY": "sesame"}
 
     def __call__(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "tandem", *words], capture_output=True, text=True,
-                              timeout=timeout, env=self.environment, check=False)
+        return subprocess.run(
+            [sys.executable, "-m", "tandem", *words],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=self.environment,
+            check=False,
+        )
 
     def status(self, *words: str) -> list[dict]:
         return json.loads(self("status", "--json", *words).stdout)
@@ -90,8 +96,12 @@ def test_a_servers_life(tandem, server):
 
     def ask() -> None:
         while not done.is_set():
-            answer = httpx.post(f"{url}/v1/completions", timeout=240, headers={"Authorization": "Bearer sesame"}, json={
-                "model": "default", "prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True})
+            answer = httpx.post(
+                f"{url}/v1/completions",
+                timeout=240,
+                headers={"Authorization": "Bearer sesame"},
+                json={"model": "default", "prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True},
+            )
             assert answer.status_code == 200, answer.text
 
     thread = threading.Thread(target=ask)
@@ -107,8 +117,9 @@ def test_a_servers_life(tandem, server):
 
     assert "engine ready" in tandem("logs").stdout
     assert len(tandem("logs", "-n", "3").stdout.splitlines()) == 3
-    follower = subprocess.Popen([sys.executable, "-m", "tandem", "logs", "-f", "-n", "0"], text=True,
-                                stdout=subprocess.PIPE, env=tandem.environment)
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "logs", "-f", "-n", "0"], text=True, stdout=subprocess.PIPE, env=tandem.environment
+    )
     processes = family(server["pid"])
     ended = tandem("down")
     assert (ended.returncode, "default has ended" in ended.stdout) == (0, True)
@@ -147,12 +158,15 @@ def test_what_does_not_come_up_says_why(tandem):
 
 
 def test_bad_input(tandem):
-    for words, expected in ((("up",), "no model is given"), (("up", "m", "--name", "../m"), "--name ../m"),
-                            (("logs", "--name", "nobody"), "has no log"),
-                            (("logs", "-n", "x"), "not a number of lines"),
-                            (("status", "--interval", "-1"), "not a number of seconds"),
-                            (("status", "--port", "1"), "no server listens"),
-                            (("up", "m", "--pipeline-parallel-size", "0"), "pipeline_parallel_size")):
+    for words, expected in (
+        (("up",), "no model is given"),
+        (("up", "m", "--name", "../m"), "--name ../m"),
+        (("logs", "--name", "nobody"), "has no log"),
+        (("logs", "-n", "x"), "not a number of lines"),
+        (("status", "--interval", "-1"), "not a number of seconds"),
+        (("status", "--port", "1"), "no server listens"),
+        (("up", "m", "--pipeline-parallel-size", "0"), "pipeline_parallel_size"),
+    ):
         done = tandem(*words)
         assert done.returncode == 2, words
         assert expected in done.stderr.replace("-", "_") or expected in done.stderr, (words, done.stderr)
@@ -226,8 +240,11 @@ def test_tokens_are_counted_over_time_in_which_an_engine_says_something_new() ->
 
 
 def test_what_to_do_with_a_server_that_has_keys():
-    for server, key in ((ServerSettings(), False), (ServerSettings(api_key=("k",)), True),
-                        (ServerSettings(api_key_file="keys"), True)):
+    for server, key in (
+        (ServerSettings(), False),
+        (ServerSettings(api_key=("k",)), True),
+        (ServerSettings(api_key_file="keys"), True),
+    ):
         assert ('-H "Authorization: Bearer $TANDEM_API_KEY"' in farewell("http://x", server, stop="")) == key
 
 
@@ -241,8 +258,14 @@ def test_up_again_with_the_same_settings_changes_nothing_and_restart_keeps_them(
     assert other.returncode == 2
     assert "default runs already (process " in other.stderr
     assert "sesame" not in "".join(file.read_text() for file in (tandem.state / "servers" / "default").iterdir())
-    missing = subprocess.run([sys.executable, "-m", "tandem", "restart"], capture_output=True, text=True, check=False,
-                             env={**tandem.environment, "TANDEM_API_KEY": ""}, timeout=240)
+    missing = subprocess.run(
+        [sys.executable, "-m", "tandem", "restart"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**tandem.environment, "TANDEM_API_KEY": ""},
+        timeout=240,
+    )
     assert missing.returncode == 2
     assert "set TANDEM_API_KEY again" in missing.stderr
     done = tandem("restart")
@@ -263,11 +286,14 @@ def test_restart_of_what_was_never_started(tandem):
 
 def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):
     """Its api may hear of them later, and refuses requests until then."""
-    place = SimpleNamespace(name="x", runs=lambda: True, record=lambda: SimpleNamespace(
-        host="127.0.0.1", pid=1, model="m", started_at=0.0, scheme="http", port=1))
-    probe = SimpleNamespace(ask=lambda seconds: SimpleNamespace(state="ready", detail="", degraded="",
-                                                                model="m"),
-                            close=lambda: None)
+    place = SimpleNamespace(
+        name="x",
+        runs=lambda: True,
+        record=lambda: SimpleNamespace(host="127.0.0.1", pid=1, model="m", started_at=0.0, scheme="http", port=1),
+    )
+    probe = SimpleNamespace(
+        ask=lambda seconds: SimpleNamespace(state="ready", detail="", degraded="", model="m"), close=lambda: None
+    )
     monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
     engine = ReplicaInfo(0, "ipc://x", "running", 2, 0)
     for announced, state in ((False, "starting"), (True, "ready")):
@@ -277,18 +303,23 @@ def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypa
 
 def test_tokens_a_second_are_counted_between_the_times_that_two_statuses_tell_of(monkeypatch):
     """An engine publishes its status now and then: what it says may be older than the answer."""
+
     def status(tokens, age):
         return SimpleNamespace(state="ready", detail="", degraded="", model="m", generated_tokens=tokens, age_s=age)
 
     now = [100.0]
-    monkeypatch.setattr("tandem.cli.status.time", SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
+    monkeypatch.setattr(
+        "tandem.cli.status.time",
+        SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)),
+    )
     engine = ReplicaInfo(0, "ipc://x", "running", 2, 0)
     monkeypatch.setattr("tandem.cli.status.ask", lambda *_: ReplicaList([engine]))
-    for answers, rate in (([status(10, 0.4), status(110, 0.0)], 100 / 1.4),
-                          ([status(10, 0.0), status(110, 0.5)], 200.0),
-                          ([status(10, 0.0), status(10, 1.0)], 0.0),
-                          ([status(10, 0.0), None], None)):
+    for answers, rate in (
+        ([status(10, 0.4), status(110, 0.0)], 100 / 1.4),
+        ([status(10, 0.0), status(110, 0.5)], 200.0),
+        ([status(10, 0.0), status(10, 1.0)], 0.0),
+        ([status(10, 0.0), None], None),
+    ):
         probe = SimpleNamespace(ask=lambda seconds, left=answers: left.pop(0), close=lambda: None)
         monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint, probe=probe: probe)
         [replica] = look_at_port(1, 1.0).replicas

@@ -60,8 +60,9 @@ def test_a_reader_who_leaves_early_hears_no_complaint(words):
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run([sys.executable, "-m", "tandem", *words], stdout=writer, stderr=subprocess.PIPE,
-                              text=True, timeout=240, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", *words], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=240, check=False
+        )
     finally:
         os.close(writer)
     assert done.stderr == ""
@@ -73,8 +74,9 @@ def test_a_reader_who_leaves_early_hears_no_complaint(words):
 def test_a_full_disk_below_the_output_is_told_without_a_traceback(words, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "tandem", *words], stdout=full, stderr=subprocess.PIPE, text=True,
-                              timeout=240, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False
+        )
     assert (done.returncode, done.stderr) == (2, "tandem: standard output cannot be written: No space left on device\n")
 
 
@@ -98,8 +100,9 @@ def test_a_server_that_is_ready_stays_when_nobody_reads_what_it_prints(monkeypat
 def test_what_a_neighbour_announces_commands_no_terminal(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
     evil = "M9\x1b[2J\x1b]0;owned\x07\x9b"
-    info = ServiceInfo(discovery.SERVICE, f"h1.{discovery.SERVICE}", port=1, properties={"chip": evil.encode()},
-                       addresses=[bytes(4)])
+    info = ServiceInfo(
+        discovery.SERVICE, f"h1.{discovery.SERVICE}", port=1, properties={"chip": evil.encode()}, addresses=[bytes(4)]
+    )
     for found in (discovery._found(info), discovery.Found(evil, ("1.2.3.4",), 1)):
         monkeypatch.setattr(command, "find", lambda seconds, found=found: [found])
         assert main(["hosts", "find"]) == 0
@@ -147,9 +150,14 @@ def test_wrong_usage_is_one_line(refusal, arguments, said):
     assert said in refusal(*arguments)
 
 
-@pytest.mark.parametrize(("name", "value", "said"), [
-    ("TANDEM_PORT", "x", "TANDEM_PORT: 'x'"), ("TANDEM_API_KEY", "", "TANDEM_API_KEY is set but empty"),
-    ("TANDEM_PROFILE", "rings", "'rings' is unknown")])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TANDEM_PORT", "x", "TANDEM_PORT: 'x'"),
+        ("TANDEM_API_KEY", "", "TANDEM_API_KEY is set but empty"),
+        ("TANDEM_PROFILE", "rings", "'rings' is unknown"),
+    ],
+)
 def test_wrong_variables_are_one_line(refusal, name, value, said):
     assert said in refusal("serve", "demo", **{name: value})
 

@@ -181,8 +181,11 @@ def test_shapes_become_flags(model, capsys):
 def test_the_command_names_what_can_be_served(model, capsys, tmp_path):
     assert main(["plan", "qwen3-8b", "--quant", "4bit", "--hosts", "a=64GB:m4-max"]) == 0
     assert "tandem serve mlx-community/Qwen3-8B-4bit --hostfile" in capsys.readouterr().out, "not the 16-bit weights"
-    for name, quant, served in (("qwen3-8b", "bf16", "Qwen/Qwen3-8B"), ("gpt-oss-20b", "native", "openai/gpt-oss-20b"),
-                                ("gpt-oss-20b", "bf16", "mlx-community/gpt-oss-20b-bf16")):
+    for name, quant, served in (
+        ("qwen3-8b", "bf16", "Qwen/Qwen3-8B"),
+        ("gpt-oss-20b", "native", "openai/gpt-oss-20b"),
+        ("gpt-oss-20b", "bf16", "mlx-community/gpt-oss-20b-bf16"),
+    ):
         assert main(["plan", name, "--quant", quant, "--hosts", "a=64GB:m4-max"]) == 0
         assert f"tandem serve {served} --hostfile" in capsys.readouterr().out
     place = tmp_path / "my models"
@@ -229,10 +232,13 @@ def test_a_model_that_is_known_by_name_is_planned_for_offline(capsys, monkeypatc
     assert main(["plan", "deepseek-ai/DeepSeek-V3.2", *hosts]) == 2, "16 bits do not fit"
 
 
-@pytest.mark.parametrize(("model", "quant", "words"), [
-    ("gpt-oss-20b", "5it", "--quant 5it: is not one of native, bf16, 2bit"),
-    ("demo", "4bit", "demo is planned for as its files are; leave --quant out"),
-])
+@pytest.mark.parametrize(
+    ("model", "quant", "words"),
+    [
+        ("gpt-oss-20b", "5it", "--quant 5it: is not one of native, bf16, 2bit"),
+        ("demo", "4bit", "demo is planned for as its files are; leave --quant out"),
+    ],
+)
 def test_quant_that_cannot_be_is_refused(model, quant, words, capsys):
     assert main(["plan", model, "--quant", quant, "--hosts", "a=64GB"]) == 2
     assert words in capsys.readouterr().err

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="only in a checkout"
 def run(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     page = tmp_path / "page.md"
     page.write_text(text)
-    return subprocess.run([sys.executable, str(SCRIPT), str(page)], capture_output=True, text=True, timeout=240,
-                          check=False)
+    return subprocess.run([sys.executable, str(SCRIPT), str(page)], capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_commands_run_in_order_also_over_several_lines(tmp_path):
@@ -29,15 +28,24 @@ def test_commands_run_in_order_also_over_several_lines(tmp_path):
     done = run(tmp_path, f"{shell}text\n```python\nprint(5)\n```\n")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line and line[0] not in "$ "] == [
-        "two'   # said", "one", "two", "three four", "5", "readme: everything works"]
+        "two'   # said",
+        "one",
+        "two",
+        "three four",
+        "5",
+        "readme: everything works",
+    ]
 
 
-@pytest.mark.parametrize(("block", "said"), [
-    ("```bash\nfalse\necho late\n```\n", "it ended with code 1: false"),
-    ("```bash\nfalse | cat\n```\n", "it ended with code 1"),
-    ("```python\n1 / 0\n```\n", "it ended with code 1"),
-    ("```bash\necho 'What is the capital of France?' >/dev/null\n```\n", 'the answer has no "Paris"'),
-])
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ("```bash\nfalse\necho late\n```\n", "it ended with code 1: false"),
+        ("```bash\nfalse | cat\n```\n", "it ended with code 1"),
+        ("```python\n1 / 0\n```\n", "it ended with code 1"),
+        ("```bash\necho 'What is the capital of France?' >/dev/null\n```\n", 'the answer has no "Paris"'),
+    ],
+)
 def test_a_page_that_does_not_hold_fails(tmp_path, block, said):
     done = run(tmp_path, block)
     assert done.returncode == 1
@@ -61,6 +69,11 @@ def test_make_serve_has_ranks_that_do_not_share_a_gpu(tmp_path: Path, system: st
         stand_in.parent.mkdir(parents=True, exist_ok=True)
         stand_in.write_text(f"#!/bin/sh\n{text}\n")
         stand_in.chmod(0o755)
-    done = subprocess.run([tmp_path / "scripts" / "serve", "--port", "0"], capture_output=True, text=True, check=True,
-                          env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"})
+    done = subprocess.run(
+        [tmp_path / "scripts" / "serve", "--port", "0"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+    )
     assert done.stdout.splitlines() == ["model get demo", f"serve demo --pipeline-parallel-size {stages} --port 0"]

@@ -34,16 +34,22 @@ esac
 
 
 def tandem(environment: dict[str, str], *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tandem", *words], env=environment, capture_output=True, text=True,
-                          check=False, cwd=cwd, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=240,
+    )
 
 
 @pytest.fixture(params=["darwin", "linux"])
 def environment(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     home = tmp_path / "a home"
     home.mkdir()
-    own = {"HOME": str(home), "TANDEM_STATE_DIR": str(home / "state"), "FAKE": str(tmp_path),
-           "TANDEM_API_KEY": "sesame"}
+    own = {"HOME": str(home), "TANDEM_STATE_DIR": str(home / "state"), "FAKE": str(tmp_path), "TANDEM_API_KEY": "sesame"}
     if request.param == "darwin":
         return mac_environment(tmp_path / "said", **own)
     (tmp_path / "bin").mkdir()
@@ -79,8 +85,7 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     open_to_all = tandem(environment, "service", "install", "tiny", "--name", "mine", cwd=tmp_path / "here")
     assert open_to_all.returncode == 2 and "TANDEM_API_KEY: keys of the environment" in open_to_all.stderr
     given = ("--device=cpu", f"--api-key-file={keys}")
-    done = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "0", *given,
-                  cwd=tmp_path / "here")
+    done = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "0", *given, cwd=tmp_path / "here")
     assert done.returncode == 0, done.stderr
     assert "mine is installed" in done.stdout and "`tandem service status`" in done.stdout
     assert "default is not installed" in tandem(environment, "service", "status").stdout
@@ -91,8 +96,14 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert command[1:] == ["-P", "-m", "tandem", "serve", "tiny", "--port", "0", *given]
     assert directory == str(tmp_path / "here")
     assert "TANDEM_API_KEY" not in variables and "sesame" not in json.dumps([command, variables])
-    with subprocess.Popen(command, env={**variables, "HOME": environment["HOME"]}, cwd=directory, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        command,
+        env={**variables, "HOME": environment["HOME"]},
+        cwd=directory,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as server:
         try:
             assert server.stdout is not None
             assert select.select([server.stdout], [], [], 240)[0]
@@ -105,8 +116,18 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert server.returncode == 0  # so that it is not started again
 
     del environment["TANDEM_API_KEY"]
-    again = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "8001",
-                   "--drain-timeout=200", cwd=tmp_path / "here")
+    again = tandem(
+        environment,
+        "service",
+        "install",
+        "tiny",
+        "--name",
+        "mine",
+        "--port",
+        "8001",
+        "--drain-timeout=200",
+        cwd=tmp_path / "here",
+    )
     assert again.returncode == 0, again.stderr
     assert described(environment, "mine")[0][-2] == "8001" and "`tandem status --port 8001`" in again.stdout
     [told] = [path for path in Path(environment["HOME"]).rglob("*mine*") if path.suffix in (".plist", ".service")]
@@ -116,16 +137,21 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert "mine is not installed" in tandem(environment, "service", "uninstall", "--name", "mine").stdout
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("tiny", "--api-key", "sesame"), "--api-key: every user of this machine could read it"),
-    (("tiny", "--memory-fraction", "2"), "--memory-fraction: 2.0 is out of range"),
-    (("tiny", "--name", "../x"), "--name ../x: use up to 32 letters"),
-    (("nothing-here",), "nothing-here: no such directory or file"),
-    (("org/model", "--served-model-name", "a\nb"), "'a\\nb': a service's options"),
-    (("org/model", "--served-model-name", "a\udce9"), "'a\\udce9': a service's options"),
-    ((), "no model is given")])
-def test_mistakes_are_told_before_anything_is_installed(environment: dict[str, str], words: tuple[str, ...],
-                                                        message: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("tiny", "--api-key", "sesame"), "--api-key: every user of this machine could read it"),
+        (("tiny", "--memory-fraction", "2"), "--memory-fraction: 2.0 is out of range"),
+        (("tiny", "--name", "../x"), "--name ../x: use up to 32 letters"),
+        (("nothing-here",), "nothing-here: no such directory or file"),
+        (("org/model", "--served-model-name", "a\nb"), "'a\\nb': a service's options"),
+        (("org/model", "--served-model-name", "a\udce9"), "'a\\udce9': a service's options"),
+        ((), "no model is given"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_installed(
+    environment: dict[str, str], words: tuple[str, ...], message: str
+) -> None:
     del environment["TANDEM_API_KEY"]
     done = tandem(environment, "service", "install", *words)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
@@ -146,8 +172,12 @@ def test_what_cannot_be_started_is_not_left_behind(environment: dict[str, str], 
 
 def test_variables_that_mean_nothing_here_or_hold_passwords_stay_out(environment: dict[str, str]) -> None:
     del environment["TANDEM_API_KEY"]
-    environment |= {"TANDEM_OTHER_TOKEN": "sesame", "HF_TOKEN": "sesame", "TANDEM_KV_TOKENS": "9000",
-                    "HF_ENDPOINT": "https://me:sesame@hub.example"}
+    environment |= {
+        "TANDEM_OTHER_TOKEN": "sesame",
+        "HF_TOKEN": "sesame",
+        "TANDEM_KV_TOKENS": "9000",
+        "HF_ENDPOINT": "https://me:sesame@hub.example",
+    }
     refused = tandem(environment, "service", "install", "org/model")
     assert (refused.returncode, "HF_ENDPOINT: has a password in it" in refused.stderr) == (2, True), refused.stderr
     assert "sesame" not in refused.stderr
@@ -178,14 +208,18 @@ def test_what_cannot_be_written_or_stopped_is_said(environment: dict[str, str], 
 
 
 def odd(tmp_path: Path) -> Service:
-    return Service("odd", ("/a b/python", "-m", "tandem", "serve", 'a "model" of 100 % for $5 \\ it'), tmp_path,
-                   tmp_path / "a log", {"TANDEM_CACHE": "/a b/100 %"})
+    return Service(
+        "odd",
+        ("/a b/python", "-m", "tandem", "serve", 'a "model" of 100 % for $5 \\ it'),
+        tmp_path,
+        tmp_path / "a log",
+        {"TANDEM_CACHE": "/a b/100 %"},
+    )
 
 
 def test_odd_words_reach_launchd_whole(tmp_path: Path) -> None:
     agent = plistlib.loads(launchd_agent(odd(tmp_path)))
-    assert (tuple(agent["ProgramArguments"]), agent["EnvironmentVariables"]) == (odd(tmp_path).command,
-                                                                                odd(tmp_path).variables)
+    assert (tuple(agent["ProgramArguments"]), agent["EnvironmentVariables"]) == (odd(tmp_path).command, odd(tmp_path).variables)
 
 
 def test_odd_words_reach_systemd_whole(tmp_path: Path) -> None:
@@ -195,6 +229,5 @@ def test_odd_words_reach_systemd_whole(tmp_path: Path) -> None:
     require("systemd-analyze")
     unit = tmp_path / "tandem-odd.service"
     unit.write_text(text.replace("/a b/python", sys.executable))
-    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
     assert "tandem-odd" not in done.stderr, done.stderr

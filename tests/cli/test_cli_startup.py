@@ -33,7 +33,7 @@ def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
         assert "? bytes" not in text and not re.search(r"(starting|links) ━+ +\d", text)  # what has no size says none
         for unwanted in ("INFO", "Post-load barrier", "Uvicorn", "StepPlan"):
             assert unwanted not in text
-        ready = text[text.rindex("Tandem is ready: "):].splitlines()
+        ready = text[text.rindex("Tandem is ready: ") :].splitlines()
         address = ready[0].split()[3]
         assert ready[1].split() == ["page", f"{address}/ui"]
         assert f"curl {address}/v1/chat/completions" in ready[2]
@@ -44,10 +44,12 @@ def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
 
 def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it(model):
     ask = {"model": "default", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with Terminal("serve", model, "--port", "0", "--max-batch-size", "1", "--drain-timeout", "240") as terminal, \
-            ThreadPoolExecutor(8) as clients:
+    with (
+        Terminal("serve", model, "--port", "0", "--max-batch-size", "1", "--drain-timeout", "240") as terminal,
+        ThreadPoolExecutor(8) as clients,
+    ):
         terminal.wait_for("stop  Ctrl-C")
-        address = terminal.text[terminal.text.rindex("Tandem is ready: "):].split()[3]
+        address = terminal.text[terminal.text.rindex("Tandem is ready: ") :].split()[3]
         answers = [clients.submit(httpx.post, f"{address}/v1/completions", json=ask, timeout=240) for _ in range(8)]
         while not httpx.get(f"{address}/v1/status", timeout=240).json()["requests"]:
             pass
@@ -61,8 +63,9 @@ def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it(model):
 
 def test_a_log_has_few_lines_in_an_order_that_is_true(model):
     command = [sys.executable, "-m", "tandem", "serve", model, "-pp", "2", "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    )
     try:
         assert process.stdout is not None
         lines = []
@@ -91,8 +94,13 @@ def test_a_log_has_few_lines_in_an_order_that_is_true(model):
 
 
 def test_the_reason_is_said_last(model, tmp_path):
-    done = subprocess.run([sys.executable, "-m", "tandem", "serve", model, "-pp", "2", "--port", "0", "--kv-tokens",
-                           "1000000000000"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", model, "-pp", "2", "--port", "0", "--kv-tokens", "1000000000000"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode in (2, 3)
     assert "--kv-tokens" in done.stderr.splitlines()[-1]
     assert "draining" not in done.stderr

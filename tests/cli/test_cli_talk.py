@@ -85,16 +85,19 @@ def test_sampling_parameters_are_set_and_checked(talk):
     assert talk.params == {"temperature": 0.5}
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    ("/hlep", "there is no command /hlep; did you mean /help?"),
-    ("/set temprature 1", "there is no parameter temprature; did you mean temperature?"),
-    ("/set temperature 9", "temperature 9: must be at least 0 and at most 2"),
-    ("/set top_k x", "top_k x: is not a number"),
-    ("/save", "/save needs a file"),
-    ("/load /nowhere/at/all", "/nowhere/at/all cannot be read"),
-    ("/image /etc/hostname", "does not end like that of a picture"),
-    ("/model other", "no other"),
-])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/hlep", "there is no command /hlep; did you mean /help?"),
+        ("/set temprature 1", "there is no parameter temprature; did you mean temperature?"),
+        ("/set temperature 9", "temperature 9: must be at least 0 and at most 2"),
+        ("/set top_k x", "top_k x: is not a number"),
+        ("/save", "/save needs a file"),
+        ("/load /nowhere/at/all", "/nowhere/at/all cannot be read"),
+        ("/image /etc/hostname", "does not end like that of a picture"),
+        ("/model other", "no other"),
+    ],
+)
 def test_what_a_command_cannot_do_is_said(talk, line, said):
     with pytest.raises(UsageError, match=said.replace("?", r"\?")):
         talk.command(line)
@@ -213,9 +216,17 @@ sys.exit(command.run_chat(argparse.Namespace(system=None)))
 """
 
 
-@pytest.mark.parametrize(("where", "words"), [
-    ("loop", "Ctrl-C once more ends"), ("take", "Ctrl-C once more ends"), ("print", "Ctrl-C once more ends"),
-    ("give", "Ctrl-C once more ends"), ("draw", "(stopped)"), ("ask", "(stopped)")])
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("loop", "Ctrl-C once more ends"),
+        ("take", "Ctrl-C once more ends"),
+        ("print", "Ctrl-C once more ends"),
+        ("give", "Ctrl-C once more ends"),
+        ("draw", "(stopped)"),
+        ("ask", "(stopped)"),
+    ],
+)
 def test_ctrl_c_counts_wherever_it_strikes(where, words, tmp_path):
     """Python raises KeyboardInterrupt anywhere: in asyncio's set-up, or while a line is printed."""
     with Terminal(where, program=("-c", INTERRUPTED), TANDEM_STATE_DIR=str(tmp_path)) as terminal:
@@ -238,8 +249,7 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
         assert terminal.ends() == 0
         assert "tokens" in terminal.text.splitlines()[-1]
     empty = tandem("generate", "/no/model", "--local")
-    assert (empty.returncode, empty.stderr) == (
-        2, "tandem: the prompt is empty; give --prompt TEXT, or text on standard input\n")
+    assert (empty.returncode, empty.stderr) == (2, "tandem: the prompt is empty; give --prompt TEXT, or text on standard input\n")
 
 
 EVIL = "a\x1b]0;owned\x07b\x9b2J"
@@ -285,8 +295,9 @@ def test_no_proxy_sees_the_key_and_an_answer_in_a_file_is_whole(evil, capsys):
     assert capsys.readouterr().out == f"{EVIL}\n"
 
 
-@pytest.mark.parametrize("words", [
-    ["generate", "--prompt", "a"], ["model", "ps"], ["model", "unload", "a"], ["chat"], ["cache", "list"]])
+@pytest.mark.parametrize(
+    "words", [["generate", "--prompt", "a"], ["model", "ps"], ["model", "unload", "a"], ["chat"], ["cache", "list"]]
+)
 def test_what_a_server_says_commands_no_terminal(evil, words, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("/model\nhello\n"))
     for stream in (sys.stdout, sys.stderr):
@@ -347,9 +358,14 @@ def test_without_a_model_the_server_of_the_usual_port_is_asked(asks, url, monkey
 
 
 def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
-    assert asks("--url", url, "-pp", "2") == (2, "", (
-        f"tandem: --pipeline-parallel-size is for a model that is loaded here, and {url} is a server; leave it out, or "
-        "give --local\n"))
+    assert asks("--url", url, "-pp", "2") == (
+        2,
+        "",
+        (
+            f"tandem: --pipeline-parallel-size is for a model that is loaded here, and {url} is a server; leave it out, or "
+            "give --local\n"
+        ),
+    )
 
 
 def test_a_server_is_asked_by_every_name_that_it_takes(url, tmp_path_factory):
@@ -366,8 +382,9 @@ def shared(url):
 
 
 def tandem(*words):
-    return subprocess.run([sys.executable, "-m", "tandem", *words], input="", capture_output=True, text=True,
-                          timeout=240, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *words], input="", capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def eventually(url, running):

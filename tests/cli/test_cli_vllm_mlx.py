@@ -22,16 +22,27 @@ def settings(*words: str) -> Settings:
     return load_settings(build_parser().parse_args(words)).settings
 
 
-@pytest.mark.parametrize(("there", "here"), [
-    ("--hostfile F --backend jaccl -- --model M --continuous-batching --host 0.0.0.0 --port 8000",
-     "M --hostfile F --backend jaccl --host 0.0.0.0 --port 8000"),
-    ("--model M --max-tokens=9 --timeout 3 --disable-prefix-cache --enable-metrics",
-     "M --default-max-tokens 9 --request-timeout 3 --prefix-cache 0 --enable-metrics"),
-    ("--model M --tool-call-parser hermes --enable-auto-tool-choice --max-num-seqs 4 --rate-limit 7",
-     "M --tool-parser hermes --max-batch-size 4 --requests-per-minute 7"),
-    ("--model M --completion-batch-size 3 --prefill-step-size 64 --max-kv-size 512 --served-model-name x",
-     "M --max-batch-size 3 --prefill-chunk 64 --kv-tokens 512 --served-name x"),
-])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (
+            "--hostfile F --backend jaccl -- --model M --continuous-batching --host 0.0.0.0 --port 8000",
+            "M --hostfile F --backend jaccl --host 0.0.0.0 --port 8000",
+        ),
+        (
+            "--model M --max-tokens=9 --timeout 3 --disable-prefix-cache --enable-metrics",
+            "M --default-max-tokens 9 --request-timeout 3 --prefix-cache 0 --enable-metrics",
+        ),
+        (
+            "--model M --tool-call-parser hermes --enable-auto-tool-choice --max-num-seqs 4 --rate-limit 7",
+            "M --tool-parser hermes --max-batch-size 4 --requests-per-minute 7",
+        ),
+        (
+            "--model M --completion-batch-size 3 --prefill-step-size 64 --max-kv-size 512 --served-model-name x",
+            "M --max-batch-size 3 --prefill-chunk 64 --kv-tokens 512 --served-name x",
+        ),
+    ],
+)
 def test_it_means_the_same(there: str, here: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": "a", "ips": ["10.0.0.1"]}, {"ssh": "b", "ips": ["10.0.0.2"]}]))

@@ -27,15 +27,18 @@ def _own_directories(tmp_path, monkeypatch):
     monkeypatch.delenv("TANDEM_BASE_URL", raising=False)
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["servee"], "tandem: there is no command 'servee'; did you mean serve?"),
-    (["model", "lst"], "tandem model: there is no action 'lst'; did you mean list?"),
-    (["serve", "demo", "--pipline-parallel-size", "2"], "did you mean --pipeline-parallel-size?"),
-    (["serve", "demo", "--pipline", "2"], "did you mean --pipeline-parallel-size?"),
-    (["serve", "demo", "--prot", "2"], "did you mean --port?"),
-    (["status", "--jsn"], "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
-    (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists all"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["servee"], "tandem: there is no command 'servee'; did you mean serve?"),
+        (["model", "lst"], "tandem model: there is no action 'lst'; did you mean list?"),
+        (["serve", "demo", "--pipline-parallel-size", "2"], "did you mean --pipeline-parallel-size?"),
+        (["serve", "demo", "--pipline", "2"], "did you mean --pipeline-parallel-size?"),
+        (["serve", "demo", "--prot", "2"], "did you mean --port?"),
+        (["status", "--jsn"], "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
+        (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists all"),
+    ],
+)
 def test_one_line_says_what_may_have_been_meant(capsys, words, said):
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -150,8 +153,7 @@ def test_every_command_finds_the_server_in_the_same_way(monkeypatch):
         os.close(lock)
     with pytest.raises(UsageError, match="--name gone: no server of that name runs"):
         address.server_url(of("--name", "gone"))
-    for words in (["replica", "list"], ["batch", "a", "b"], ["model", "ps"], ["chat"], ["generate"],
-                  ["bench", "latency"]):
+    for words in (["replica", "list"], ["batch", "a", "b"], ["model", "ps"], ["chat"], ["generate"], ["bench", "latency"]):
         assert isinstance(build_parser().parse_args([*words, "--url", "http://a:1"]), argparse.Namespace)
 
 
@@ -181,8 +183,11 @@ def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
     from tandem.cli import doctor
     from tandem.diagnostics.doctor.evidence import Finding
 
-    found = [Finding("versions", "ok", "here", "alike"), Finding("ssh", "skip", "", "one machine"),
-             Finding("rdma", "skip", "", "no Mac")]
+    found = [
+        Finding("versions", "ok", "here", "alike"),
+        Finding("ssh", "skip", "", "one machine"),
+        Finding("rdma", "skip", "", "no Mac"),
+    ]
     monkeypatch.setattr(doctor, "examine", lambda question, *_: type("E", (), {"hosts": []})())
     monkeypatch.setattr(doctor, "findings", lambda evidence: found)
     assert main(["doctor"]) == 0

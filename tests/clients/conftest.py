@@ -52,8 +52,11 @@ def _counted(request: pytest.FixtureRequest) -> Iterator[None]:
 def requests_of(address: str) -> int:
     """HTTP requests that it has answered, but those for its metrics."""
     lines = httpx.get(f"{address}/metrics", timeout=240).text.splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines
-               if re.match(r"tandem_http_requests_total\{", line) and 'route="/metrics"' not in line)
+    return sum(
+        int(float(line.split()[-1]))
+        for line in lines
+        if re.match(r"tandem_http_requests_total\{", line) and 'route="/metrics"' not in line
+    )
 
 
 SKIPPED = pytest.StashKey[bool]()

@@ -66,8 +66,11 @@ class Recording:
         raw, path = bytearray(), scope["path"]
         query = scope["query_string"].decode()
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        entry = {"method": scope["method"], "path": path + (f"?{query}" if query else ""),
-                 "headers": {name: headers[name] for name in HEADERS if name in headers}}
+        entry = {
+            "method": scope["method"],
+            "path": path + (f"?{query}" if query else ""),
+            "headers": {name: headers[name] for name in HEADERS if name in headers},
+        }
         self.requests.append(entry)
 
         async def watched_receive() -> Any:
@@ -112,8 +115,9 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
         write_tokenizer(Path(directory))
         engine = ScriptedEngine(Path(directory), call, form)
         engine.start()
-        settings = Settings(model=ModelSettings(model=directory, served_name="demo"),
-                            process=ProcessSettings(engine_socket=engine.endpoint))
+        settings = Settings(
+            model=ModelSettings(model=directory, served_name="demo"), process=ProcessSettings(engine_socket=engine.endpoint)
+        )
         app = create_app(settings, Replicas(Router(), {0: engine.endpoint}, heartbeat_s=0.1))
         app.add_middleware(Recording, requests=requests)
         listener = listen("127.0.0.1", 0)
@@ -123,8 +127,9 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
         wait_until(lambda: server.started and app.state.api.ready())
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            done = subprocess.run([part.replace("{url}", url) for part in command], stdin=subprocess.DEVNULL,
-                                  timeout=300, check=False)
+            done = subprocess.run(
+                [part.replace("{url}", url) for part in command], stdin=subprocess.DEVNULL, timeout=300, check=False
+            )
             print("exit code", done.returncode, file=sys.stderr)
         finally:
             server.should_exit = True

@@ -34,8 +34,14 @@ def missing(code: str) -> list[str]:
 
 def run(command: list[str]) -> str:
     """Its output. LiteLLM asks the network for prices otherwise."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False,
-                          env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -50,8 +56,7 @@ def test_python(url: str, heading: str, code: str) -> None:
 def test_curl(url: str) -> None:
     [(_, code)] = [block for block in blocks("bash") if block[0] == "curl"]
     commands = [command for command in re.split(r"\n(?=curl )", code.strip()) if command]
-    answers = [run(["bash", "-c", command.replace("curl ", "curl -sS -f ", 1).replace(ADDRESS, url)])
-               for command in commands]
+    answers = [run(["bash", "-c", command.replace("curl ", "curl -sS -f ", 1).replace(ADDRESS, url)]) for command in commands]
     assert '"object":"list"' in answers[0]
     assert '"chat.completion"' in answers[1]
     assert answers[2].rstrip().endswith('data: {"type":"message_stop"}')

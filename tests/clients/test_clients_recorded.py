@@ -48,8 +48,10 @@ def recorded() -> Iterator[Any]:
 
 def shortened(body: dict[str, Any]) -> dict[str, Any]:
     """The body with a small limit for the answer, which takes long otherwise."""
-    return {name: min(value, MOST_TOKENS) if name.startswith("max_") and isinstance(value, int) else value
-            for name, value in body.items()}
+    return {
+        name: min(value, MOST_TOKENS) if name.startswith("max_") and isinstance(value, int) else value
+        for name, value in body.items()
+    }
 
 
 @pytest.mark.parametrize("request_", list(recorded()))

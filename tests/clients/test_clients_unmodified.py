@@ -33,8 +33,13 @@ QUESTIONS: list[dict[str, Any]] = [
 ]
 """Of the last one the right answer is called wrong, so that not all of them are counted."""
 TASK = {
-    "task": "known", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
-    "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
+    "task": "known",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
 
@@ -49,8 +54,9 @@ def program(name: str, package: str) -> str:
 def run(tmp_path: Path, *command: str) -> str:
     """Its output; no hub is asked for anything."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path,
-                          env={**os.environ, **offline})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path, env={**os.environ, **offline}
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -67,7 +73,7 @@ def likelihoods() -> list[list[tuple[float, bool]]]:
         found.append([])
         for choice in one["choices"]:
             tokens, start = encode(f"{one['question']} {choice}", False), len(encode(one["question"], False))
-            logits = model(mx.array([tokens[:-1]]))[0, start - 1:]
+            logits = model(mx.array([tokens[:-1]]))[0, start - 1 :]
             values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             own = mx.take_along_axis(values, mx.array(tokens[start:])[:, None], axis=-1)
             greedy = mx.argmax(values, axis=-1).tolist() == tokens[start:]
@@ -80,28 +86,58 @@ def test_lm_eval(demo: str, tmp_path: Path) -> None:
     (tmp_path / "known.jsonl").write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
     task = {**TASK, "dataset_kwargs": {"data_files": {"test": str(tmp_path / "known.jsonl")}}}
     (tmp_path / "known.yaml").write_text(json.dumps(task))  # which is YAML too
-    run(tmp_path, lm_eval, "run", "--model", "local-completions", "--tasks", "known", "--include_path", str(tmp_path),
-        "--batch_size", "4", "--log_samples", "--output_path", "out", "--model_args",
-        f"model=default,base_url={demo}/v1/completions,num_concurrent=2,max_retries=1,max_length=2048")
+    run(
+        tmp_path,
+        lm_eval,
+        "run",
+        "--model",
+        "local-completions",
+        "--tasks",
+        "known",
+        "--include_path",
+        str(tmp_path),
+        "--batch_size",
+        "4",
+        "--log_samples",
+        "--output_path",
+        "out",
+        "--model_args",
+        f"model=default,base_url={demo}/v1/completions,num_concurrent=2,max_retries=1,max_length=2048",
+    )
     [results], [samples] = (list((tmp_path / "out").rglob(f"{kind}_*")) for kind in ("results", "samples"))
     expected = likelihoods()
     told = {one["doc_id"]: one["filtered_resps"] for one in map(json.loads, samples.read_text().splitlines())}
     for number, choices in enumerate(expected):
         for (value, greedy), (theirs, is_greedy) in zip(choices, told[number], strict=True):
             assert float(theirs) == pytest.approx(value, abs=1e-3) and str(is_greedy) == str(greedy)
-    right = [max(range(len(of)), key=lambda i, of=of: of[i][0]) == one["answer"]
-             for of, one in zip(expected, QUESTIONS, strict=True)]
+    right = [
+        max(range(len(of)), key=lambda i, of=of: of[i][0]) == one["answer"] for of, one in zip(expected, QUESTIONS, strict=True)
+    ]
     assert right == [True, True, True, False]
     assert json.loads(results.read_text())["results"]["known"]["acc,none"] == 0.75
 
 
 def test_guidellm(demo: str, tmp_path: Path) -> None:
     guidellm = program("guidellm", "guidellm")
-    (tmp_path / "data.jsonl").write_text("".join(
-        json.dumps({"prompt": f"Name {what}.", "output_tokens_count": 4}) + "\n" for what in ("a fruit", "a river")))
-    run(tmp_path, guidellm, "run", "--backend", f"kind=openai_http,target={demo}", "--profile", "kind=synchronous",
-        "--constraint", "kind=max_requests,count=2", "--data", f"kind=json_file,path={tmp_path}/data.jsonl",
-        "--output", f"kind=json,path={tmp_path}/report.json", "--disable-console")
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Name {what}.", "output_tokens_count": 4}) + "\n" for what in ("a fruit", "a river"))
+    )
+    run(
+        tmp_path,
+        guidellm,
+        "run",
+        "--backend",
+        f"kind=openai_http,target={demo}",
+        "--profile",
+        "kind=synchronous",
+        "--constraint",
+        "kind=max_requests,count=2",
+        "--data",
+        f"kind=json_file,path={tmp_path}/data.jsonl",
+        "--output",
+        f"kind=json,path={tmp_path}/report.json",
+        "--disable-console",
+    )
     [benchmark] = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     requests = benchmark["requests"]
     assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (2, [], [])

@@ -38,9 +38,15 @@ print(json.dumps([polled, sums, whole]))
 def test_a_ring_polls_its_sockets_only_where_cores_abound(cores: int, polled: int, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    ranks = [subprocess.Popen([sys.executable, "-c", _RANK, str(cores)], stdout=subprocess.PIPE, text=True,
-                              env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)})
-             for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(cores)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
+        )
+        for rank in range(2)
+    ]
     try:
         said = [json.loads(rank.communicate(timeout=240)[0]) for rank in ranks]
     finally:

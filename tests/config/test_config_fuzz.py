@@ -20,9 +20,7 @@ FUZZ = settings(max_examples=120, derandomize=True, deadline=None, database=None
 NAMES = [option.name for option in options()]
 TEXTS = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(
-        ["", "0", "-1", "1e999", "nan", "inf", "9" * 5000, "1,2", ",", "\0", "true", "auto", "/", "\ud800"]
-    ),
+    st.sampled_from(["", "0", "-1", "1e999", "nan", "inf", "9" * 5000, "1,2", ",", "\0", "true", "auto", "/", "\ud800"]),
 )
 VALUES = st.recursive(
     st.one_of(st.booleans(), st.integers(), st.just(10**400), st.floats(), TEXTS, st.none()),

@@ -12,8 +12,7 @@ from tandem.errors import ConfigError
 def test_limits_after_a_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text(
-        "# team\nplain\nheavy  requests_per_minute=600 weight=2.5\n"
-        "  free\ttokens_per_minute=none max_concurrent_requests=1\n"
+        "# team\nplain\nheavy  requests_per_minute=600 weight=2.5\n  free\ttokens_per_minute=none max_concurrent_requests=1\n"
     )
     assert read_key_file(str(file), ClientLimits(requests_per_minute=60, tokens_per_minute=9)) == {
         "plain": ClientLimits(requests_per_minute=60, tokens_per_minute=9),

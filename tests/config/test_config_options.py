@@ -60,9 +60,7 @@ def test_parse_refuses(name, text, said):
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("port", "80"), ("port", True), ("port", 1.5), ("api_key", [1]), ("host", ["a"])]
-)
+@pytest.mark.parametrize(("name", "value"), [("port", "80"), ("port", True), ("port", 1.5), ("api_key", [1]), ("host", ["a"])])
 def test_convert_refuses_other_types(name, value):
     with pytest.raises(ConfigError):
         by_name()[name].convert(value, label="x")

@@ -56,22 +56,25 @@ def test_children_get_it_as_it_is(tmp_path):
     assert from_json(to_json(settings)) == settings
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ('[models.a]\nmodle = "x"', ("[models.a] modle", "did you mean model")),
-    ('[models.a]\nmodel = 3', ("[models.a] model", "3")),
-    ('[models.a]\nmodel = "x"\nkeep = "yes"', ("[models.a] keep", "true or false")),
-    ('[models.a]\nmodel = "x"\nport = 3', ("[models.a] port", "all models alike")),
-    ('[models.a]\nmodel = "x"\nmax_context = 0', ("[models.a] max_context", "1 or more")),
-    ('[models.a]\nmodel = "x"\nunload_after = -5', ("[models.a] unload_after", "above 0")),
-    ('[models.a]\nkeep = true', ("[models.a]", "needs `model`")),
-    ('[models]\nmax_loaded = 0', ("max_loaded", "1 or more")),
-    ('[models.default]\nmodel = "x"', ("'default' cannot be",)),
-    ('[models."a b"]\nmodel = "x"', ("'a b' cannot be",)),
-    ('[models]\nextra_models = ["a=x", "a=y"]', ("two models of the name a",)),
-    ('[models]\nextra_models = ["a"]', ("--extra-models a", "NAME=MODEL")),
-    ('[models]\nlora_modules = ["=x"]\n[model]\nmodel = "m"', ("'' cannot be",)),
-    ('[model]\nmodel = "m"\nserved_name = "a"\n[models]\nextra_models = ["a=x"]', ("two models of the name a",)),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[models.a]\nmodle = "x"', ("[models.a] modle", "did you mean model")),
+        ("[models.a]\nmodel = 3", ("[models.a] model", "3")),
+        ('[models.a]\nmodel = "x"\nkeep = "yes"', ("[models.a] keep", "true or false")),
+        ('[models.a]\nmodel = "x"\nport = 3', ("[models.a] port", "all models alike")),
+        ('[models.a]\nmodel = "x"\nmax_context = 0', ("[models.a] max_context", "1 or more")),
+        ('[models.a]\nmodel = "x"\nunload_after = -5', ("[models.a] unload_after", "above 0")),
+        ("[models.a]\nkeep = true", ("[models.a]", "needs `model`")),
+        ("[models]\nmax_loaded = 0", ("max_loaded", "1 or more")),
+        ('[models.default]\nmodel = "x"', ("'default' cannot be",)),
+        ('[models."a b"]\nmodel = "x"', ("'a b' cannot be",)),
+        ('[models]\nextra_models = ["a=x", "a=y"]', ("two models of the name a",)),
+        ('[models]\nextra_models = ["a"]', ("--extra-models a", "NAME=MODEL")),
+        ('[models]\nlora_modules = ["=x"]\n[model]\nmodel = "m"', ("'' cannot be",)),
+        ('[model]\nmodel = "m"\nserved_name = "a"\n[models]\nextra_models = ["a=x"]', ("two models of the name a",)),
+    ],
+)
 def test_mistakes_are_named(tmp_path, text, words):
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, text)

@@ -17,7 +17,8 @@ def chosen(**flags: str) -> SpeculationSettings:
 def test_flags_and_vllms_json_say_the_same() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 4, "prompt_lookup_min": 3}'
     assert chosen(speculative_config=text) == chosen(
-        speculative_method="ngram", num_speculative_tokens="7", prompt_lookup_max="4", prompt_lookup_min="3")
+        speculative_method="ngram", num_speculative_tokens="7", prompt_lookup_max="4", prompt_lookup_min="3"
+    )
     assert chosen(speculative_config='{"model": "small"}') == chosen(draft_model="small")
 
 
@@ -26,18 +27,21 @@ def test_auto_is_a_draft_model_where_one_is_named() -> None:
     assert chosen(draft_model="small").speculative_method == "draft_model"
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ({"speculative_config": "ngram"}, "--speculative-config: is not JSON"),
-    ({"speculative_config": "[1]"}, "must be a JSON object"),
-    ({"speculative_config": '{"metod": "ngram"}'}, "there is no 'metod'; known are method, model"),
-    ({"speculative_config": '{"method": "eagle"}'}, "--speculative-config method: 'eagle' is not one of auto, none"),
-    ({"speculative_config": '{"num_speculative_tokens": "5"}'}, "num_speculative_tokens: '5' is not a whole number"),
-    ({"speculative_config": '{"num_speculative_tokens": 33}'}, "num_speculative_tokens: 33 is out of range"),
-    ({"num_speculative_tokens": "0"}, "--num-speculative-tokens: 0 is out of range"),
-    ({"prompt_lookup_min": "6"}, "6 is more than the 5 of --prompt-lookup-max; lower it"),
-    ({"speculative_method": "draft_model"}, "needs --draft-model MODEL"),
-    ({"speculative_method": "ngram", "draft_model": "small"}, "is not used by --speculative-method ngram"),
-])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"speculative_config": "ngram"}, "--speculative-config: is not JSON"),
+        ({"speculative_config": "[1]"}, "must be a JSON object"),
+        ({"speculative_config": '{"metod": "ngram"}'}, "there is no 'metod'; known are method, model"),
+        ({"speculative_config": '{"method": "eagle"}'}, "--speculative-config method: 'eagle' is not one of auto, none"),
+        ({"speculative_config": '{"num_speculative_tokens": "5"}'}, "num_speculative_tokens: '5' is not a whole number"),
+        ({"speculative_config": '{"num_speculative_tokens": 33}'}, "num_speculative_tokens: 33 is out of range"),
+        ({"num_speculative_tokens": "0"}, "--num-speculative-tokens: 0 is out of range"),
+        ({"prompt_lookup_min": "6"}, "6 is more than the 5 of --prompt-lookup-max; lower it"),
+        ({"speculative_method": "draft_model"}, "needs --draft-model MODEL"),
+        ({"speculative_method": "ngram", "draft_model": "small"}, "is not used by --speculative-method ngram"),
+    ],
+)
 def test_nonsense_is_refused_by_name(flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         chosen(**flags)

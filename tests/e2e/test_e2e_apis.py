@@ -18,8 +18,12 @@ from tandem.testing import tiny_model
 pytestmark = pytest.mark.slow
 LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2")}
 LONG = {"max_position_embeddings": 4096}
-SCHEMA = {"type": "object", "additionalProperties": False, "required": ["city", "unit"], "properties": {
-    "city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}}
+SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["city", "unit"],
+    "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
+}
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
@@ -68,8 +72,12 @@ class TestMessages:
         assert count == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
     def test_a_tool_is_used_and_its_result_answered(self, client: anthropic.Anthropic) -> None:
-        fields = {**self.FIELDS, "tools": [self.TOOL], "extra_body": {"temperature": 0},
-                  "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        fields = {
+            **self.FIELDS,
+            "tools": [self.TOOL],
+            "extra_body": {"temperature": 0},
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
         whole = client.messages.create(**fields)
         [use] = whole.content
         assert (whole.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "weather")
@@ -90,8 +98,13 @@ class TestMessages:
 class TestResponses:
     """OpenAI's client."""
 
-    TOOL: Any = {"type": "function", "name": "weather", "description": "Tells the weather of a city.",
-                 "parameters": SCHEMA, "strict": True}
+    TOOL: Any = {
+        "type": "function",
+        "name": "weather",
+        "description": "Tells the weather of a city.",
+        "parameters": SCHEMA,
+        "strict": True,
+    }
     FIELDS: Any = {"model": "default", "max_output_tokens": 200, "input": ASK[0]["content"], "temperature": 0}
 
     def test_a_stream_adds_up_to_the_whole_answer(self, openai_client: OpenAI) -> None:
@@ -111,8 +124,9 @@ class TestResponses:
             [streamed] = stream.get_final_response().output
         assert (streamed.name, streamed.arguments) == ("weather", call.arguments)
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees, sunny"}
-        again = openai_client.responses.create(**{**self.FIELDS, "input": [*ASK, call, result], "max_output_tokens": 5},
-                                        tools=[self.TOOL])
+        again = openai_client.responses.create(
+            **{**self.FIELDS, "input": [*ASK, call, result], "max_output_tokens": 5}, tools=[self.TOOL]
+        )
         assert again.usage.output_tokens <= 5
 
     def test_structured_output(self, openai_client: OpenAI) -> None:

@@ -30,8 +30,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(place: Path) -> Iterator[Server]:
-    with serving(place / "tiny", "--data-parallel-size", "2", "--kv-disk", place / "kv", "--api-key-file",
-                 place / "keys", "--default-max-tokens", "4", "--warmup-prompts", place / "system.txt") as server:
+    with serving(
+        place / "tiny",
+        "--data-parallel-size",
+        "2",
+        "--kv-disk",
+        place / "kv",
+        "--api-key-file",
+        place / "keys",
+        "--default-max-tokens",
+        "4",
+        "--warmup-prompts",
+        place / "system.txt",
+    ) as server:
         server.headers["Authorization"] = "Bearer sesame"
         server.client = server.client.with_options(api_key="sesame")
         yield server
@@ -48,8 +59,9 @@ def ask(server: Server, method: str, path: str, body: Any = None) -> httpx.Respo
 
 
 def cached(server: Server, system: str) -> int:
-    answer = server.client.chat.completions.create(model="default", messages=[
-        {"role": "system", "content": system}, {"role": "user", "content": "Why?"}])
+    answer = server.client.chat.completions.create(
+        model="default", messages=[{"role": "system", "content": system}, {"role": "user", "content": "Why?"}]
+    )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     return answer.usage.prompt_tokens_details.cached_tokens or 0
@@ -108,18 +120,24 @@ def test_requests_and_what_is_wrong_with_them(two, place):
     (place / "bad.json").write_text("{")
     (place / "second.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps({"prompt": "x", "frob": 1}) + "\n")
     for arguments, why in (
-        (["warm", str(place / "bad.json")], "is not valid JSON"), (["warm", str(place / "no")], "No such file"),
+        (["warm", str(place / "bad.json")], "is not valid JSON"),
+        (["warm", str(place / "no")], "No such file"),
         (["warm", str(place / "second.jsonl")], "second.jsonl, prompt 2: "),
-        (["drop", "--unused-days", "1"], "--kv-disk"), (["list", "--kv-disk", "kv"], "one is about a directory"),
-        (["list", "--model", "other"], "does not exist")):
+        (["drop", "--unused-days", "1"], "--kv-disk"),
+        (["list", "--kv-disk", "kv"], "one is about a directory"),
+        (["list", "--model", "other"], "does not exist"),
+    ):
         line = command(two, place, *arguments, code=2)
         assert why in line
         assert line.count("\n") == 1
     for method, path, body, status, param in (
-        ("POST", "/v1/cache/warm", {}, 400, None), ("POST", "/v1/cache/warm", {"prompt": "x", "frob": 1}, 400, "frob"),
+        ("POST", "/v1/cache/warm", {}, 400, None),
+        ("POST", "/v1/cache/warm", {"prompt": "x", "frob": 1}, 400, "frob"),
         ("POST", "/v1/cache/warm", {"prompt": ["y" * 3000]}, 400, "prompt"),
-        ("DELETE", "/v1/cache?tier=disk", None, 400, "tier"), ("GET", "/v1/cache?all=1", None, 400, "all"),
-        ("GET", "/v1/cache?model=other", None, 404, "model")):
+        ("DELETE", "/v1/cache?tier=disk", None, 400, "tier"),
+        ("GET", "/v1/cache?all=1", None, 400, "all"),
+        ("GET", "/v1/cache?model=other", None, 404, "model"),
+    ):
         answer = ask(two, method, path, body)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["param"] == param

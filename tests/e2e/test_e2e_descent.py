@@ -51,8 +51,9 @@ MODEL_LOAD_WAIT_SECONDS=15
 LOG_LEVEL=INFO
 """
 """The ring project's .env.example, with a model, a port and a socket of ours."""
-STATELESS = {name: value for name, value in os.environ.items()
-             if name not in (*MAPPED, *NOT_MAPPED, "MLX_RANK", "TANDEM_BASE_URL")}
+STATELESS = {
+    name: value for name, value in os.environ.items() if name not in (*MAPPED, *NOT_MAPPED, "MLX_RANK", "TANDEM_BASE_URL")
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +73,15 @@ class Ring:
         self.names = {line.partition("=")[0] for line in text.splitlines()}
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "tandem", *words], cwd=self.directory, capture_output=True,
-                              text=True, timeout=PATIENCE_S, check=False,
-                              env={**STATELESS, "TANDEM_STATE_DIR": str(self.directory / "state")})
+        return subprocess.run(
+            [sys.executable, "-m", "tandem", *words],
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            env={**STATELESS, "TANDEM_STATE_DIR": str(self.directory / "state")},
+        )
 
     def chat(self, **fields: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": "What is machine learning? " * 8}]
@@ -117,8 +124,12 @@ def test_the_ring_projects_commands(ring: Ring) -> None:
         words = command.replace("curl ", "curl -sS -f ", 1).replace("http://127.0.0.1:8100", ring.base)
         said = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
         assert json.loads(said.stdout)["conversation_messages"] == 2 * count
-    with httpx.stream("POST", f"{ring.base}/v1/chat/completions", timeout=PATIENCE_S, json={
-            "messages": [{"role": "user", "content": "a"}], "stream": True}) as stream:
+    with httpx.stream(
+        "POST",
+        f"{ring.base}/v1/chat/completions",
+        timeout=PATIENCE_S,
+        json={"messages": [{"role": "user", "content": "a"}], "stream": True},
+    ) as stream:
         assert stream.status_code == 200 and "data: [DONE]" in stream.read().decode()
 
     [status] = json.loads(ring("status", "--json", "--interval", "0").stdout)
@@ -136,21 +147,48 @@ def test_the_ring_projects_commands(ring: Ring) -> None:
 
 def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
     hosts, log = tmp_path / "mlx_hostfile.json", tmp_path / "log"
-    hosts.write_text(json.dumps({"backend": "ring", "envs": ["MLX_METAL_FAST_SYNCH=1"], "hosts": [
-        {"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": []}] * 2}))
-    words = ["distributed_launcher", "--backend", "ring", "--hostfile", str(hosts), "--", "--model", str(model),
-             "--continuous-batching", "--host", "127.0.0.1", "--port", "0"]
+    hosts.write_text(
+        json.dumps(
+            {
+                "backend": "ring",
+                "envs": ["MLX_METAL_FAST_SYNCH=1"],
+                "hosts": [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": []}] * 2,
+            }
+        )
+    )
+    words = [
+        "distributed_launcher",
+        "--backend",
+        "ring",
+        "--hostfile",
+        str(hosts),
+        "--",
+        "--model",
+        str(model),
+        "--continuous-batching",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+    ]
     with log.open("w") as errors:
-        process = subprocess.Popen([sys.executable, "-m", "tandem", *words], stdout=subprocess.PIPE, stderr=errors,
-                                   text=True, env=STATELESS)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem", *words], stdout=subprocess.PIPE, stderr=errors, text=True, env=STATELESS
+        )
     try:
         base = address(process, log)
         said = log.read_text()
         assert "--model" in said and "--tensor-parallel-size 2`" in said.splitlines()[0]
         for rank in (0, 1):
-            lines = [said.index(f"[Rank {rank}] {words}") for words in (
-                "Loading sharded model", "Sharded model loaded successfully", "Post-load barrier passed",
-                "BatchGenerator created, entering StepPlan loop")]
+            lines = [
+                said.index(f"[Rank {rank}] {words}")
+                for words in (
+                    "Loading sharded model",
+                    "Sharded model loaded successfully",
+                    "Post-load barrier passed",
+                    "BatchGenerator created, entering StepPlan loop",
+                )
+            ]
             assert lines == sorted(lines)
         assert said.count("Uvicorn running on http://127.0.0.1:") == 1
         assert said.index("Uvicorn running") > said.rindex("Post-load barrier passed")
@@ -159,8 +197,9 @@ def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
         messages: list[Any] = [{"role": "user", "content": "Hello from distributed inference!"}]
         answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8)
         assert answer.choices[0].message.content is not None
-        disk_blocks = list(client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True,
-                                                     temperature=0.7))
+        disk_blocks = list(
+            client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True, temperature=0.7)
+        )
         assert disk_blocks[-1].choices[0].finish_reason in ("stop", "length")
     finally:
         end(process)
@@ -180,9 +219,17 @@ def test_the_communicators_operations(tmp_path: Path) -> None:
     (tmp_path / "operations.py").write_text(script + FIRST_TEST)
     # As mlx.launch would have it.
     (tmp_path / "ring.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    ranks = [subprocess.Popen([sys.executable, "operations.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, cwd=tmp_path, env={**STATELESS, "MLX_RANK": str(rank), "MLX_HOSTFILE":
-                                                            str(tmp_path / "ring.json")}) for rank in (0, 1)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "operations.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**STATELESS, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "ring.json")},
+        )
+        for rank in (0, 1)
+    ]
     try:
         said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     finally:

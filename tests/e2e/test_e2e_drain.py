@@ -38,8 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @contextmanager
 def command(*arguments: str, ready: str | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A tandem command, and its address when `ready`; afterwards nothing of it is left."""
-    process = subprocess.Popen([sys.executable, "-m", "tandem", *arguments], text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     family: list[psutil.Process] = []
     try:
         found = None
@@ -144,8 +145,10 @@ def apart(model: str, socket_path: Path, timeout: str) -> Iterator[tuple[subproc
     port = str(free_ports(1)[0])
     common = ["--engine-socket", str(socket_path), "--drain-timeout", timeout]
     url = f"http://127.0.0.1:{port}"
-    with command("engine", model, "--kv-tokens", "60000", *common) as (engine, _), \
-            command("api", "--port", port, *common) as (api, _):
+    with (
+        command("engine", model, "--kv-tokens", "60000", *common) as (engine, _),
+        command("api", "--port", port, *common) as (api, _),
+    ):
         wait_until(lambda: _answers(url) and ready(url))
         yield engine, api, url
 

@@ -30,8 +30,7 @@ HIDE = ("unshare", "--mount", "--propagation", "private", "sh", "-c", 'mount -t 
 
 def may_hide() -> bool:
     """Whether /proc can be hidden here: macOS has none."""
-    return sys.platform == "linux" and os.geteuid() == 0 and subprocess.run(
-        [*HIDE, "true"], capture_output=True).returncode == 0
+    return sys.platform == "linux" and os.geteuid() == 0 and subprocess.run([*HIDE, "true"], capture_output=True).returncode == 0
 
 
 class Mac:
@@ -51,11 +50,19 @@ class Mac:
         self.hide = HIDE if may_hide() else ()
 
     def start(self, *words: str, **options: object) -> subprocess.Popen[str]:
-        code = ("import resource, runpy, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
-                "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); sys.argv[0] = 'tandem'; "
-                "runpy.run_module('tandem', run_name='__main__')")
-        return subprocess.Popen([*self.hide, sys.executable, "-P", "-c", code, *words], env=self.environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+        code = (
+            "import resource, runpy, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); sys.argv[0] = 'tandem'; "
+            "runpy.run_module('tandem', run_name='__main__')"
+        )
+        return subprocess.Popen(
+            [*self.hide, sys.executable, "-P", "-c", code, *words],
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,
+        )  # type: ignore[call-overload]
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*words)

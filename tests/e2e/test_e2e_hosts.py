@@ -31,7 +31,8 @@ def test_tensor_parallel_over_two_machines(machines: Machines, tiny: Path, expec
 
 
 def test_two_stages_over_three_machines_with_weights_from_the_head(
-        machines: Machines, tiny: Path, expected: str, tmp_path: Path) -> None:
+    machines: Machines, tiny: Path, expected: str, tmp_path: Path
+) -> None:
     path = hostfile(machines, ["h1", "h2", "h0"])
     for name in machines.names:
         machines.set_variables(name, {"TANDEM_CACHE": str(tmp_path / name)})

@@ -63,8 +63,7 @@ def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny
         assert texts == [undisturbed], server.log
 
 
-def test_a_head_that_is_killed_leaves_nothing_on_any_machine_not_even_one_that_is_cut_off(
-        machines: Machines, tiny: Path) -> None:
+def test_a_head_that_is_killed_leaves_nothing_on_any_machine_not_even_one_that_is_cut_off(machines: Machines, tiny: Path) -> None:
     with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"])):
         machines.cut("h2")
         try:

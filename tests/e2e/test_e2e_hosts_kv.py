@@ -102,8 +102,14 @@ class EnginePool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """So wide that it pays to fetch, however busy the machine."""
-    return str(tiny_model(tmp_path_factory.mktemp("wide") / "model", layers=4, dtype="float32",
-                          config={"max_position_embeddings": 8192, "intermediate_size": 4096}))
+    return str(
+        tiny_model(
+            tmp_path_factory.mktemp("wide") / "model",
+            layers=4,
+            dtype="float32",
+            config={"max_position_embeddings": 8192, "intermediate_size": 4096},
+        )
+    )
 
 
 def disks_of(machines: Machines, directory: Path) -> dict[str, Path]:
@@ -116,15 +122,13 @@ def disks_of(machines: Machines, directory: Path) -> dict[str, Path]:
     return disks
 
 
-def test_replicas_without_a_common_disk_fetch_from_one_another(
-        machines: Machines, model: str, tmp_path: Path) -> None:
+def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machines, model: str, tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     disks = disks_of(machines, directory)
     lengths = {7: 540, 11: 540, 13: 540, 17: 1600}
     prompts = [[3 + i * step % 400 for i in range(length)] for step, length in lengths.items()]
     hosts = hostfile(machines, ["h1", "h2", {"ssh": "localhost"}])
-    common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout",
-              "200"]
+    common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout", "200"]
     with serving(machines, *common) as server:
         engine_pool = EnginePool(server, disks)
         engine_pool.lent_to_all(2)
@@ -139,8 +143,15 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
         engine_pool.command("add")
         engine_pool.lent_to_all(3)
         undisturbed = engine_pool.ask("1", prompts[1], 400)
-        body = {"model": "default", "prompt": prompts[1], "max_tokens": 7000, "temperature": 0, "ignore_eos": True,
-                "stream": True, "prompt_cache_key": engine_pool.key_of("0")}
+        body = {
+            "model": "default",
+            "prompt": prompts[1],
+            "max_tokens": 7000,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "prompt_cache_key": engine_pool.key_of("0"),
+        }
         text = ""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
@@ -148,8 +159,10 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
             before = sum(engine_pool.counted("tandem_kv_disk_brought_bytes_total").values())
             engine_pool.command("drain", "0")
-            eventually(lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
-                       what=lambda: server.log)
+            eventually(
+                lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
+                what=lambda: server.log,
+            )
             while len(text) < len(undisturbed):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
         assert text.startswith(undisturbed)
@@ -167,8 +180,9 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
         key, answers = engine_pool.key_of("2"), queue.SimpleQueue[str]()
         machines.slow("h2", rate="1mbit")
         sent = machines.sent("h2")
-        thread = threading.Thread(target=lambda: answers.put(
-            server.complete(prompt=prompts[3], prompt_cache_key=key)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: answers.put(server.complete(prompt=prompts[3], prompt_cache_key=key)), daemon=True
+        )
         thread.start()
         eventually(lambda: machines.sent("h2") > sent + 100_000, what=lambda: server.log)
         machines.cut("h2")
@@ -183,14 +197,26 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
 
 def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model: str, tmp_path: Path) -> None:
     disks = disks_of(machines, tmp_path / "kv")
-    prompts = [[3 + i * step % 400 for i in range(length)] for step, length in ((7, 60), (11, 1300), (13, 2000),
-                                                                                (17, 3000))]
+    prompts = [[3 + i * step % 400 for i in range(length)] for step, length in ((7, 60), (11, 1300), (13, 2000), (17, 3000))]
     tokens = 200  # so many that nobody is done before its prompt is written
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     with LLM(model, kv_tokens=20_000) as llm:
         expected = [one.text for one in llm.generate(prompts, params)]
-    common = [model, "--hostfile", hostfile(machines, ["h1", "h2"]), "--parallel", "1", "-dp", "2", "--roles",
-              "prefill,decode", "--kv-disk", str(tmp_path / "kv"), "--kv-tokens", "40000"]
+    common = [
+        model,
+        "--hostfile",
+        hostfile(machines, ["h1", "h2"]),
+        "--parallel",
+        "1",
+        "-dp",
+        "2",
+        "--roles",
+        "prefill,decode",
+        "--kv-disk",
+        str(tmp_path / "kv"),
+        "--kv-tokens",
+        "40000",
+    ]
     with serving(machines, *common) as server, ThreadPoolExecutor(2) as pool:
         engine_pool = EnginePool(server, disks)
         engine_pool.lent_to_all(2)

@@ -36,8 +36,7 @@ def manual(machines: Machines, tiny: Path, *words: str) -> list[str]:
     return [str(tiny), "--launcher", "manual", "--token-file", str(machines["h0"].home / "token"), *words]
 
 
-def test_machines_join_by_hand_in_reverse_order_and_before_the_head(
-        machines: Machines, tiny: Path, expected: str) -> None:
+def test_machines_join_by_hand_in_reverse_order_and_before_the_head(machines: Machines, tiny: Path, expected: str) -> None:
     """The head makes the token, so the first head ends before anybody could join it."""
     arguments = manual(machines, tiny, "-tp", "2")
     with serving(machines, *arguments, ready=False) as server:
@@ -102,8 +101,11 @@ def test_who_may_not_join_is_told_why_and_disturbs_nobody(machines: Machines, ti
 
 
 def test_the_join_port_is_taken(machines: Machines, tiny: Path) -> None:
-    listener = ["python", "-c", "import socket, time; s = socket.create_server(('0.0.0.0', 29650)); "
-                "print('up', flush=True); time.sleep(100)"]
+    listener = [
+        "python",
+        "-c",
+        "import socket, time; s = socket.create_server(('0.0.0.0', 29650)); print('up', flush=True); time.sleep(100)",
+    ]
     holder = machines.start("h0", listener, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == "up\n"
     try:

@@ -81,9 +81,7 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         assert events[-1].type in ("response.completed", "response.incomplete")
 
 
-def without_room(
-    url: str, server: psutil.Process, ask: Callable[[str, str], httpx.Response]
-) -> tuple[str, httpx.Response]:
+def without_room(url: str, server: psutil.Process, ask: Callable[[str, str], httpx.Response]) -> tuple[str, httpx.Response]:
     """A key and its answer, of a request that was written down while its answer could not be."""
     if not hasattr(psutil, "RLIMIT_FSIZE"):  # macOS cannot limit another process
         return "drawn", ask(url, "drawn")
@@ -120,13 +118,13 @@ def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
 def no_line_of_a_batch_is_lost_or_answered_twice(url: str, server: psutil.Process) -> None:
     """The api is killed again and again while it works on two batches."""
     body = {"prompt": "go on", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    lines = [{"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
-             for number in range(60)]
+    lines = [{"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body} for number in range(60)]
     sent = "\n".join(map(json.dumps, lines)).encode()
     with asking(url) as client:
         file = client.files.create(file=("in.jsonl", sent), purpose="batch")
-        begun = [client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-                 for _ in range(2)]
+        begun = [
+            client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h") for _ in range(2)
+        ]
         kept = client.responses.create(input="hi", store=True, max_output_tokens=4)
 
     def answered() -> int:

@@ -18,8 +18,24 @@ from tandem.testing import EOS, tiny_model
 
 pytestmark = pytest.mark.slow
 
-TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "minimax_m2",
-         "llama4", "gemma3", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "mamba2", "mistral3")
+TYPES = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "kimi_k25",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "minimax_m2",
+    "llama4",
+    "gemma3",
+    "gemma4",
+    "nemotron_h",
+    "granitemoehybrid",
+    "lfm2",
+    "kimi_linear",
+    "mamba2",
+    "mistral3",
+)
 BOTH = ("dbrx", "longcat_flash", "minimax_m3_vl", "recurrent_gemma")
 """Experts in a list; two attentions a layer; an index, and one by one; a kv head that every rank has, and gates."""
 SHARDED = tuple(one for one in TYPES if one in SHARDING)[::2]
@@ -44,11 +60,16 @@ def url(models: Path) -> Iterator[str]:
     """One server; a model is loaded when a request names it, and goes for the next but one."""
     pp, tp = "pipeline_parallel_size = 2\n", "tensor_parallel_size = 2\n"
     sizes = {"pp": pp, "tp": tp, "both": pp + tp}
-    tables = [f'[models."{family}.{layout}"]\nmodel = "{models / family}"\n{sizes[layout]}kv_tokens = 2000\n'
-              for layout, families in LAYOUTS.items() for family in families]
+    tables = [
+        f'[models."{family}.{layout}"]\nmodel = "{models / family}"\n{sizes[layout]}kv_tokens = 2000\n'
+        for layout, families in LAYOUTS.items()
+        for family in families
+    ]
     config = models / "tandem.toml"
-    config.write_text(f'[model]\nmodel = "{models / TYPES[0]}"\n[scheduler]\ncanary = false\nkv_tokens = 2000\n'
-                      "[models]\nmax_loaded = 2\n" + "\n".join(tables))
+    config.write_text(
+        f'[model]\nmodel = "{models / TYPES[0]}"\n[scheduler]\ncanary = false\nkv_tokens = 2000\n'
+        "[models]\nmax_loaded = 2\n" + "\n".join(tables)
+    )
     with served(str(models / TYPES[0]), "--config", str(config)) as address:
         yield address
 
@@ -63,7 +84,7 @@ def expected(path: Path) -> tuple[list[str], str]:
     texts = []
     for prompt in prompts:
         tokens = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS)]
-        tokens = tokens[:tokens.index(EOS)] if EOS in tokens else tokens
+        tokens = tokens[: tokens.index(EOS)] if EOS in tokens else tokens
         texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
     return texts[:-1], texts[-1]
 

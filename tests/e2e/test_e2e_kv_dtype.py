@@ -26,13 +26,23 @@ def test_over_http(tmp_path: Path) -> None:
         assert first.usage.completion_tokens > 0 and first.choices[0].text == again.choices[0].text
 
 
-@pytest.mark.parametrize(("family", "config", "layout", "words"), [
-    ("deepseek_v3", {}, (), "deepseek_v3 has no layer that it would change"),
-    ("gemma2", {"head_dim": 64}, ("-pp", "2"), "computes with keys and values itself")])
+@pytest.mark.parametrize(
+    ("family", "config", "layout", "words"),
+    [
+        ("deepseek_v3", {}, (), "deepseek_v3 has no layer that it would change"),
+        ("gemma2", {"head_dim": 64}, ("-pp", "2"), "computes with keys and values itself"),
+    ],
+)
 def test_what_it_does_not_work_with_ends_with_one_line(
-        family: str, config: dict[str, Any], layout: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    family: str, config: dict[str, Any], layout: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
     directory = tiny_model(tmp_path, family, config=config)
-    ended = subprocess.run([sys.executable, "-m", "tandem", "serve", str(directory), "--port", "0", *layout,
-                            "--kv-dtype", "8bit"], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", str(directory), "--port", "0", *layout, "--kv-dtype", "8bit"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
     assert ended.returncode == 2
     assert "--kv-dtype 8bit: " in ended.stderr and words in ended.stderr and "Traceback" not in ended.stderr

@@ -68,24 +68,24 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = path / "tandem.toml"
     file.write_text(f"""
 [model]
-model = "{path / 'alpha'}"
+model = "{path / "alpha"}"
 [scheduler]
 memory_fraction = {budget!r}
 kv_tokens = 16384
 self-check = false
 [models.beta]
-model = "{path / 'beta'}"
+model = "{path / "beta"}"
 pipeline_parallel_size = 2
 [models.gamma]
-model = "{path / 'alpha'}"
+model = "{path / "alpha"}"
 tensor_parallel_size = 2
 kv_tokens = 40000
 [models.delta]
-model = "{path / 'delta'}"
+model = "{path / "delta"}"
 unload_after = 2.0
 [models."alpha:sql"]
-model = "{path / 'alpha'}"
-adapter_path = "{path / 'adapter'}"
+model = "{path / "alpha"}"
+adapter_path = "{path / "adapter"}"
 parallel = [2, 1]
 """)
     return file
@@ -122,8 +122,10 @@ def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
     """Requests to models that exclude one another, all at once: each is answered by its own model, in its turn."""
     expected = {name: server.complete(name) for name in ("alpha", "beta", "gamma")}
     answers: list[tuple[str, str]] = []
-    threads = [threading.Thread(target=lambda name=name: answers.append((name, server.complete(name))))
-               for name in ("alpha", "gamma", "beta") * 3]
+    threads = [
+        threading.Thread(target=lambda name=name: answers.append((name, server.complete(name))))
+        for name in ("alpha", "gamma", "beta") * 3
+    ]
     for thread in threads:
         thread.start()
     seen: set[frozenset[str]] = set()
@@ -141,8 +143,9 @@ def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     again: list[str] = []
 
     def follow() -> None:
-        disk_blocks.extend(chunk.choices[0].text for chunk in server.client.completions.create(
-            model="beta", prompt=PROMPT, stream=True, **LONG))
+        disk_blocks.extend(
+            chunk.choices[0].text for chunk in server.client.completions.create(model="beta", prompt=PROMPT, stream=True, **LONG)
+        )
 
     streaming = threading.Thread(target=follow)
     streaming.start()
@@ -245,16 +248,22 @@ def test_the_api_can_die_alone(server: Models) -> None:
     assert server.complete("alpha") == text
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--extra-models", "big={path}/beta", "--kv-tokens", "99999999"), ("alpha can never be loaded", "MiB", "kv_tokens")),
-    (("--extra-models", "gone={path}/gone"), ("model gone", "no such directory")),
-    (("--extra-models", "beta={path}/beta", "--pinned-models", "gamma"), ("--pinned-models gamma", "alpha, beta")),
-])
-def test_what_can_never_work_is_refused_at_the_start(config: Path, arguments: tuple[str, ...],
-                                                     words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--extra-models", "big={path}/beta", "--kv-tokens", "99999999"), ("alpha can never be loaded", "MiB", "kv_tokens")),
+        (("--extra-models", "gone={path}/gone"), ("model gone", "no such directory")),
+        (("--extra-models", "beta={path}/beta", "--pinned-models", "gamma"), ("--pinned-models gamma", "alpha, beta")),
+    ],
+)
+def test_what_can_never_work_is_refused_at_the_start(config: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     path = str(config.parent)
-    done = subprocess.run([sys.executable, "-m", "tandem", "serve", f"{path}/alpha", "--port", "0",
-                           *(one.format(path=path) for one in arguments)], capture_output=True, text=True, timeout=240,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", f"{path}/alpha", "--port", "0", *(one.format(path=path) for one in arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stderr

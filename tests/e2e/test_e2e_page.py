@@ -53,7 +53,8 @@ def page(server: Locked) -> Iterator[Window]:
 
 @NO_CHROMIUM
 def test_a_chat_by_keyboard_is_streamed_and_goes_on_over_the_death_of_a_rank(
-        page: Window, server: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+    page: Window, server: Locked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     page.view("cluster")
     page.driver.switch_to.active_element.send_keys(Keys.ALT + "1")
@@ -72,11 +73,17 @@ def test_a_chat_by_keyboard_is_streamed_and_goes_on_over_the_death_of_a_rank(
     page.until(lambda: len(page.texts(".assistant[data-done]")) == 2, "the second answer ends")
     assert page.texts(".assistant .error:not([hidden])") == []
     page.view("cluster")
-    page.until(lambda: page.text("#state") == "healthy" and "rank lost" in page.text("#events")
-               and "ranks replaced" in page.text("#events"), "what happened is told")
+    page.until(
+        lambda: (
+            page.text("#state") == "healthy" and "rank lost" in page.text("#events") and "ranks replaced" in page.text("#events")
+        ),
+        "what happened is told",
+    )
     assert "SIGKILL" in page.text("#events .error")
-    for words in (server.command("status", "--port", server.port, "--interval", "0").stdout,
-                  server.command("top", "--port", server.port, "--once", "--interval", "0.2").stdout):
+    for words in (
+        server.command("status", "--port", server.port, "--interval", "0").stdout,
+        server.command("top", "--port", server.port, "--once", "--interval", "0.2").stdout,
+    ):
         assert "lately" in words and "SIGKILL" in words, words
 
 

@@ -51,24 +51,48 @@ class Cluster:
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def environment(self, **changes: str) -> dict[str, str]:
-        return {**os.environ, "HOME": str(self.directory), "TMPDIR": str(self.directory), "TANDEM_API_KEY": SECRET,
-                "TANDEM_RUNTIME_DIR": str(self.directory / "run"), "OPENBLAS_NUM_THREADS": "1",
-                "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1", **changes}
+        return {
+            **os.environ,
+            "HOME": str(self.directory),
+            "TMPDIR": str(self.directory),
+            "TANDEM_API_KEY": SECRET,
+            "TANDEM_RUNTIME_DIR": str(self.directory / "run"),
+            "OPENBLAS_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+            **changes,
+        }
 
     def add(self, address: str, resources: dict[str, float], gpus: int = 0) -> None:
         """Start a node; the first is the head."""
-        where = [f"--address={self.address}"] if self.nodes else [
-            "--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
-        command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block", *where,
-                   f"--node-ip-address={address}", f"--resources={json.dumps(resources)}", "--num-cpus=1",
-                   f"--num-gpus={gpus}", "--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
+        where = (
+            [f"--address={self.address}"]
+            if self.nodes
+            else ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
+        )
+        command = [
+            sys.executable,
+            "-c",
+            "from ray.scripts.scripts import main; main()",
+            "start",
+            "--block",
+            *where,
+            f"--node-ip-address={address}",
+            f"--resources={json.dumps(resources)}",
+            "--num-cpus=1",
+            f"--num-gpus={gpus}",
+            "--object-store-memory=80000000",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+        ]
         log = self.directory / f"{address}.log"
         environment = self.environment()
         del environment["TANDEM_API_KEY"]
         for _ in range(5):  # Ray gives its own start 30 s, and a busy machine may need more
             with log.open("wb") as output:
-                self.nodes[address] = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                                                       env=environment, start_new_session=True)
+                self.nodes[address] = subprocess.Popen(
+                    command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                )
             wait_until(lambda: "Ray runtime started" in log.read_text() or self.nodes[address].poll() is not None)
             if self.nodes[address].poll() is None:
                 return
@@ -99,11 +123,23 @@ class Server:
     def __init__(self, cluster: Cluster, *arguments: str, **changes: str) -> None:
         self.cluster = cluster
         self._file = cluster.directory / f"serve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "tandem", "serve", *arguments, "--launcher", "ray", "--port", "0",
-                   "--threads-per-rank", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "tandem",
+            "serve",
+            *arguments,
+            "--launcher",
+            "ray",
+            "--port",
+            "0",
+            "--threads-per-rank",
+            "1",
+        ]
         with self._file.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output,
-                                            env=cluster.environment(**{"RAY_ADDRESS": cluster.address, **changes}))
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=cluster.environment(**{"RAY_ADDRESS": cluster.address, **changes})
+            )
 
     @property
     def log(self) -> str:
@@ -129,21 +165,26 @@ class Server:
     def stream(self, on_text: Callable[[], None] = lambda: None) -> str:
         """A greedy answer; `on_text` is called at its first disk block."""
         text = ""
-        for chunk in self.client.completions.create(model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0,
-                                                    stream=True, extra_body={"ignore_eos": True}):
+        for chunk in self.client.completions.create(
+            model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        ):
             if not text:
                 on_text()
             text += chunk.choices[0].text
         return text
 
     def replica(self, *arguments: str) -> None:
-        subprocess.run([sys.executable, "-m", "tandem", "replica", *arguments, "--port", self.url.rpartition(":")[2]],
-                       timeout=START_S, check=True, env=self.cluster.environment(), capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "tandem", "replica", *arguments, "--port", self.url.rpartition(":")[2]],
+            timeout=START_S,
+            check=True,
+            env=self.cluster.environment(),
+            capture_output=True,
+        )
 
     def ranks(self) -> list[psutil.Process]:
         """Rank hosts and ranks of this cluster's machines, wherever they hang."""
-        return [one for one in processes_of(self.cluster)
-                if {"rank-host", "tandem.executors.worker"} & set(words(one))]
+        return [one for one in processes_of(self.cluster) if {"rank-host", "tandem.executors.worker"} & set(words(one))]
 
     def end(self, number: int = signal.SIGINT, timeout: float = START_S) -> int:
         """Signal it; then nothing of it may be left, but for the cluster."""
@@ -255,8 +296,15 @@ def test_too_few_devices_are_named_in_seconds(cluster: Cluster, model: str) -> N
         line = refused(cluster, model, "-pp", "3")
     finally:
         cluster.kill("127.0.0.4")
-    for part in ("3 rank(s)", "has 2,", f"{HEAD}", "mlx 1, room for 1 of 1", "127.0.0.4",
-                 "no `mlx` resource, its GPUs count on Apple silicon only", f"ray start --address={cluster.address}"):
+    for part in (
+        "3 rank(s)",
+        "has 2,",
+        f"{HEAD}",
+        "mlx 1, room for 1 of 1",
+        "127.0.0.4",
+        "no `mlx` resource, its GPUs count on Apple silicon only",
+        f"ray start --address={cluster.address}",
+    ):
         assert part in line
 
 
@@ -274,8 +322,14 @@ print(*heard, signal.getitimer(signal.ITIMER_REAL)[0])
 
 
 def test_sigterm_does_what_it_did_before_ray(cluster: Cluster) -> None:
-    done = subprocess.run([sys.executable, "-c", SIGTERM, cluster.address], capture_output=True, text=True,
-                          timeout=START_S, env=cluster.environment(), cwd="/")
+    done = subprocess.run(
+        [sys.executable, "-c", SIGTERM, cluster.address],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env=cluster.environment(),
+        cwd="/",
+    )
     assert done.stdout.split() == ["heard", "0.0"], done.stderr
 
 
@@ -331,8 +385,7 @@ def test_something_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
             driver.close()
 
 
-def test_a_cluster_of_its_own_serves_and_ends_with_it(cluster: Cluster, model: str, expected: str,
-                                                      tmp_path: Path) -> None:
+def test_a_cluster_of_its_own_serves_and_ends_with_it(cluster: Cluster, model: str, expected: str, tmp_path: Path) -> None:
     before = {process.pid for process in processes_of(cluster)}
     with serving(cluster, model, "-dp", "2", "--ray-address", "new", HOME=str(tmp_path)) as server:
         assert server.stream() == expected

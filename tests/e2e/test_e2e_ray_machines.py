@@ -35,15 +35,23 @@ class Cluster:
         self.machines = machines
         self.address = f"{machines['h0'].address}:6379"
         for name in machines.names:
-            machines.set_variables(name, {"RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1",
-                                          "PYTHONUNBUFFERED": "1"})
+            machines.set_variables(name, {"RAY_USAGE_STATS_ENABLED": "0", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
 
     def start(self, name: str, address: str, **resources: float) -> subprocess.Popen[str]:
         head = ["--head", "--port=6379", "--include-dashboard=false"]
         where = head if name == "h0" else [f"--address={self.address}"]
         log = self.machines[name].home / "ray.log"
-        command = [*RAY, "start", "--block", *where, f"--node-ip-address={address}", "--num-cpus=1", "--num-gpus=0",
-                   f"--resources={json.dumps(resources)}", "--object-store-memory=80000000"]
+        command = [
+            *RAY,
+            "start",
+            "--block",
+            *where,
+            f"--node-ip-address={address}",
+            "--num-cpus=1",
+            "--num-gpus=0",
+            f"--resources={json.dumps(resources)}",
+            "--object-store-memory=80000000",
+        ]
         for _ in range(5):  # Ray gives its own start 30 s, and a busy machine may need more
             with log.open("w") as output:
                 process = self.machines.start(name, command, stdout=output, stderr=output)
@@ -54,8 +62,12 @@ class Cluster:
 
     def refused(self, name: str, *arguments: str) -> str:
         """The line with which `tandem serve` on that machine refuses."""
-        done = self.machines.run(name, [sys.executable, "-m", "tandem", "serve", *arguments, "--launcher", "ray",
-                                        "--ray-address", self.address], timeout=START_S, check=False)
+        done = self.machines.run(
+            name,
+            [sys.executable, "-m", "tandem", "serve", *arguments, "--launcher", "ray", "--ray-address", self.address],
+            timeout=START_S,
+            check=False,
+        )
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
         return line
@@ -103,16 +115,34 @@ def test_a_power_cut_costs_a_pause(cluster: Cluster, model: str) -> None:
         expected = llm.generate(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True))[0].text
     log: Path = machines["h0"].home / "serve.log"
     with log.open("w") as output:
-        server = machines.start("h0", [sys.executable, "-m", "tandem", "serve", model, "--launcher", "ray", "-pp", "2",
-                                       "--ray-address", cluster.address, "--host", machines["h0"].address],
-                                stdout=output, stderr=output)
+        server = machines.start(
+            "h0",
+            [
+                sys.executable,
+                "-m",
+                "tandem",
+                "serve",
+                model,
+                "--launcher",
+                "ray",
+                "-pp",
+                "2",
+                "--ray-address",
+                cluster.address,
+                "--host",
+                machines["h0"].address,
+            ],
+            stdout=output,
+            stderr=output,
+        )
     wait_until(lambda: "Tandem is ready" in log.read_text() or server.poll() is not None)
     assert server.poll() is None, log.read_text()
     cluster.start("h2", machines["h2"].address, mlx=1)
     client = OpenAI(base_url=f"http://{machines['h0'].address}:8000/v1", api_key="none", max_retries=0, timeout=240)
     text = ""
-    for chunk in client.completions.create(model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0,
-                                           stream=True, extra_body={"ignore_eos": True}):
+    for chunk in client.completions.create(
+        model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    ):
         if not text:
             machines.power_off("h1")
         text += chunk.choices[0].text

@@ -37,8 +37,7 @@ class Replicas(Server):
         return self.client.completions.create(model="default", prompt=prompt, **{**LONG, **options}).choices[0].text
 
     def engine(self, replica: int) -> psutil.Process:
-        [found] = [one for one in psutil.Process(self.process.pid).children()
-                   if one.cmdline()[-3::2] == ["engine", str(replica)]]
+        [found] = [one for one in psutil.Process(self.process.pid).children() if one.cmdline()[-3::2] == ["engine", str(replica)]]
         return found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,8 +66,7 @@ def test_both_are_seen(two: Replicas) -> None:
     health = two.get("/health")
     assert health["world_size"] == 2 and sorted(rank["replica"] for rank in health["ranks"]) == [0, 1]
     assert [one["state"] for one in health["replicas"]] == ["ready", "ready"]
-    assert two.get("/v1/status")["engine"]["kv_tokens_total"] == sum(
-        one["kv_tokens_total"] for one in health["replicas"])
+    assert two.get("/v1/status")["engine"]["kv_tokens_total"] == sum(one["kv_tokens_total"] for one in health["replicas"])
     assert set(two.counted("tandem_generation_tokens_total")) == {"0", "1"}
 
 
@@ -91,8 +89,9 @@ def test_log_probabilities_of_a_prompt_are_the_same_from_either_and_again_when_o
     assert expected[0] is None and len(expected) == 250 and all(value < 0 for value in expected[1:])
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(asked, i) for i in range(40)]
-        wait_until(lambda: any(one["outstanding_tokens"] for one in two.replicas().values())
-                   or all(one.done() for one in answers))
+        wait_until(
+            lambda: any(one["outstanding_tokens"] for one in two.replicas().values()) or all(one.done() for one in answers)
+        )
         [victim, *_] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]] or [0]
         engine = two.engine(victim)
         engine.kill()
@@ -132,8 +131,9 @@ def test_a_prefix_stays_where_it_is_cached(two: Replicas) -> None:
 def test_a_killed_engine_costs_a_stream_a_pause(two: Replicas, options: dict[str, Any]) -> None:
     undisturbed = two.complete("go on", **options)
     moved, engines = two.moved(), [two.engine(replica) for replica in (0, 1)]
-    stream = two.client.completions.create(model="default", prompt="go on", stream=True,
-                                           stream_options={"include_usage": True}, **{**LONG, **options})
+    stream = two.client.completions.create(
+        model="default", prompt="go on", stream=True, stream_options={"include_usage": True}, **{**LONG, **options}
+    )
     disk_blocks, victim, usage = [], -1, None
     for i, chunk in enumerate(stream):
         disk_blocks += [choice.text for choice in chunk.choices]
@@ -177,8 +177,13 @@ def test_what_replica_refuses(two: Replicas) -> None:
     with socket.socket() as nobody:  # its port is taken, and not listened at
         nobody.bind(("127.0.0.1", 0))
         port = str(nobody.getsockname()[1])
-        done = subprocess.run([sys.executable, "-m", "tandem", "replica", "list", "--port", port],
-                              capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", "replica", "list", "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     assert done.returncode == 2 and "no server listens" in done.stderr
 
 
@@ -221,8 +226,9 @@ def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -
 
 def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path) -> None:
     # So wide that it pays to read, however busy the disk.
-    model = str(tiny_model(tmp_path / "model", dtype="float32", config={"max_position_embeddings": 8192,
-                                                                        "intermediate_size": 4096}))
+    model = str(
+        tiny_model(tmp_path / "model", dtype="float32", config={"max_position_embeddings": 8192, "intermediate_size": 4096})
+    )
     prompts = [[3 + i * step % 400 for i in range(540)] for step in (7, 11, 13)]
     with serving(model, "-dp", "2", "-pp", "2", "--kv-disk", str(tmp_path / "kv"), "--drain-timeout", "200") as server:
         for prompt in prompts[:2]:  # one at each replica
@@ -230,19 +236,22 @@ def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path)
         assert min(server.counted("tandem_prompt_tokens_total").values()) == 540
         undisturbed = server.complete(prompts[2], max_tokens=600)
         wait_until(lambda: len(list((tmp_path / "kv").glob("*/*.kv"))) == 3 * 8 * 2)
-        with server.client.completions.create(model="default", prompt=prompts[2], stream=True, **{
-                **LONG, "max_tokens": 7000}) as stream:
+        with server.client.completions.create(
+            model="default", prompt=prompts[2], stream=True, **{**LONG, "max_tokens": 7000}
+        ) as stream:
             disk_blocks = [next(stream).choices[0].text for _ in range(20)]
             [victim] = [index for index, one in server.replicas().items() if one["outstanding_tokens"]]
             assert server.command("drain", str(victim)).returncode == 0
             wait_until(server.moved)  # it is not finished where it was
             disk_blocks += [next(stream).choices[0].text for _ in range(300)]
-        text = "".join(disk_blocks)[:len(undisturbed)]
+        text = "".join(disk_blocks)[: len(undisturbed)]
         assert undisturbed.startswith(text)
         wait_until(lambda: victim not in server.replicas())
         assert server.counted("tandem_kv_disk_hit_tokens_total")[str(1 - victim)] >= 512
-        cached = [server.client.completions.create(model="default", prompt=prompt, max_tokens=1)
-                  .usage.prompt_tokens_details for prompt in prompts[:2]]
+        cached = [
+            server.client.completions.create(model="default", prompt=prompt, max_tokens=1).usage.prompt_tokens_details
+            for prompt in prompts[:2]
+        ]
         # What the other one computed is read; its own is in memory.
         assert sorted(one.model_dump().get("disk_cached_tokens", 0) for one in cached) == [0, 512]
         assert min(one.cached_tokens for one in cached) >= 512
@@ -263,9 +272,19 @@ def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
 def test_what_cannot_be_served_ends_with_code_2_and_a_line(tmp_path: Path) -> None:
     directory = str(tiny_model(tmp_path))
     for arguments, word in ((("-dp", "0"), "--data-parallel-size"), (("-dp", "2", "-pp", "9"), "pipeline-parallel")):
-        done = subprocess.run([sys.executable, "-m", "tandem", "serve", directory, *arguments, "--port", "0"],
-                              capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", "serve", directory, *arguments, "--port", "0"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
         assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
-    done = subprocess.run([sys.executable, "-m", "tandem", "engine", directory, "-dp", "2"], capture_output=True,
-                          text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "engine", directory, "-dp", "2"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 2 and "--data-parallel-size 2" in done.stderr

@@ -24,8 +24,17 @@ from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 PREFILL, DECODE = 0, 1
-LENGTHS = {"short": 60, "two": 500, "long": 800, "longer": 1300, "rank": 1801, "engine": 1802, "decode": 900,
-           "alone": 600, "again": 700}
+LENGTHS = {
+    "short": 60,
+    "two": 500,
+    "long": 800,
+    "longer": 1300,
+    "rank": 1801,
+    "engine": 1802,
+    "decode": 900,
+    "alone": 600,
+    "again": 700,
+}
 PROMPTS = {name: [random.Random(name).randrange(3, 500) for _ in range(length)] for name, length in LENGTHS.items()}
 TOKENS = 48
 
@@ -37,8 +46,9 @@ class EnginePool(Server):
     log: Path
 
     def complete(self, name: str) -> Any:
-        return self.client.completions.create(model="default", prompt=PROMPTS[name], max_tokens=TOKENS, temperature=0,
-                                              extra_body={"ignore_eos": True})
+        return self.client.completions.create(
+            model="default", prompt=PROMPTS[name], max_tokens=TOKENS, temperature=0, extra_body={"ignore_eos": True}
+        )
 
     def counted(self, name: str, replica: int | None = None) -> float:
         label = "" if replica is None else f'{{replica="{replica}"}}'
@@ -61,8 +71,7 @@ class EnginePool(Server):
         return len(list(self.disk.glob("*/*.kv")))
 
     def engine(self, replica: int) -> psutil.Process:
-        [found] = [one for one in psutil.Process(self.process.pid).children()
-                   if one.cmdline()[-3::2] == ["engine", str(replica)]]
+        [found] = [one for one in psutil.Process(self.process.pid).children() if one.cmdline()[-3::2] == ["engine", str(replica)]]
         return found
 
     def all_ready(self) -> bool:
@@ -72,8 +81,11 @@ class EnginePool(Server):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It computes much more slowly than a disk reads."""
-    return tiny_model(tmp_path_factory.mktemp("roles") / "model", dtype="float32",
-                      config={"max_position_embeddings": 8192, "intermediate_size": 1536})
+    return tiny_model(
+        tmp_path_factory.mktemp("roles") / "model",
+        dtype="float32",
+        config={"max_position_embeddings": 8192, "intermediate_size": 1536},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +93,32 @@ def expected(model: Path) -> dict[str, str]:
     """What one process says."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     with LLM(str(model), kv_tokens=60_000) as llm:
-        return {name: found.text for name, found in zip(PROMPTS, llm.generate(list(PROMPTS.values()), params),
-                                                        strict=True)}
+        return {name: found.text for name, found in zip(PROMPTS, llm.generate(list(PROMPTS.values()), params), strict=True)}
 
 
 @pytest.fixture(scope="module")
 def engine_pool(model: Path, expected: dict[str, str]) -> Iterator[EnginePool]:
     disk, log = model.parent / "kv", model.parent / "log"
-    with log.open("w") as errors, served.serving(
-            model, "-dp", "2", "--roles", "prefill,decode", "--kv-disk", disk, "--kv-tokens", "60000",
-            "--executor", "cluster", "--prefill-chunk", "64", kind=EnginePool, errors=errors) as server:
+    with (
+        log.open("w") as errors,
+        served.serving(
+            model,
+            "-dp",
+            "2",
+            "--roles",
+            "prefill,decode",
+            "--kv-disk",
+            disk,
+            "--kv-tokens",
+            "60000",
+            "--executor",
+            "cluster",
+            "--prefill-chunk",
+            "64",
+            kind=EnginePool,
+            errors=errors,
+        ) as server,
+    ):
         server.disk, server.log = disk, log
         yield server
 
@@ -116,12 +144,14 @@ def test_answers_are_those_without_roles_and_each_replica_does_its_own(engine_po
 
 def test_what_stays_is_answered_too(engine_pool: EnginePool) -> None:
     before = engine_pool.handed_over, engine_pool.disk_blocks()
-    found = engine_pool.client.completions.create(model="default", prompt=PROMPTS["alone"], max_tokens=3, echo=True,
-                                            logprobs=1).choices[0]
+    found = engine_pool.client.completions.create(
+        model="default", prompt=PROMPTS["alone"], max_tokens=3, echo=True, logprobs=1
+    ).choices[0]
     assert found.logprobs is not None and len(found.logprobs.token_logprobs) == len(PROMPTS["alone"]) + 3
     secret = [5, *PROMPTS["alone"]]
-    answer = engine_pool.client.completions.create(model="default", prompt=secret, max_tokens=3,
-                                             extra_body={"prompt_cache_retention": "in_memory"})
+    answer = engine_pool.client.completions.create(
+        model="default", prompt=secret, max_tokens=3, extra_body={"prompt_cache_retention": "in_memory"}
+    )
     assert answer.usage.completion_tokens == 3
     assert engine_pool.client.embeddings.create(model="default", input=PROMPTS["alone"]).data[0].embedding
     assert engine_pool.handed_over == before[0]
@@ -146,8 +176,7 @@ def test_what_dies_in_the_middle_of_a_prompt_costs_a_pause(engine_pool: EnginePo
         if who == "engine":
             engine_pool.engine(PREFILL).kill()
         else:
-            os.kill(next(one["pid"] for one in engine_pool.get("/health")["ranks"] if one["replica"] == PREFILL),
-                    signal.SIGKILL)
+            os.kill(next(one["pid"] for one in engine_pool.get("/health")["ranks"] if one["replica"] == PREFILL), signal.SIGKILL)
         assert answer.result().choices[0].text == expected[who]
     assert engine_pool.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= read + 512
     wait_until(engine_pool.all_ready)
@@ -155,8 +184,9 @@ def test_what_dies_in_the_middle_of_a_prompt_costs_a_pause(engine_pool: EnginePo
 
 def test_a_stream_whose_replica_dies_goes_on_at_the_one_for_prompts(engine_pool: EnginePool, expected: dict[str, str]) -> None:
     moved, handed = engine_pool.counted("tandem_requests_moved_total"), engine_pool.handed_over
-    with engine_pool.client.completions.create(model="default", prompt=PROMPTS["decode"], max_tokens=5000, temperature=0,
-                                         stream=True, extra_body={"ignore_eos": True}) as stream:
+    with engine_pool.client.completions.create(
+        model="default", prompt=PROMPTS["decode"], max_tokens=5000, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
         text = next(stream).choices[0].text
         wait_until(lambda: engine_pool.handed_over > handed and engine_pool.replicas()[DECODE]["running"])
         engine_pool.engine(DECODE).kill()
@@ -182,8 +212,26 @@ def test_roles_come_and_go_while_it_serves(engine_pool: EnginePool, expected: di
 
 
 def test_a_model_with_windows_is_refused_with_code_2_and_a_line(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "tandem", "serve", tiny_model(tmp_path, "gemma3_text"), "--port", "0",
-                           "-dp", "2", "--roles", "prefill,decode", "--kv-disk", tmp_path / "kv"],
-                          capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tandem",
+            "serve",
+            tiny_model(tmp_path, "gemma3_text"),
+            "--port",
+            "0",
+            "-dp",
+            "2",
+            "--roles",
+            "prefill,decode",
+            "--kv-disk",
+            tmp_path / "kv",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 2 and "gemma3_text keeps windows or states" in done.stderr
     assert "Traceback" not in done.stderr and "Loading" not in done.stderr

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 def answer(server: Server, text: str, **options: Any) -> Any:
     return server.client.chat.completions.create(
-        model="default", messages=[{"role": "user", "content": text}],
-        **{"max_tokens": 40, "temperature": 0, **options})
+        model="default", messages=[{"role": "user", "content": text}], **{"max_tokens": 40, "temperature": 0, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ class TestDemoModel:
 
     def test_completions_of_several_prompts(self, demo: Server) -> None:
         reply = demo.client.completions.create(
-            model="default", prompt=["The capital of France is", "2 + 2 ="], max_tokens=6, temperature=0, echo=True)
+            model="default", prompt=["The capital of France is", "2 + 2 ="], max_tokens=6, temperature=0, echo=True
+        )
         assert [choice.index for choice in reply.choices] == [0, 1]
         assert reply.choices[0].text.startswith("The capital of France is Paris")
 
@@ -126,8 +127,9 @@ class TestServer:
 
     @staticmethod
     def _aborted(server: Server) -> float:
-        return sum(float(line.split()[-1]) for line in server.metrics().splitlines()
-                   if line.startswith("tandem_request_aborted_total"))
+        return sum(
+            float(line.split()[-1]) for line in server.metrics().splitlines() if line.startswith("tandem_request_aborted_total")
+        )
 
     def test_the_api_can_die_alone(self, tiny: Server) -> None:
         health = httpx.get(f"{tiny.url}/health", headers={"x-api-key": "secret"}, timeout=240).json()
@@ -190,8 +192,7 @@ def test_a_busy_port_ends_with_code_2(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "tandem", "serve", str(tiny_model(tmp_path)), "--port",
-                   str(taken.getsockname()[1])]
+        command = [sys.executable, "-m", "tandem", "serve", str(tiny_model(tmp_path)), "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "port" in done.stderr and len(done.stderr.strip().splitlines()) == 1
 

@@ -18,8 +18,11 @@ from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2"),
-           "dp 2": ("--data-parallel-size", "2")}
+LAYOUTS = {
+    "pp 2": ("--pipeline-parallel-size", "2"),
+    "tp 2": ("--tensor-parallel-size", "2"),
+    "dp 2": ("--data-parallel-size", "2"),
+}
 FEW = {11: 40.0, 12: 40.0, 13: 38.0}
 """Texts of three tokens: about half of what stood before comes again."""
 TOKENS = 120
@@ -52,10 +55,17 @@ def prompts() -> list[list[int]]:
 
 def test_streams_and_whole_answers_are_those_of_plain_decoding(url: str, expected: list[list[str]]) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as client:
+
         def ask(prompt: list[int], sampling: dict[str, float], stream: bool) -> str:
             answer = client.completions.create(  # type: ignore[call-overload]
-                model="default", prompt=prompt, max_tokens=TOKENS, stream=stream, extra_body={"ignore_eos": True},
-                logit_bias={str(token): bias for token, bias in FEW.items()}, **sampling)
+                model="default",
+                prompt=prompt,
+                max_tokens=TOKENS,
+                stream=stream,
+                extra_body={"ignore_eos": True},
+                logit_bias={str(token): bias for token, bias in FEW.items()},
+                **sampling,
+            )
             if stream:
                 return "".join(chunk.choices[0].text for chunk in answer if chunk.choices)
             assert answer.usage.completion_tokens == TOKENS
@@ -66,8 +76,10 @@ def test_streams_and_whole_answers_are_those_of_plain_decoding(url: str, expecte
                 for stream in (False, True):
                     assert list(pool.map(partial(ask, sampling=sampling, stream=stream), prompts())) == texts
     metrics = httpx.get(f"{url}/metrics", timeout=240).text
-    accepted, drafts = (sum(map(float, re.findall(rf"^tandem_spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics,
-                                                  re.M))) for name in ("accepted", "draft"))
+    accepted, drafts = (
+        sum(map(float, re.findall(rf"^tandem_spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics, re.M)))
+        for name in ("accepted", "draft")
+    )
     assert 0 < accepted <= drafts  # how many depends on what steps take
     engine = httpx.get(f"{url}/v1/status", timeout=240).json()["engine"]
     assert 0 < engine["accepted_tokens"] < engine["draft_tokens"] <= drafts, "as the engine last published it"

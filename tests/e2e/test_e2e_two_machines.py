@@ -24,8 +24,12 @@ def steps(machines: Machines) -> list[tuple[str, list[str]]]:
     """Each block of commands, with the lines that are to come after it; names and addresses are those of `machines`."""
     found: list[tuple[str, list[str]]] = []
     for language, text in blocks(PAGE, "Two machines, step by step"):
-        for written, meant in (("studio", "h0"), ("mini", "h1"), ("10.0.0.1", machines["h0"].address),
-                               ("10.0.0.2", machines["h1"].address)):
+        for written, meant in (
+            ("studio", "h0"),
+            ("mini", "h1"),
+            ("10.0.0.1", machines["h0"].address),
+            ("10.0.0.2", machines["h1"].address),
+        ):
             text = text.replace(written, meant)
         if language == "bash":
             found.append((text.strip(), []))
@@ -42,14 +46,15 @@ def assert_seen(lines: list[str], output: str) -> None:
         pattern = r"[^\n]*?".join(r"\s*" + one for one in words)
         seen = re.search(pattern, rest)
         assert seen, f"{line!r} does not come in:\n{rest}"
-        rest = rest[seen.end():]
+        rest = rest[seen.end() :]
 
 
 def started(machines: Machines, command: str, log: Path) -> subprocess.Popen[str]:
     """The server, when it has said all that it says at its start, or has ended."""
     with log.open("w") as file:
-        server = machines.start("h0", ["sh", "-c", f"exec {command}"], stdin=subprocess.DEVNULL, stdout=file,
-                                stderr=subprocess.STDOUT)
+        server = machines.start(
+            "h0", ["sh", "-c", f"exec {command}"], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+        )
     eventually(lambda: "stop  Ctrl-C" in log.read_text() or server.poll() is not None, what=log.read_text)
     return server
 

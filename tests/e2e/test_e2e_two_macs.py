@@ -48,22 +48,34 @@ class Mac:
     def __init__(self, machines: Machines, name: str, uuid: str, directory: Path) -> None:
         self.machines, self.name = machines, name
         said = directory / name
-        answers(said, {
-            "ioreg": re.sub(r'("IOPlatformUUID" = )"[^"]+"', rf'\1"{uuid}"', recorded("ioreg")),
-            "ifconfig": "lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384\n"
-                        "\tinet 127.0.0.1 netmask 0xff000000\n"
-                        "en0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500\n"
-                        f"\tinet {machines[name].address} netmask 0xffffff00\n\tstatus: active\n"})
+        answers(
+            said,
+            {
+                "ioreg": re.sub(r'("IOPlatformUUID" = )"[^"]+"', rf'\1"{uuid}"', recorded("ioreg")),
+                "ifconfig": "lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384\n"
+                "\tinet 127.0.0.1 netmask 0xff000000\n"
+                "en0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500\n"
+                f"\tinet {machines[name].address} netmask 0xffffff00\n\tstatus: active\n",
+            },
+        )
         before = machines.variables[name]
-        machines.set_variables(name, {"PATH": f"{TOOLS}:{before['PATH']}", "FAKE_MAC": str(said),
-                                      "PYTHONPATH": f"{FAKE_MAC / 'site'}:{before['PYTHONPATH']}",
-                                      "TMPDIR": str(machines[name].home / "tmp"), "OPENBLAS_NUM_THREADS": "1"})
+        machines.set_variables(
+            name,
+            {
+                "PATH": f"{TOOLS}:{before['PATH']}",
+                "FAKE_MAC": str(said),
+                "PYTHONPATH": f"{FAKE_MAC / 'site'}:{before['PYTHONPATH']}",
+                "TMPDIR": str(machines[name].home / "tmp"),
+                "OPENBLAS_NUM_THREADS": "1",
+            },
+        )
         machines.run(name, "hostname Mac")
 
     def start(self, line: str, log: Path) -> subprocess.Popen[str]:
         with log.open("w") as file:
-            return self.machines.start(self.name, ["sh", "-c", f"exec {line}"], stdin=subprocess.DEVNULL, stdout=file,
-                                       stderr=subprocess.STDOUT)
+            return self.machines.start(
+                self.name, ["sh", "-c", f"exec {line}"], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
 
 
 def said(log: Path, words: str, alive: Callable[[], bool]) -> re.Match[str]:
@@ -92,7 +104,8 @@ def test_the_commands_of_the_page_lead_to_an_answer(make_machines: Callable[[int
     code = said(log, r"code (\d{3} \d{3}): ", lambda: waiting.poll() is None)[1]
 
     cable, pair, write, doctor, serve, ask = [
-        line.replace("mac-b", "Mac").replace("MODEL", str(model)) for line in commands("On the first Mac")[2:]]
+        line.replace("mac-b", "Mac").replace("MODEL", str(model)) for line in commands("On the first Mac")[2:]
+    ]
     machines.run("h0", cable)
     assert "paired with Mac" in machines.run("h0", pair, stdin=f"{code}\n").stdout
     machines.run("h0", write, timeout=WAIT_S)

@@ -58,8 +58,9 @@ def test_over_ssh(machines: Machines, tiny: Path, mark: Path) -> None:
 
 def test_the_doctor_over_ssh(machines: Machines, tiny: Path, mark: Path) -> None:
     plant_homes(machines, mark)
-    done = machines.run("h0", f"cd {tiny} && tandem doctor --json --hostfile {hostfile(machines, ['h0', 'h1'])}",
-                        timeout=240, check=False)
+    done = machines.run(
+        "h0", f"cd {tiny} && tandem doctor --json --hostfile {hostfile(machines, ['h0', 'h1'])}", timeout=240, check=False
+    )
     assert done.returncode == 0 and "ring over 2 ranks" in done.stdout, done.stdout + done.stderr
 
 
@@ -92,8 +93,22 @@ def test_on_ray(tiny: Path, mark: Path, tmp_path: Path) -> None:
     """Ray itself has its workers import from the directory that a driver works in."""
     pytest.importorskip("ray")
     tandem = str(Path(sys.executable).with_name("tandem"))
-    words = [tandem, "generate", ".", "-pp", "2", "--prompt", "a b", "--max-tokens", "3", "--launcher", "ray",
-             "--ray-address", "new"]
-    done = subprocess.run(words, cwd=tiny, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "TANDEM_RUNTIME_DIR": "run"})  # a relative path counts from here
+    words = [
+        tandem,
+        "generate",
+        ".",
+        "-pp",
+        "2",
+        "--prompt",
+        "a b",
+        "--max-tokens",
+        "3",
+        "--launcher",
+        "ray",
+        "--ray-address",
+        "new",
+    ]
+    done = subprocess.run(
+        words, cwd=tiny, capture_output=True, text=True, timeout=240, env={**os.environ, "TANDEM_RUNTIME_DIR": "run"}
+    )  # a relative path counts from here
     assert done.returncode == 0 and done.stdout.strip(), done.stderr

@@ -27,13 +27,18 @@ def test_limits_are_halved_twice_and_doubled_again_later_each_time() -> None:
     assert memory.pause_s == degrade.LATEST_WIDEN_S
 
 
-@pytest.mark.parametrize(("failures", "usable"), [
-    ([failure("start")], [0, 1, 2]),
-    ([failure("start")] * 2, [0, 2]),
-    ([failure("start"), failure("start", 2), failure("start")], [0, 1, 2]),
-    ([failure("died")] * 3, [0, 1, 2]),
-    ([failure("start", None)] * 2, [0, 1, 2]),
-    ([failure("gpu")], [0, 2])], ids=["one start", "two in a row", "not in a row", "deaths", "no rank", "gpu"])
+@pytest.mark.parametrize(
+    ("failures", "usable"),
+    [
+        ([failure("start")], [0, 1, 2]),
+        ([failure("start")] * 2, [0, 2]),
+        ([failure("start"), failure("start", 2), failure("start")], [0, 1, 2]),
+        ([failure("died")] * 3, [0, 1, 2]),
+        ([failure("start", None)] * 2, [0, 1, 2]),
+        ([failure("gpu")], [0, 2]),
+    ],
+    ids=["one start", "two in a row", "not in a row", "deaths", "no rank", "gpu"],
+)
 def test_which_machines_are_done_without(failures: list[RankFailure], usable: list[int]) -> None:
     machines = ExcludedMachines()
     for one in failures:

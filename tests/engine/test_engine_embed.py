@@ -110,9 +110,11 @@ def both(llm: LLM, pooling: str) -> tuple[list[list[float]], list[list[int]]]:
     """Embeddings and generations of the same prompts, side by side in the engine."""
     vectors: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
-    requests = [request for i, prompt in enumerate(prompts())
-                for request in (EngineRequest(request_id=f"t{i}", prompt=prompt, params=GREEDY),
-                                embedding(f"v{i}", prompt, pooling))]
+    requests = [
+        request
+        for i, prompt in enumerate(prompts())
+        for request in (EngineRequest(request_id=f"t{i}", prompt=prompt, params=GREEDY), embedding(f"v{i}", prompt, pooling))
+    ]
     for message in submitted(llm, requests):
         tokens.setdefault(message.request_id, []).extend(message.tokens)
         if message.vector:
@@ -148,11 +150,14 @@ def test_a_model_without_output_projection_embeds_and_no_more(tmp_path: Path) ->
     assert isinstance(weights, dict) and "lm_head.weight" in weights
     for file in bare.glob("model*.safetensors*"):
         file.unlink()
-    mx.save_safetensors(str(bare / "model.safetensors"), {
-        name.removeprefix("model."): array for name, array in weights.items() if not name.startswith("lm_head")})
+    mx.save_safetensors(
+        str(bare / "model.safetensors"),
+        {name.removeprefix("model."): array for name, array in weights.items() if not name.startswith("lm_head")},
+    )
     (bare / "1_Pooling").mkdir()
-    (bare / "1_Pooling" / "config.json").write_text(json.dumps({
-        "word_embedding_dimension": 96, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}))
+    (bare / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 96, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True})
+    )
     with LLM(str(bare)) as llm:
         assert llm.embed(prompts()) == near(reference(whole, "mean", prompts()))
         with pytest.raises(RequestError, match="only embeds"):

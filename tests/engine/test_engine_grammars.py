@@ -35,8 +35,7 @@ class Served:
             return real(vocabulary, form, produced)
 
         monkeypatch.setattr(Vocabulary, "_matcher", compiled)
-        settings = Settings(model=ModelSettings(model=str(model)),
-                            scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=16))
+        settings = Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=16))
         self.engine = Engine(settings, plan_layout(settings))
         self.engine.start()
         self.tokens: dict[str, list[int]] = {}
@@ -45,8 +44,15 @@ class Served:
 
     def ask(self, name: str, form: StructuredOutputs | None = None, length: int = 40, tokens: int = 40) -> None:
         """Submit a request."""
-        self.engine.submit(EngineRequest(request_id=name, prompt=[*range(10, 10 + length)], params=SamplingParams(
-            max_tokens=tokens, temperature=1.0, seed=3, structured_outputs=form, ignore_eos=form is None)))
+        self.engine.submit(
+            EngineRequest(
+                request_id=name,
+                prompt=[*range(10, 10 + length)],
+                params=SamplingParams(
+                    max_tokens=tokens, temperature=1.0, seed=3, structured_outputs=form, ignore_eos=form is None
+                ),
+            )
+        )
 
     def until_ended(self, *names: str) -> None:
         """Let the engine work until these have ended."""
@@ -119,8 +125,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_compiled_leaves_nothing(
     assert served.tokens["slow"]
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_own_request(
-        served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_cannot_be_compiled_ends_its_own_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise OSError("no such file")
 

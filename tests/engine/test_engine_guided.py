@@ -28,9 +28,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1,2": {"parallel": (1, 2)},
 }
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
-RECORD = {"type": "object", "required": ["id", "tags", "ok"], "additionalProperties": False, "properties": {
-    "id": {"type": "string", "pattern": "^[A-F]{3}-[0-9]{4}$"}, "ok": {"type": "boolean"},
-    "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4}}}
+RECORD = {
+    "type": "object",
+    "required": ["id", "tags", "ok"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string", "pattern": "^[A-F]{3}-[0-9]{4}$"},
+        "ok": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4},
+    },
+}
 GUIDED = SamplingParams(max_tokens=300, temperature=1.0, seed=11, structured_outputs=StructuredOutputs(json=RECORD))
 PROMPTS = [[(7 * i + j) % 400 + 3 for j in range(length)] for i, length in enumerate((1, 4, 9, 30, 3, 50))]
 
@@ -61,8 +68,9 @@ def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[str]) -> N
     with LLM(str(model), pipeline_parallel_size=2) as llm:
         form = llm._session._checked(GUIDED)
         tokens: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
-        requests = [EngineRequest(request_id=name, prompt=prompt, params=form)
-                    for name, prompt in zip(tokens, PROMPTS, strict=True)]
+        requests = [
+            EngineRequest(request_id=name, prompt=prompt, params=form) for name, prompt in zip(tokens, PROMPTS, strict=True)
+        ]
         count = itertools.count()
         for message in submitted(llm, requests, Killer(llm, lambda _: next(count) > 40)):
             tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
@@ -79,8 +87,11 @@ def test_preemption_changes_nothing(model: Path, expected: list[str]) -> None:
 def test_a_request_from_a_lost_replica_goes_on(model: Path, expected: list[str]) -> None:
     with LLM(str(model)) as llm:
         form = llm._session._checked(GUIDED)
-        whole = [token for message in submitted(llm, [EngineRequest(request_id="a", prompt=PROMPTS[0], params=form)])
-                 for token in message.tokens]
+        whole = [
+            token
+            for message in submitted(llm, [EngineRequest(request_id="a", prompt=PROMPTS[0], params=form)])
+            for token in message.tokens
+        ]
         assert llm.tokenizer.decode(whole) == expected[0]
         for cut in (1, len(whole) // 2, len(whole) - 2):
             moved = EngineRequest(request_id=f"b{cut}", prompt=PROMPTS[0], params=form, produced=whole[:cut])
@@ -100,11 +111,16 @@ def ended(llm: LLM, requests: list[EngineRequest]) -> dict[str, str]:
 
 def test_a_thousand_outputs_validate(model: Path) -> None:
     schemas = json.loads((Path(__file__).parents[1] / "guided" / "schemas.json").read_text())
-    requests = [EngineRequest(request_id=f"{name}/{i}", prompt=[5, 6, 7 + i], params=SamplingParams(
-        max_tokens=450, temperature=1.0, seed=7, structured_outputs=StructuredOutputs(json=schema)))
-        for name, schema in schemas.items() for i in range(25)]
-    validators = {name: jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
-                  for name, schema in schemas.items()}
+    requests = [
+        EngineRequest(
+            request_id=f"{name}/{i}",
+            prompt=[5, 6, 7 + i],
+            params=SamplingParams(max_tokens=450, temperature=1.0, seed=7, structured_outputs=StructuredOutputs(json=schema)),
+        )
+        for name, schema in schemas.items()
+        for i in range(25)
+    ]
+    validators = {name: jsonschema.Draft202012Validator(schema, format_checker=FORMATS) for name, schema in schemas.items()}
     with LLM(str(model), max_batch_size=128) as llm:
         texts = ended(llm, requests)
     for name, text in texts.items():
@@ -114,16 +130,25 @@ def test_a_thousand_outputs_validate(model: Path) -> None:
 
 def test_outputs_of_the_schemas_of_json_schemas_test_suite_validate(model: Path) -> None:
     suite = json.loads((Path(__file__).parents[1] / "guided" / "suite" / "draft2020-12.json").read_text())
-    grammars = [(group["schema"], grammar_of(StructuredOutputs(json=group["schema"])))
-                for groups in suite.values() for group in groups]
+    grammars = [
+        (group["schema"], grammar_of(StructuredOutputs(json=group["schema"]))) for groups in suite.values() for group in groups
+    ]
     grammars = [(schema, grammar) for schema, grammar in grammars if not trouble(grammar, {})]
     with LLM(str(model), max_batch_size=128) as llm:
         # Without it a random model seldom ends what may have any length.
         closing = dict.fromkeys([2, *(llm.tokenizer.encode(text, False)[0] for text in '"}]')], 4.0)
         common: Any = {"max_tokens": 150, "temperature": 1.5, "logit_bias": closing}
-        texts = ended(llm, [EngineRequest(request_id=str(i), prompt=[5, 6, 7], params=SamplingParams(
-            **common, seed=i, structured_outputs=StructuredOutputs(grammar=grammars[i // 8][1])))
-            for i in range(8 * len(grammars))])
+        texts = ended(
+            llm,
+            [
+                EngineRequest(
+                    request_id=str(i),
+                    prompt=[5, 6, 7],
+                    params=SamplingParams(**common, seed=i, structured_outputs=StructuredOutputs(grammar=grammars[i // 8][1])),
+                )
+                for i in range(8 * len(grammars))
+            ],
+        )
     for name, text in texts.items():
         schema = grammars[int(name) // 8][0]
         validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
@@ -133,6 +158,7 @@ def test_outputs_of_the_schemas_of_json_schemas_test_suite_validate(model: Path)
 
 def test_the_python_api_takes_every_form_and_refuses_what_cannot_be(model: Path) -> None:
     with LLM(str(model)) as llm:
+
         def ask(**form: Any) -> str:
             params = SamplingParams(max_tokens=200, structured_outputs=StructuredOutputs(**form))
             return llm.generate([[5, 6]], params)[0].text

@@ -20,8 +20,23 @@ from tandem.engine.ipc_server import IPCServer
 from tandem.errors import UsageError
 from tandem.protocol.control import Abort, Detach, EngineMessage, EngineStatus, Output, QueryStatus
 
-STATUS = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1, queued=0,
-                      running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, micro_batches=1, ranks=[])
+STATUS = EngineStatus(
+    query_id=0,
+    state="ready",
+    detail="",
+    model="m",
+    source="",
+    max_context=1,
+    vocab_size=1,
+    queued=0,
+    running=0,
+    kv_tokens_used=0,
+    kv_tokens_total=0,
+    restarts=0,
+    stages=1,
+    micro_batches=1,
+    ranks=[],
+)
 
 
 @pytest.fixture

@@ -62,8 +62,20 @@ class Killed(Executor):
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         self._pass(self.start_s)
-        return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=2**30, peak_bytes=0,
-                      gpu=False, host="host", pid=1, trimmable=True) for rank in range(2)]
+        return [
+            Ready(
+                rank=rank,
+                weight_bytes=10**6,
+                kv_bytes_per_token=256,
+                memory_bytes=2**30,
+                peak_bytes=0,
+                gpu=False,
+                host="host",
+                pid=1,
+                trimmable=True,
+            )
+            for rank in range(2)
+        ]
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -77,9 +89,12 @@ class Killed(Executor):
         if self.killers & {*plan.decode, *(op.request_id for op in plan.prefill)}:
             self._die()
         self.plans.popleft()
-        return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
-                        result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))),
-                Stepped(RankStep(1, plan.step_id, 0.0, 0))]
+        return [
+            Stepped(
+                RankStep(0, plan.step_id, 0.0, 0), result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))
+            ),
+            Stepped(RankStep(1, plan.step_id, 0.0, 0)),
+        ]
 
     def close(self) -> None:
         self.plans.clear()
@@ -99,16 +114,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def an_engine(model: Path, executor: Killed) -> Engine:
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(self_check=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=2),
+        scheduler=SchedulerSettings(self_check=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20),
+    )
     engine = Engine(settings, plan_layout(settings), executor)
     engine.start()
     return engine
 
 
 def ask(engine: Engine, name: str, prompt: int, tokens: int) -> None:
-    engine.submit(EngineRequest(request_id=name, prompt=[7] * prompt, params=SamplingParams(max_tokens=tokens,
-                                                                                           ignore_eos=True)))
+    engine.submit(EngineRequest(request_id=name, prompt=[7] * prompt, params=SamplingParams(max_tokens=tokens, ignore_eos=True)))
 
 
 def serve(engine: Engine, clock: Clock, until: float, rng: random.Random) -> tuple[int, list[str]]:
@@ -135,8 +152,9 @@ def serve(engine: Engine, clock: Clock, until: float, rng: random.Random) -> tup
 
 @pytest.mark.parametrize("start_s", [0.5, 2.0, 4.0])
 @pytest.mark.parametrize("step_s", [0.1, 0.5])
-def test_a_kill_every_six_seconds_for_ten_minutes_refuses_nobody(model: Path, clock: Clock, step_s: float,
-                                                                 start_s: float) -> None:
+def test_a_kill_every_six_seconds_for_ten_minutes_refuses_nobody(
+    model: Path, clock: Clock, step_s: float, start_s: float
+) -> None:
     first = clock.now + 10
     executor = Killed(clock, step_s, start_s, [first + 6 * i for i in range(10 * MINUTES)])
     engine = an_engine(model, executor)
@@ -169,5 +187,3 @@ def test_a_killer_is_found_and_only_it(model: Path, clock: Clock) -> None:
         refused += [one.request_id for one in engine.pump(0.0) if isinstance(one, Refused)]
     assert refused == ["killer"] and executor.deaths == 4
     assert clock.now - begun < 60, "looking whether ranks die without it takes seconds"
-
-

@@ -30,8 +30,11 @@ from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {}, "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2},
-    "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)}}
+    "one": {},
+    "pp2": {"pipeline_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)},
+}
 KIND: dict[str, Any] = {"layers": 4, "dtype": "float32", "config": {"max_position_embeddings": 1024}}
 PROMPT = [random.Random(7).randrange(3, 500) for _ in range(2 * DISK_BLOCK + 40)]
 
@@ -136,7 +139,7 @@ def test_a_part_of_a_prompt_and_several_who_ask_at_once(serve, expected, tmp_pat
         assert (report.memory_has, report.disk_has) == (len(PROMPT) // 32 * 32, 2 * DISK_BLOCK)
         assert len(files(tmp_path)) == 2
         assert asked(llm, QueryCache(2, tokens=private.prompt)).memory_has == 288
-    branch = PROMPT[:DISK_BLOCK + 30] + [11] * 300
+    branch = PROMPT[: DISK_BLOCK + 30] + [11] * 300
     with serve("one") as llm:
         first, second, third = llm.generate([PROMPT, branch, PROMPT], PARAMS)
         assert first.token_ids == third.token_ids == expected.token_ids
@@ -257,8 +260,9 @@ def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int]
 def engine_pool(serve) -> Iterator[dict[str, LLM]]:
     """Engines of unlike layouts that have one directory; those of a single rank are the replicas of DP 2."""
     with ExitStack() as stack:
-        yield {name: stack.enter_context(serve(name.partition("-")[0]))
-               for name in ("tp2", "pp2", "pp3", "one-first", "one-second")}
+        yield {
+            name: stack.enter_context(serve(name.partition("-")[0])) for name in ("tp2", "pp2", "pp3", "one-first", "one-second")
+        }
 
 
 def hits(llm: LLM) -> int:
@@ -278,7 +282,7 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
             assert hits(reader) == before + 2 * DISK_BLOCK
     # A running sequence: its second disk block ends in what was answered, and is written when it leaves.
     params = SamplingParams(max_tokens=400, temperature=0.9, seed=5, ignore_eos=True)
-    prompt = PROMPT[:2 * DISK_BLOCK - 12]
+    prompt = PROMPT[: 2 * DISK_BLOCK - 12]
     with LLM(model, prefix_cache=0.0) as llm:
         whole = llm.generate([prompt], params)[0].token_ids
     pairs = [*permutations(tuple(engine_pool)[:4], 2), ("one-first", "one-second")]
@@ -291,7 +295,7 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
         assert kept == 2 * DISK_BLOCK, (first, second)
         moved = replace(request, produced=tokens, kept=kept, params=replace(params, max_tokens=len(tokens) + 10))
         rest = [token for output in submitted(engine_pool[second], [moved]) for token in output.tokens]
-        assert [*tokens, *rest] == whole[:len(tokens) + 10], (first, second)
+        assert [*tokens, *rest] == whole[: len(tokens) + 10], (first, second)
         assert hits(engine_pool[second]) == before + 2 * DISK_BLOCK
         check(engine_pool[second])
     # The directory goes while a sequence runs: it leaves all the same, and is computed again.
@@ -302,7 +306,7 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
     tokens, kept = handed_over(engine_pool["pp2"], replace(request, request_id="homeless"), 20)
     moved = replace(request, produced=tokens, kept=2 * DISK_BLOCK, params=replace(params, max_tokens=len(tokens) + 10))
     rest = [token for output in submitted(engine_pool["tp2"], [moved]) for token in output.tokens]
-    assert [*tokens, *rest] == whole[:len(tokens) + 10]
+    assert [*tokens, *rest] == whole[: len(tokens) + 10]
     assert (kept, (tmp_path / "kv").exists()) == (0, False)
 
 
@@ -310,8 +314,9 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
 def test_ranks_with_disks_of_their_own_borrow_from_one_another(serve, expected, tmp_path, monkeypatch):
     def apart(settings):
         layout = plan_layout(settings)
-        return dataclasses.replace(layout, ranks=tuple(replace(spec, kv_disk=f"{spec.kv_disk}/{spec.rank}")
-                                                       for spec in layout.ranks))
+        return dataclasses.replace(
+            layout, ranks=tuple(replace(spec, kv_disk=f"{spec.kv_disk}/{spec.rank}") for spec in layout.ranks)
+        )
 
     monkeypatch.setattr("tandem.llm.session.plan_layout", apart)
     with serve("tp2") as llm:

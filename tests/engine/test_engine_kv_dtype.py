@@ -19,8 +19,10 @@ PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprob
 KIND: dict[str, Any] = {"layers": 4, "dtype": "float32", "config": {"max_position_embeddings": 1024, "head_dim": 32}}
 PROMPTS = [[random.Random(length).randrange(3, 500) for _ in range(length)] for length in (5, 70, DISK_BLOCK + 30, 33)]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2},
-    "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)}}
+    "pp2": {"pipeline_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +96,14 @@ def test_a_prefix_on_disk_is_found_by_its_own_type_alone(model, expected, tmp_pa
     assert sizes["4bit"] < sizes["8bit"] < sizes["float32"] / 3
 
 
-@pytest.mark.parametrize(("family", "config", "words"), [
-    ("deepseek_v3", {}, "deepseek_v3 has no layer that it would change"),
-    ("gemma2", {"head_dim": 64}, "computes with keys and values itself"),
-    ("recurrent_gemma", {}, "recurrent_gemma has no layer")])
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("deepseek_v3", {}, "deepseek_v3 has no layer that it would change"),
+        ("gemma2", {"head_dim": 64}, "computes with keys and values itself"),
+        ("recurrent_gemma", {}, "recurrent_gemma has no layer"),
+    ],
+)
 def test_what_it_does_not_work_with_is_refused(family, config, words, tmp_path):
     directory = str(tiny_model(tmp_path, family, config=config))
     with pytest.raises(UnsupportedModel, match=f"--kv-dtype 4bit: .*{words}"):

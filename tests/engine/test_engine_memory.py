@@ -25,14 +25,25 @@ GIB = 2**30
 
 
 def ready(rank: int, machine: str, **changes) -> Ready:
-    return Ready(**{"rank": rank, "weight_bytes": 60 * GIB, "kv_bytes_per_token": 2**18, "memory_bytes": 96 * GIB,
-                    "peak_bytes": 0, "gpu": True, "host": "Mac", "machine": machine, "pid": 1, "trimmable": True,
-                    **changes})
+    return Ready(
+        **{
+            "rank": rank,
+            "weight_bytes": 60 * GIB,
+            "kv_bytes_per_token": 2**18,
+            "memory_bytes": 96 * GIB,
+            "peak_bytes": 0,
+            "gpu": True,
+            "host": "Mac",
+            "machine": machine,
+            "pid": 1,
+            "trimmable": True,
+            **changes,
+        }
+    )
 
 
 def room(*ranks: Ready, fraction: float = 0.85) -> int:
-    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1,
-                             description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
+    layout = SimpleNamespace(max_context=1 << 20, micro_batches=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
     settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
     return make_limits(settings, layout, ranks, shrink=False).kv_tokens
 
@@ -52,11 +63,15 @@ def test_buffers_that_are_kept_for_reuse_have_room_in_what_is_left_over():
     assert room(ready(0, "a"), fraction=0.99) - room(kept, fraction=0.99) == int((0.99 * 96 - 94) * GIB) // 2**18
 
 
-@pytest.mark.parametrize(("heads", "metal", "drafts"), [(32, True, 5), (64, True, 3), (128, True, 1), (256, True, None),
-                                                       (256, False, 5)])
+@pytest.mark.parametrize(
+    ("heads", "metal", "drafts"), [(32, True, 5), (64, True, 3), (128, True, 1), (256, True, None), (256, False, 5)]
+)
 def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal: bool, drafts: int | None) -> None:
-    layout = SimpleNamespace(max_context=64, micro_batches=1, description=SimpleNamespace(
-        eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8))
+    layout = SimpleNamespace(
+        max_context=64,
+        micro_batches=1,
+        description=SimpleNamespace(eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8),
+    )
     settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
     found = make_limits(settings, layout, [ready(0, "a", metal=metal), ready(1, "b")], shrink=False).speculation
     assert (found.drafts if found else None) == drafts
@@ -64,8 +79,7 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
 
 def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
     layout = SimpleNamespace(max_context=1 << 20, micro_batches=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
-    ranks = (ready(0, "a", state_bytes=2**21),
-             ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
+    ranks = (ready(0, "a", state_bytes=2**21), ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
     limits = make_limits(Settings(), layout, ranks, shrink=False)
     assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"
     free = 0.85 * 96 * GIB - 76 * GIB - 32 * 2**22
@@ -74,7 +88,8 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
 
 @pytest.mark.parametrize(("wired", "limit"), [("auto", None), ("off", 0)])
 def test_weights_are_wired_once_when_they_are_there_and_before_anything_else_is(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wired: str, limit: int | None) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wired: str, limit: int | None
+) -> None:
     """On a Mac, whose part of it tests/loading/test_loading_memory.py has; here when a rank asks for it."""
     asked: list[tuple[int | None, float]] = []
     loaded: list[int] = []
@@ -85,8 +100,9 @@ def test_weights_are_wired_once_when_they_are_there_and_before_anything_else_is(
         return 4711
 
     monkeypatch.setattr(assembly, "wire_weights", wire)
-    settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path / "tiny"))),
-                        scheduler=SchedulerSettings(wired=wired, kv_tokens=4000))
+    settings = Settings(
+        model=ModelSettings(model=str(tiny_model(tmp_path / "tiny"))), scheduler=SchedulerSettings(wired=wired, kv_tokens=4000)
+    )
     engine = Engine(settings, plan_layout(settings))
     try:
         engine.start()
@@ -107,8 +123,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
         self.share = 0.1
         monkeypatch.setattr(inline, "memory_use", lambda: (0, int(self.share * self.memory)))
-        settings = Settings(model=ModelSettings(model=str(model)),
-                            scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=64))
+        settings = Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=64))
         self.engine = Engine(settings, plan_layout(settings))
         self.engine.start()
         self.memory = self.engine.rank_group.ready[0].memory_bytes
@@ -116,8 +131,13 @@ class Device:
 
     def ask(self, *names: str, length: int = 40) -> None:
         for name in names:
-            self.engine.submit(EngineRequest(request_id=name, prompt=[*range(10, 10 + length), ord(name)],
-                                             params=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)))
+            self.engine.submit(
+                EngineRequest(
+                    request_id=name,
+                    prompt=[*range(10, 10 + length), ord(name)],
+                    params=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True),
+                )
+            )
 
     def pump(self, until: Callable[[], bool]) -> None:
         for _ in range(2000):
@@ -135,7 +155,8 @@ class Device:
 
 
 def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     device = Device(monkeypatch, tiny_model(tmp_path / "tiny"))
     engine, scheduler = device.engine, device.engine.scheduler
     try:
@@ -171,9 +192,10 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         engine.close()
 
 
-@pytest.mark.parametrize(("fraction", "share", "pressed"), [
-    (0.85, 0.87, False), (0.85, 0.881, True), (0.5, 0.84, False), (0.5, 0.851, True), (1.0, 0.94, False),
-    (1.0, 0.951, True)])
+@pytest.mark.parametrize(
+    ("fraction", "share", "pressed"),
+    [(0.85, 0.87, False), (0.85, 0.881, True), (0.5, 0.84, False), (0.5, 0.851, True), (1.0, 0.94, False), (1.0, 0.951, True)],
+)
 def test_what_the_kv_cache_may_take_is_no_trouble(fraction: float, share: float, pressed: bool) -> None:
     scheduler = SimpleNamespace(batches=SimpleNamespace(pressed=False, relieve=lambda: False))
     guard = MemoryGuard(fraction)

@@ -20,10 +20,8 @@ from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.testing import tiny_model
 
-FULL = ("[METAL] Command buffer execution failed: Insufficient Memory "
-        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
-LATE = ("[METAL] Command buffer execution failed: Caused GPU Timeout Error "
-        "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)")
+FULL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+LATE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
 IGNORED = "Command buffer execution failed: Ignored (for causing prior/excessive GPU errors)"
 PROMPT = [*range(10, 50)]
 
@@ -103,16 +101,21 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[int], list[Refused]]:
     """The engine after one greedy request, its tokens, and refusals."""
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(**parallel),
-                        scheduler=SchedulerSettings(prefill_chunk=16, self_check=False, kv_tokens=400))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(**parallel),
+        scheduler=SchedulerSettings(prefill_chunk=16, self_check=False, kv_tokens=400),
+    )
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), LocalLauncher(1, module), start_timeout_s=240.0,
-                               step_timeout_s=240.0, rejoin_timeout_s=240.0)
+    executor = ClusterExecutor(
+        list(layout.ranks), LocalLauncher(1, module), start_timeout_s=240.0, step_timeout_s=240.0, rejoin_timeout_s=240.0
+    )
     engine = Engine(settings, layout, executor)
     engine.start()
     try:
-        engine.submit(EngineRequest(request_id="a", prompt=PROMPT, params=SamplingParams(
-            max_tokens=6, temperature=0.0, ignore_eos=True)))
+        engine.submit(
+            EngineRequest(request_id="a", prompt=PROMPT, params=SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+        )
         tokens: list[int] = []
         refused: list[Refused] = []
         while not engine.idle:
@@ -135,7 +138,8 @@ def failures(engine: Engine, cause: str) -> float:
 
 @pytest.mark.slow
 def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
-        model: Path, module: str, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Path, module: str, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOW", "full")
     engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
@@ -146,7 +150,8 @@ def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
 
 @pytest.mark.slow
 def test_a_request_that_no_gpu_has_room_for_does_not_end_the_engine(
-        model: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOW", "always full")
     engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
     assert tokens == []
@@ -157,47 +162,68 @@ def test_a_request_that_no_gpu_has_room_for_does_not_end_the_engine(
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "cause"), [("stopped", "stopped"), ("slow", "timeout")])
 def test_the_rank_whose_gpu_waited_is_not_to_blame(
-        model: Path, module: str, undisturbed: list[int], how: str, cause: str, monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
+    model: Path,
+    module: str,
+    undisturbed: list[int],
+    how: str,
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setenv("HOW", how)
     for limit in ("STOPPED_S", "SILENT_S"):  # it is the other rank's word by which it is noticed
         monkeypatch.setattr(watchdog, limit, 600.0)
     engine, tokens, refused = answered(model, module, tensor_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
     assert failures(engine, cause) == engine.rank_group.restarts == 1
-    words = {"stopped": "rank 1 stands still: its process is stopped; the GPU of rank 0 waited for it",
-             "slow": "rank 0: a command took its GPU longer than macOS allows"}
+    words = {
+        "stopped": "rank 1 stands still: its process is stopped; the GPU of rank 0 waited for it",
+        "slow": "rank 0: a command took its GPU longer than macOS allows",
+    }
     assert words[how] in caplog.text
 
 
 def test_a_gpu_that_takes_work_and_never_ends_it_is_named_before_anything_is_loaded(
-        model: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOW", "wedged")
     with pytest.raises(RankFailure, match="rank 1: its GPU does not answer.*restart that machine") as failure:
         answered(model, module, pipeline_parallel_size=2)
     assert (failure.value.cause, failure.value.rank, failure.value.blame) == ("gpu", 1, False)
 
 
-@pytest.mark.parametrize(("parallel", "words"), [
-    (ParallelSettings(fast_sync="on", device="cpu"), "--device cpu leaves them idle; leave one out"),
-    (ParallelSettings(fast_sync="on", tensor_parallel_size=2), "all ranks run on this machine, which is none")])
-def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parallel: ParallelSettings,
-                                                              words: str) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelSettings(fast_sync="on", device="cpu"), "--device cpu leaves them idle; leave one out"),
+        (ParallelSettings(fast_sync="on", tensor_parallel_size=2), "all ranks run on this machine, which is none"),
+    ],
+)
+def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parallel: ParallelSettings, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=parallel))
     with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and --device cpu"):
-        plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(device="cpu"),
-                             scheduler=SchedulerSettings(wired="1GB")))
+        plan_layout(
+            Settings(
+                model=ModelSettings(model=str(model)),
+                parallel=ParallelSettings(device="cpu"),
+                scheduler=SchedulerSettings(wired="1GB"),
+            )
+        )
     with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and all ranks run on this machine"):
         plan_layout(Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(wired="1GB")))
-    ranks = plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(
-        fast_sync="auto", parallel=(2, 1)))).ranks
+    ranks = plan_layout(
+        Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(fast_sync="auto", parallel=(2, 1)))
+    ).ranks
     assert [rank.fast_fences for rank in ranks] == [True, True, False]
 
 
 def test_an_option_that_has_no_effect_is_said_once_in_a_line(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for parallel, lines in ((ParallelSettings(backend="jaccl", pipeline_parallel_size=2), 1),
-                            (ParallelSettings(backend="ring", tensor_parallel_size=2), 0), (ParallelSettings(), 0)):
+    for parallel, lines in (
+        (ParallelSettings(backend="jaccl", pipeline_parallel_size=2), 1),
+        (ParallelSettings(backend="ring", tensor_parallel_size=2), 0),
+        (ParallelSettings(), 0),
+    ):
         settings = Settings(model=ModelSettings(model=str(model)), parallel=parallel)
         caplog.clear()
         say_what_is_idle(settings, plan_layout(settings))
@@ -210,8 +236,10 @@ def test_the_probe_costs_nothing_on_a_cpu_and_names_a_gpu_that_refuses(monkeypat
     monkeypatch.setattr(gpu_probe, "on_gpu", lambda: True)
     gpu_probe.probe_gpu(told.append)  # a real product
     for words, error in ((f"[METAL] {IGNORED}", GpuSilent), (FULL, RuntimeError)):
+
         def refuse(words: str = words) -> None:
             raise RuntimeError(words)
+
         monkeypatch.setattr(gpu_probe, "small_product", refuse)
         with pytest.raises(error) as raised:
             gpu_probe.probe_gpu(told.append)

@@ -25,8 +25,7 @@ def test_what_counts_upwards_is_a_counter_and_nothing_else_is_called_total() -> 
     one.scheduled(5, SpeculationCounts(4, 12, 4))
     text = one.text().decode()
     assert value(text, "num_preemptions_total") == 5
-    assert [value(text, f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")] == [
-        4, 12, 4]
+    assert [value(text, f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")] == [4, 12, 4]
     for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
         assert (kind == "counter") == name.endswith("_total"), (name, kind)
 

@@ -31,9 +31,21 @@ class Disks(Executor):
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         kept = {"disk_blocks": [], "store": OWN[0], "lends": OWN[1]} if self.keeps else {}
-        return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=2**30, peak_bytes=0,
-                      gpu=False, host="host", pid=1, trimmable=True, **kept)  # type: ignore[arg-type]
-                for rank in range(2)]
+        return [
+            Ready(
+                rank=rank,
+                weight_bytes=10**6,
+                kv_bytes_per_token=256,
+                memory_bytes=2**30,
+                peak_bytes=0,
+                gpu=False,
+                host="host",
+                pid=1,
+                trimmable=True,
+                **kept,
+            )  # type: ignore[arg-type]
+            for rank in range(2)
+        ]
 
     def submit(self, plan: StepPlan) -> None:
         raise AssertionError("nothing runs")
@@ -58,9 +70,11 @@ class Disks(Executor):
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Disks], Engine]:
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
-    settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path / "model"))),
-                        parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(self_check=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")))
+    settings = Settings(
+        model=ModelSettings(model=str(tiny_model(tmp_path / "model"))),
+        parallel=ParallelSettings(pipeline_parallel_size=2),
+        scheduler=SchedulerSettings(self_check=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")),
+    )
 
     def make(disks: Disks) -> Engine:
         engine = Engine(settings, plan_layout(settings), disks)

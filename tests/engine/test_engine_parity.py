@@ -60,10 +60,12 @@ def reference(model: Path) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), [
-    (family, layout) for family in FAMILIES for layout in SOME.get(family, ("inline",))], indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "layout"), [(family, layout) for family in FAMILIES for layout in SOME.get(family, ("inline",))], indirect=["model"]
+)
 def test_greedy_tokens_and_logprobs_equal_mlx_lm(
-        model: Path, reference: list[tuple[list[int], list[float]]], layout: str) -> None:
+    model: Path, reference: list[tuple[list[int], list[float]]], layout: str
+) -> None:
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2)
     with LLM(str(model), prefill_chunk=16, **LAYOUTS[layout]) as llm:
         outputs = llm.generate(prompts(), params)
@@ -82,12 +84,16 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield one
 
 
-@pytest.mark.parametrize("params", [
-    SamplingParams(max_tokens=20, temperature=0.0),
-    SamplingParams(max_tokens=20, temperature=0.9, seed=1),
-    SamplingParams(max_tokens=20, temperature=1.5, top_p=0.9, top_k=30, seed=2),
-    SamplingParams(max_tokens=20, temperature=1.0, min_p=0.05, seed=3, repetition_penalty=1.2, frequency_penalty=0.5),
-], ids=["greedy", "temperature", "filters", "penalties"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=20, temperature=0.0),
+        SamplingParams(max_tokens=20, temperature=0.9, seed=1),
+        SamplingParams(max_tokens=20, temperature=1.5, top_p=0.9, top_k=30, seed=2),
+        SamplingParams(max_tokens=20, temperature=1.0, min_p=0.05, seed=3, repetition_penalty=1.2, frequency_penalty=0.5),
+    ],
+    ids=["greedy", "temperature", "filters", "penalties"],
+)
 def test_the_rest_of_the_batch_never_changes_a_requests_tokens(llm: LLM, params: SamplingParams) -> None:
     alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts()]
     together = [output.token_ids for output in llm.generate(prompts(), params)]
@@ -108,10 +114,10 @@ def test_text_stop_strings_and_streaming_agree(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     whole = llm.generate("hello there", params)[0].text
     assert "".join(llm.stream("hello there", params)) == whole
-    middle = whole[len(whole) // 2:][:2]
+    middle = whole[len(whole) // 2 :][:2]
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop=(middle,))
     cut = llm.generate("hello there", params)[0]
-    assert cut.text == whole[:whole.index(middle)] and cut.finish_reason == "stop"
+    assert cut.text == whole[: whole.index(middle)] and cut.finish_reason == "stop"
 
 
 def test_a_stream_that_is_dropped_frees_its_place(llm: LLM) -> None:

@@ -17,8 +17,7 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_model(tmp_path_factory.mktemp("pace") / "model", dtype="float32",
-                          config={"max_position_embeddings": 2048}))
+    return str(tiny_model(tmp_path_factory.mktemp("pace") / "model", dtype="float32", config={"max_position_embeddings": 2048}))
 
 
 def tokens(model: str, seconds: float | None, **options: Any) -> list[list[int]]:
@@ -34,10 +33,15 @@ def expected(model: str) -> list[list[int]]:
     return tokens(model, 0.0, prefill_time_ms=0)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"prefill_time_ms": 0.01},
-    pytest.param({"prefill_time_ms": 0.01, "pipeline_parallel_size": 2, "tensor_parallel_size": 2},
-                 marks=pytest.mark.slow)], ids=["default", "short", "layout"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill_time_ms": 0.01},
+        pytest.param({"prefill_time_ms": 0.01, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["default", "short", "layout"],
+)
 def test_the_same_tokens(options: dict[str, Any], model: str, expected: list[list[int]]) -> None:
     seconds = options["prefill_time_ms"] / 1000 if options else None
     assert tokens(model, seconds, **options) == expected

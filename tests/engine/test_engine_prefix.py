@@ -18,6 +18,7 @@ PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprob
 def conversation() -> list[list[int]]:
     """Prompts that share a system prompt, then go on from one another."""
     rng = random.Random(3)
+
     def some(n: int) -> list[int]:
         return [rng.randrange(3, 500) for _ in range(n)]
 

@@ -34,8 +34,9 @@ HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
 """Three kv heads: two ranks share them 2 + 1."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 ALONE = SamplingParams(max_tokens=0, prompt_logprobs=3)
-BESIDE = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=3, repetition_penalty=1.5,
-                        logit_bias={7: 5.0})
+BESIDE = SamplingParams(
+    max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=3, repetition_penalty=1.5, logit_bias={7: 5.0}
+)
 """What changes the answer does not change what is said of the prompt."""
 
 
@@ -86,9 +87,12 @@ def outcome(llm: LLM, requests: list[EngineRequest]) -> dict[str, Output]:
         before = whole.get(message.request_id, Output(message.request_id))
         assert before.prompt_logprobs is None or message.prompt_logprobs is None, "they come once"
         whole[message.request_id] = Output(
-            message.request_id, before.tokens + message.tokens, finish_reason=message.finish_reason,
+            message.request_id,
+            before.tokens + message.tokens,
+            finish_reason=message.finish_reason,
             cached_tokens=before.cached_tokens + message.cached_tokens,
-            prompt_logprobs=message.prompt_logprobs if before.prompt_logprobs is None else before.prompt_logprobs)
+            prompt_logprobs=message.prompt_logprobs if before.prompt_logprobs is None else before.prompt_logprobs,
+        )
     return whole
 
 
@@ -96,8 +100,11 @@ def outcome(llm: LLM, requests: list[EngineRequest]) -> dict[str, Output]:
 def test_values_equal_mlx_lms_and_leave_generation_alone(llm: LLM, model: Path) -> None:
     alone = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
     assert llm.generate(prompts()[-1], GREEDY)[0].cached_tokens > 0, "the cache holds these prompts"
-    requests = [EngineRequest(request_id=f"{kind}{i}", prompt=prompt, params=params)
-                for i, prompt in enumerate(prompts()) for kind, params in (("t", GREEDY), ("s", ALONE), ("b", BESIDE))]
+    requests = [
+        EngineRequest(request_id=f"{kind}{i}", prompt=prompt, params=params)
+        for i, prompt in enumerate(prompts())
+        for kind, params in (("t", GREEDY), ("s", ALONE), ("b", BESIDE))
+    ]
     found = outcome(llm, requests)
     for i, prompt in enumerate(prompts()):
         text, scored, both = (found[f"{kind}{i}"] for kind in "tsb")
@@ -115,10 +122,8 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
         pytest.skip("for layouts of two processes")
     rng = random.Random(1)
     texts = [[rng.randrange(3, 500) for _ in range(400)] for _ in range(3)]
-    asked = [EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE)
-             for i, text in enumerate(texts)]
-    found = {one.request_id: one.prompt_logprobs for one in submitted(llm, asked, Killer(llm))
-             if one.prompt_logprobs is not None}
+    asked = [EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE) for i, text in enumerate(texts)]
+    found = {one.request_id: one.prompt_logprobs for one in submitted(llm, asked, Killer(llm)) if one.prompt_logprobs is not None}
     assert llm.engine.restarts == 1
     for i, text in enumerate(texts):
         agree(model, text, found[f"s{i}"])
@@ -129,8 +134,7 @@ def test_sequences_that_make_room_are_computed_again_and_say_all_of_it_once(mode
         rng = random.Random(2)
         texts = [[rng.randrange(3, 500) for _ in range(60)] for _ in range(6)]
         long = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
-        found = outcome(llm, [EngineRequest(request_id=f"s{i}", prompt=text, params=long)
-                              for i, text in enumerate(texts)])
+        found = outcome(llm, [EngineRequest(request_id=f"s{i}", prompt=text, params=long) for i, text in enumerate(texts)])
         assert ask(llm, lambda engine: engine.scheduler.batches.preemptions) > 0
         for i, text in enumerate(texts):
             agree(model, text, found[f"s{i}"].prompt_logprobs)
@@ -147,7 +151,9 @@ def test_in_python_they_have_vllms_shape(model: Path, monkeypatch: pytest.Monkey
         [bare] = llm.generate("hello", SamplingParams(max_tokens=0, prompt_logprobs=0))
         assert (bare.text, bare.token_ids, bare.finish_reason) == ("", [], "length")
         assert bare.prompt_logprobs is not None and [len(place or ()) for place in bare.prompt_logprobs] == [
-            0, *[1] * (len(bare.prompt_token_ids) - 1)]
+            0,
+            *[1] * (len(bare.prompt_token_ids) - 1),
+        ]
         assert "embeddings_total 0.0" in llm.engine.metrics.text().decode()
         for bad in (-1, 21, 10**9):
             with pytest.raises(RequestError, match=f"prompt_logprobs is {bad}; it must be between 0 and 20"):
@@ -166,7 +172,9 @@ def shape(llm: LLM, model: Path, output: RequestOutput, k: int) -> None:
     for token, place, row in zip(tokens[1:], output.prompt_logprobs[1:], reference(model, tokens), strict=True):
         assert place is not None and next(iter(place)) == token and len(place) - k in (0, 1)
         assert [place[token].logprob, place[token].decoded_token] == [
-            pytest.approx(row[token], abs=1e-4), llm.tokenizer.token_text(token)]
+            pytest.approx(row[token], abs=1e-4),
+            llm.tokenizer.token_text(token),
+        ]
         assert {one.rank for one in place.values()} >= set(range(1, k + 1))
 
 

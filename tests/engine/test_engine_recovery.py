@@ -59,8 +59,20 @@ class Machines(Executor):
             raise RankFailure("machines are missing", cause="host")
         if (error := self.broken(self.slots)) is not None:
             raise error
-        return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=MEMORY, peak_bytes=0,
-                      gpu=False, host=f"host{slot}", pid=1, trimmable=True) for rank, slot in enumerate(self.slots)]
+        return [
+            Ready(
+                rank=rank,
+                weight_bytes=10**6,
+                kv_bytes_per_token=256,
+                memory_bytes=MEMORY,
+                peak_bytes=0,
+                gpu=False,
+                host=f"host{slot}",
+                pid=1,
+                trimmable=True,
+            )
+            for rank, slot in enumerate(self.slots)
+        ]
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -101,8 +113,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engine, Machines]:
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=ranks),
-                        scheduler=SchedulerSettings(self_check=False, max_restarts=max_restarts, kv_tokens=2000))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=ranks),
+        scheduler=SchedulerSettings(self_check=False, max_restarts=max_restarts, kv_tokens=2000),
+    )
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     engine = Engine(settings, layout, machines)
@@ -111,8 +126,7 @@ def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engin
 
 
 def ask(engine: Engine, tokens: int = 20) -> None:
-    engine.submit(EngineRequest(request_id="a", prompt=[7, 8], params=SamplingParams(max_tokens=tokens,
-                                                                                     ignore_eos=True)))
+    engine.submit(EngineRequest(request_id="a", prompt=[7, 8], params=SamplingParams(max_tokens=tokens, ignore_eos=True)))
 
 
 def finish(engine: Engine) -> list[int]:
@@ -142,8 +156,11 @@ def test_what_comes_of_a_step_in_which_a_rank_died_does_not_count(model: Path) -
     assert engine.restarts == 1
 
 
-@pytest.mark.parametrize("error", [missing(1), OutOfMemory("too little memory"), LayoutError("no cable"),
-                                   UsageError("the disk is full")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [missing(1), OutOfMemory("too little memory"), LayoutError("no cable"), UsageError("the disk is full")],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_mistake_that_ranks_find_once_they_have_served_is_waited_for(model: Path, error: UsageError) -> None:
     engine, machines = an_engine(model)
     ask(engine)
@@ -207,8 +224,11 @@ def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkey
 
 
 def test_at_the_first_start_it_is_final(model: Path) -> None:
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(self_check=False))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=2),
+        scheduler=SchedulerSettings(self_check=False),
+    )
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     machines.broken = lambda slots: missing(1)
@@ -232,8 +252,11 @@ def test_what_does_not_come_back_ends_the_engine_after_max_restarts_and_clients_
 
 def test_a_rank_group_that_loses_a_rank_while_it_starts_for_the_first_time_stays_starting(model: Path) -> None:
     """`recovering` would mean that requests are queued."""
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(self_check=False))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=2),
+        scheduler=SchedulerSettings(self_check=False),
+    )
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     left: list[TandemError | None] = [die(0), None]
@@ -271,8 +294,9 @@ def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(mode
     ask(engine, 60)
     engine.pump(0.0)
     machines.places = [0, 1, 2]
-    machines.broken = lambda slots: rank_failure(
-        slots.index(1), "GpuSilent", "its GPU does not answer; restart that machine") if 1 in slots else None
+    machines.broken = lambda slots: (
+        rank_failure(slots.index(1), "GpuSilent", "its GPU does not answer; restart that machine") if 1 in slots else None
+    )
     machines.failure = die()
     for _ in range(10):
         engine.pump(0.0)
@@ -290,8 +314,7 @@ def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(mode
     assert engine.metrics.failures.labels("gpu")._value.get() == 1
 
 
-def test_requests_come_and_go_while_the_planner_looks_for_a_layout(
-        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_come_and_go_while_the_planner_looks_for_a_layout(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, machines = an_engine(model)
     ask(engine)
     begun, heard, plan = threading.Event(), threading.Event(), degrade.plan
@@ -336,8 +359,7 @@ def test_a_stop_string_is_no_client_who_gives_up(model: Path, answered: bool, co
     engine.pump(0.0)
     assert engine.abort("a", answered=answered) and not engine.abort("a", answered=answered)
     lines = [line for line in engine.metrics.text().decode().splitlines() if line.endswith(" 1.0")]
-    assert [line.partition("{")[0].split()[0] for line in lines if line.startswith("tandem_request")] == [
-        f"tandem_{counted}"]
+    assert [line.partition("{")[0].split()[0] for line in lines if line.startswith("tandem_request")] == [f"tandem_{counted}"]
 
 
 def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path: Path) -> None:
@@ -353,7 +375,8 @@ def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path
 
 
 def test_a_whole_layout_that_fails_its_self_check_leaves_the_limits_of_the_smaller_one(
-        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, machines = an_engine(model)
     machines.places = [0, 2]
     machines.failure = RankFailure("machines are missing", cause="host")
@@ -373,12 +396,16 @@ def test_a_whole_layout_that_fails_its_self_check_leaves_the_limits_of_the_small
     assert engine.scheduler.limits == smaller
 
 
-def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Path, tmp_path: Path,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recovery, "BACKOFF_S", 100.0)
-    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
-                        scheduler=SchedulerSettings(self_check=False), process=ProcessSettings(
-                            engine_socket=str(tmp_path / "engine.sock")))
+    settings = Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=2),
+        scheduler=SchedulerSettings(self_check=False),
+        process=ProcessSettings(engine_socket=str(tmp_path / "engine.sock")),
+    )
     service = EngineService(settings)
     machines = Machines(service._engine.layout.ranks)
     service._engine.rank_group.executor = machines
@@ -398,8 +425,9 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Pat
 
 
 def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path, tmp_path: Path) -> None:
-    service = EngineService(Settings(model=ModelSettings(model=str(model)), process=ProcessSettings(
-        engine_socket=str(tmp_path / "engine.sock"))))
+    service = EngineService(
+        Settings(model=ModelSettings(model=str(model)), process=ProcessSettings(engine_socket=str(tmp_path / "engine.sock")))
+    )
     try:
         service._loading(0, 2, 8, "load")
         assert service._ipc_server.status.loading == [LoadProgress(0, 2, 8, "load")]

@@ -54,11 +54,14 @@ def test_what_ended_ranks_reported_does_not_count_for_the_next() -> None:
     assert result_collector.complete(report(1, None), RANKS) is None
 
 
-@pytest.mark.parametrize(("digests", "words"), [
-    (((10, 20), (10, 21), (20, 30)), "rank 1 holds other activations in step 3"),
-    (((10, 20), (11, 20), (20, 30)), "rank 1 holds other activations in step 3"),
-    (((10, 20), (10, 20), (21, 30)), "that stage 1 sent in step 3"),
-])
+@pytest.mark.parametrize(
+    ("digests", "words"),
+    [
+        (((10, 20), (10, 21), (20, 30)), "rank 1 holds other activations in step 3"),
+        (((10, 20), (11, 20), (20, 30)), "rank 1 holds other activations in step 3"),
+        (((10, 20), (10, 20), (21, 30)), "that stage 1 sent in step 3"),
+    ],
+)
 def test_ranks_that_disagree_make_it_no_step(digests: tuple[tuple[int, int], ...], words: str) -> None:
     result_collector = ResultCollector()
     *first, last = [report(rank, before, after) for rank, (before, after) in enumerate(digests)]
@@ -86,8 +89,11 @@ class Slow(Executor):
         if self.asked <= 10:
             return []
         plan = self.plans.popleft()
-        return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
-                        result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled())))]
+        return [
+            Stepped(
+                RankStep(0, plan.step_id, 0.0, 0), result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))
+            )
+        ]
 
     def close(self) -> None: ...
 

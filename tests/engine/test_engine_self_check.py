@@ -162,8 +162,11 @@ FAULTS = {
 
 
 def _settings(model: Path, options: dict[str, object]) -> Settings:
-    return Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(prefill_chunk=CHUNK),
-                    parallel=ParallelSettings(**options))  # type: ignore[arg-type]
+    return Settings(
+        model=ModelSettings(model=str(model)),
+        scheduler=SchedulerSettings(prefill_chunk=CHUNK),
+        parallel=ParallelSettings(**options),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -189,8 +192,12 @@ def test_a_planted_fault_is_caught_and_ends_the_ranks(model: Path, fault: str) -
 
 def test_the_engine_ends_with_code_3(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = _settings(model, {"pipeline_parallel_size": 2})
-    settings = Settings(model=settings.model, parallel=settings.parallel, scheduler=settings.scheduler,
-                        process=type(settings.process)(engine_socket=str(tmp_path / "engine.sock")))
+    settings = Settings(
+        model=settings.model,
+        parallel=settings.parallel,
+        scheduler=settings.scheduler,
+        process=type(settings.process)(engine_socket=str(tmp_path / "engine.sock")),
+    )
     service = EngineService(settings)
     service._engine.rank_group.executor = Tampering(service._engine.executor, _shifted(3.0))
     reports: list[str] = []
@@ -238,15 +245,19 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     return LocalLauncher(1, "tandem_faulty_rank")
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)}, "log probabilities of its token 1 differ"),
-    ({"tensor_parallel_size": 2}, "rank 1 holds other activations"),
-], ids=["pp3", "tp2"])
-def test_a_rank_that_is_wrong_in_long_passes_is_caught(model: Path, faulty: LocalLauncher, options: dict[str, object],
-                                                       words: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)}, "log probabilities of its token 1 differ"),
+        ({"tensor_parallel_size": 2}, "rank 1 holds other activations"),
+    ],
+    ids=["pp3", "tp2"],
+)
+def test_a_rank_that_is_wrong_in_long_passes_is_caught(
+    model: Path, faulty: LocalLauncher, options: dict[str, object], words: str
+) -> None:
     settings = _settings(model, options)
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), faulty, start_timeout_s=240.0, step_timeout_s=60.0,
-                               rejoin_timeout_s=60.0)
+    executor = ClusterExecutor(list(layout.ranks), faulty, start_timeout_s=240.0, step_timeout_s=60.0, rejoin_timeout_s=60.0)
     with pytest.raises(RankFailure, match=words):
         Engine(settings, layout, executor).start()

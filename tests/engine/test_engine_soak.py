@@ -29,9 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, stages: int = 2, **scheduler: object) -> Settings:
-    return Settings(model=ModelSettings(model=str(model)),
-                    parallel=ParallelSettings(pipeline_parallel_size=stages, executor="cluster"),
-                    scheduler=SchedulerSettings(prefill_chunk=32, **scheduler))  # type: ignore[arg-type]
+    return Settings(
+        model=ModelSettings(model=str(model)),
+        parallel=ParallelSettings(pipeline_parallel_size=stages, executor="cluster"),
+        scheduler=SchedulerSettings(prefill_chunk=32, **scheduler),
+    )  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,15 @@ def assert_gone(pids: list[int]) -> None:
 def a_request(rng: random.Random, name: str) -> EngineRequest:
     hot = rng.random() < 0.7
     params = SamplingParams(
-        max_tokens=rng.randint(1, 25), temperature=rng.uniform(0.3, 1.5) if hot else 0.0,
-        top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 20]), seed=rng.choice([None, rng.randrange(2**40)]),
+        max_tokens=rng.randint(1, 25),
+        temperature=rng.uniform(0.3, 1.5) if hot else 0.0,
+        top_p=rng.choice([1.0, 0.9]),
+        top_k=rng.choice([0, 20]),
+        seed=rng.choice([None, rng.randrange(2**40)]),
         stop_token_ids=tuple(rng.sample(range(3, 500), 20)) if rng.random() < 0.3 else (),
-        repetition_penalty=rng.choice([1.0, 1.1]), logprobs=rng.choice([None, None, 0, 3]))
+        repetition_penalty=rng.choice([1.0, 1.1]),
+        logprobs=rng.choice([None, None, 0, 3]),
+    )
     prompt = [rng.randrange(3, 500) for _ in range(rng.randint(1, 120))]
     return EngineRequest(request_id=name, prompt=prompt, params=params)
 
@@ -185,11 +192,10 @@ def test_an_engine_that_loses_a_rank_while_it_drains_goes_on_draining(model: Pat
         engine.close()
 
 
-@pytest.mark.parametrize(("changes", "kind"), [
-    ({"memory_fraction": 1e-7}, OutOfMemory),
-    ({"kv_tokens": 10**12}, OutOfMemory),
-    ({"start_timeout": 0.001}, RankFailure),
-])
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [({"memory_fraction": 1e-7}, OutOfMemory), ({"kv_tokens": 10**12}, OutOfMemory), ({"start_timeout": 0.001}, RankFailure)],
+)
 def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], kind: type[Exception]) -> None:
     chosen = settings(model, **changes)
     engine = Engine(chosen, plan_layout(chosen))
@@ -198,12 +204,15 @@ def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], 
     assert engine.executor.pids == []
 
 
-@pytest.mark.parametrize("parallel", [
-    ParallelSettings(pipeline_parallel_size=9),
-    ParallelSettings(pipeline_parallel_size=2, layer_split=(1, 1)),
-    ParallelSettings(pipeline_parallel_size=2, executor="inline"),
-    ParallelSettings(micro_batches=99),
-])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelSettings(pipeline_parallel_size=9),
+        ParallelSettings(pipeline_parallel_size=2, layer_split=(1, 1)),
+        ParallelSettings(pipeline_parallel_size=2, executor="inline"),
+        ParallelSettings(micro_batches=99),
+    ],
+)
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(model: Path, parallel: ParallelSettings) -> None:
     from tandem.engine.layout import make_executor
 

@@ -60,8 +60,7 @@ def expected(model: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_tokens_of_plain_decoding(
-        model: Path, expected: dict[str, list[list[int]]], layout: str) -> None:
+def test_every_layout_gives_the_tokens_of_plain_decoding(model: Path, expected: dict[str, list[list[int]]], layout: str) -> None:
     if model.name == "gpt_oss" and layout not in SOME:
         pytest.skip("slow; tests/runner has its windows")
     with LLM(str(model), prefill_chunk=16, **NGRAM, **LAYOUTS[layout]) as llm:
@@ -72,8 +71,7 @@ def test_every_layout_gives_the_tokens_of_plain_decoding(
                 assert all([e.token for e in one.logprobs] == one.token_ids for one in outputs)
         status = ask(llm, Engine.status)
         assert 50 < status.accepted_tokens <= status.draft_tokens
-        assert f"tandem_spec_decode_num_accepted_tokens_total {status.accepted_tokens}" in (
-            llm.engine.metrics.text().decode())
+        assert f"tandem_spec_decode_num_accepted_tokens_total {status.accepted_tokens}" in (llm.engine.metrics.text().decode())
 
 
 @pytest.mark.slow
@@ -82,8 +80,9 @@ def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: 
         pytest.skip("slow; one family is enough")
     with LLM(str(model), pipeline_parallel_size=2, **NGRAM) as llm:
         tokens: dict[str, list[int]] = {}
-        requests = [EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"])
-                    for i, prompt in enumerate(prompts())]
+        requests = [
+            EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"]) for i, prompt in enumerate(prompts())
+        ]
         for message in submitted(llm, requests, Killer(llm, lambda _: llm.engine.status().accepted_tokens > 40)):
             tokens.setdefault(message.request_id, []).extend(message.tokens)
         assert llm.engine.restarts == 1
@@ -113,10 +112,10 @@ def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}],
-                         ids=["inline", "pp2", "tp2"])
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["inline", "pp2", "tp2"])
 def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself(
-        model: Path, expected: dict[str, list[list[int]]], layout: dict[str, int]) -> None:
+    model: Path, expected: dict[str, list[list[int]]], layout: dict[str, int]
+) -> None:
     if model.name == "gpt_oss" and layout:
         pytest.skip("slow; one family is enough over several ranks")
     with LLM(str(model), draft_model=str(model), num_speculative_tokens=4, prefill_chunk=16, **layout) as llm:

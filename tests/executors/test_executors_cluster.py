@@ -16,8 +16,7 @@ from tandem.launchers.base import Launcher
 from tandem.protocol.control import Failure, Pong
 from tandem.protocol.step import StepPlan
 
-FULL = ("[METAL] Command buffer execution failed: Insufficient Memory "
-        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
+FULL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 
 
 class Away:
@@ -43,8 +42,9 @@ class Away:
 
 def an_executor(ranks: int) -> ClusterExecutor:
     spec = cast(Any, type("Spec", (), {"rank": 0}))
-    executor = ClusterExecutor([spec] * ranks, cast(Launcher, None), start_timeout_s=1.0, step_timeout_s=1.0,
-                               rejoin_timeout_s=1.0)
+    executor = ClusterExecutor(
+        [spec] * ranks, cast(Launcher, None), start_timeout_s=1.0, step_timeout_s=1.0, rejoin_timeout_s=1.0
+    )
     executor._processes = [Away() for _ in range(ranks)]
     return executor
 
@@ -64,9 +64,18 @@ def test_ranks_that_cannot_be_reached_are_waited_for_together_and_aloud(monkeypa
     assert all(rank.kills == 1 for rank in ranks) and executor.pids == []
 
 
-@pytest.mark.parametrize(("code", "busy", "blame"), [
-    (-signal.SIGKILL, True, True), (-signal.SIGKILL, False, False), (-signal.SIGSEGV, True, True), (1, True, True),
-    (-signal.SIGTERM, True, False), (-signal.SIGINT, True, False), (-signal.SIGHUP, True, False)])
+@pytest.mark.parametrize(
+    ("code", "busy", "blame"),
+    [
+        (-signal.SIGKILL, True, True),
+        (-signal.SIGKILL, False, False),
+        (-signal.SIGSEGV, True, True),
+        (1, True, True),
+        (-signal.SIGTERM, True, False),
+        (-signal.SIGINT, True, False),
+        (-signal.SIGHUP, True, False),
+    ],
+)
 def test_who_may_be_to_blame_for_a_death(code: int, busy: bool, blame: bool) -> None:
     """No request sends SIGTERM, and none is worked on by a rank that has nothing to do."""
     executor = an_executor(2)

@@ -17,11 +17,27 @@ from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import StepPlan
 
-SPEC = StageSpec(model_path="", model_name="m", rank=0, stage_sizes=(1,), layers=(0, 1), tensor_split=None,
-                 micro_batches=1, dtype="auto", dequantize="auto", vocab_size=10, memory_share=1.0, eos_token_ids=(),
-                 channel="", backend="", blas="none", log_level="INFO")
-READY = Ready(rank=0, weight_bytes=1, kv_bytes_per_token=1, memory_bytes=1, peak_bytes=1, gpu=False, host="h", pid=1,
-              trimmable=True)
+SPEC = StageSpec(
+    model_path="",
+    model_name="m",
+    rank=0,
+    stage_sizes=(1,),
+    layers=(0, 1),
+    tensor_split=None,
+    micro_batches=1,
+    dtype="auto",
+    dequantize="auto",
+    vocab_size=10,
+    memory_share=1.0,
+    eos_token_ids=(),
+    channel="",
+    backend="",
+    blas="none",
+    log_level="INFO",
+)
+READY = Ready(
+    rank=0, weight_bytes=1, kv_bytes_per_token=1, memory_bytes=1, peak_bytes=1, gpu=False, host="h", pid=1, trimmable=True
+)
 
 
 class StuckRunner:

@@ -77,8 +77,9 @@ asyncio.run(main())
 
 def test_no_thread_of_asyncio_imports_mlx(tmp_path: Path) -> None:
     """They end with the loop, a moment before the interpreter."""
-    done = subprocess.run([sys.executable, "-P", "-c", IMPORTED, str(tiny_model(tmp_path))], capture_output=True,
-                          text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORTED, str(tiny_model(tmp_path))], capture_output=True, text=True, timeout=240, check=True
+    )
     assert done.stdout == "mlx\n"
 
 

@@ -22,7 +22,8 @@ def test_a_lost_port_counts_as_a_loss() -> None:
 
 @pytest.mark.slow
 def test_a_start_that_has_lost_its_port_takes_another(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     sound, asked = process_groups.free_ports, []
 
     def lost(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
@@ -31,7 +32,10 @@ def test_a_start_that_has_lost_its_port_takes_another(
 
     monkeypatch.setattr(process_groups, "free_ports", lost)
     options = {"tensor_parallel_size": 2}
-    with (socket.create_server(("127.0.0.1", 0)) as thief, caplog.at_level(logging.WARNING),
-          LLM(str(tiny_model(tmp_path)), **options) as llm):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as thief,
+        caplog.at_level(logging.WARNING),
+        LLM(str(tiny_model(tmp_path)), **options) as llm,
+    ):
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"
     assert len(asked) == 2 and "somebody took a port of the group" in caplog.text

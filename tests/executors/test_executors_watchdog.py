@@ -130,8 +130,12 @@ def test_a_rank_that_was_slow_to_answer_gets_more_time_but_is_not_said_to_answer
 
 def test_ranks_that_compile_a_grammar_work(rank_group: RankGroup) -> None:
     form = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
-    rank_group.dog.planned(StepPlan(0, 0, inserts=[InsertOp("a", [1], 1, form), InsertOp("b", [1], 1, form),
-                                             InsertOp("c", [1], 1, SamplingParams())]), rank_group.now)
+    rank_group.dog.planned(
+        StepPlan(
+            0, 0, inserts=[InsertOp("a", [1], 1, form), InsertOp("b", [1], 1, form), InsertOp("c", [1], 1, SamplingParams())]
+        ),
+        rank_group.now,
+    )
     rank_group.report(0, 0, 1)
     assert rank_group.dog.works(1)
     rank_group.dog.compiled(GrammarReady(1, "a"))
@@ -217,8 +221,9 @@ def test_a_slow_rank_that_moves_is_named_once_and_left_alone(rank_group: RankGro
 
 
 @pytest.mark.parametrize(("hosts", "level"), [(1, logging.INFO), (2, logging.WARNING)])
-def test_a_busy_machine_is_told_seldom_and_when_it_is_over(rank_group: RankGroup, hosts: int, level: int,
-                                                           caplog: pytest.LogCaptureFixture) -> None:
+def test_a_busy_machine_is_told_seldom_and_when_it_is_over(
+    rank_group: RankGroup, hosts: int, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
     rank_group.dog.loaded(rank_group.now, gpu=False, hosts=hosts)
     for _ in range(200):
         rank_group.step(0.05)
@@ -277,8 +282,9 @@ def test_work_counts_drafts_and_what_a_draft_model_reads() -> None:
     one = load.count(StepPlan(1, 0, decode=["a"]))
 
     def named(step: int, length: int, drafts: int, ask: int) -> StepPlan:
-        return StepPlan(step, 0, decode=["a"], spec_decode_plan=SpecDecodePlan(
-            [SpecDecodeRow("a", length, [7] * (1 + drafts))], ask))
+        return StepPlan(
+            step, 0, decode=["a"], spec_decode_plan=SpecDecodePlan([SpecDecodeRow("a", length, [7] * (1 + drafts))], ask)
+        )
 
     assert load.count(named(2, 101, 4, 0)) == pytest.approx(one + 4, abs=0.1)
     first, second = load.count(named(3, 103, 0, 4)), load.count(named(4, 104, 4, 4))

@@ -46,15 +46,18 @@ class Elsewhere(LocalLauncher):
 
 
 def settings_of(model: Path, **parallel: object) -> Settings:
-    return Settings(model=ModelSettings(model=str(model), weights_from="head"),
-                    parallel=ParallelSettings(executor="cluster", **parallel),  # type: ignore[arg-type]
-                    scheduler=SchedulerSettings(prefill_chunk=4, kv_tokens=256))
+    return Settings(
+        model=ModelSettings(model=str(model), weights_from="head"),
+        parallel=ParallelSettings(executor="cluster", **parallel),  # type: ignore[arg-type]
+        scheduler=SchedulerSettings(prefill_chunk=4, kv_tokens=256),
+    )
 
 
 def generate(settings: Settings, caches: Path, seen: list[tuple[int, int, int, str]]) -> list[int]:
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), Elsewhere(caches), start_timeout_s=240.0, step_timeout_s=240.0,
-                               rejoin_timeout_s=60.0)
+    executor = ClusterExecutor(
+        list(layout.ranks), Elsewhere(caches), start_timeout_s=240.0, step_timeout_s=240.0, rejoin_timeout_s=60.0
+    )
     engine = Engine(settings, layout, executor)
     tokens: list[int] = []
     try:
@@ -70,14 +73,17 @@ def generate(settings: Settings, caches: Path, seen: list[tuple[int, int, int, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "parallel"), [
-    ("llama", {"pipeline_parallel_size": 2}),
-    ("qwen3_moe", {"pipeline_parallel_size": 2}),
-    ("llama", {"tensor_parallel_size": 2}),
-    ("llama", {"parallel": (2, 1)}),
-], ids=["pp 2", "pp 2 moe", "tp 2", "2,1"])
-def test_ranks_without_a_copy_answer_as_ranks_with_one(
-        tmp_path: Path, family: str, parallel: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("llama", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"pipeline_parallel_size": 2}),
+        ("llama", {"tensor_parallel_size": 2}),
+        ("llama", {"parallel": (2, 1)}),
+    ],
+    ids=["pp 2", "pp 2 moe", "tp 2", "2,1"],
+)
+def test_ranks_without_a_copy_answer_as_ranks_with_one(tmp_path: Path, family: str, parallel: dict[str, object]) -> None:
     model = tiny_model(tmp_path / "m", family, shards=2)
     with LLM(str(model), prefill_chunk=4) as llm:
         expected = llm.generate([PROMPT], GREEDY)[0].token_ids
@@ -118,7 +124,11 @@ def test_only_the_models_own_files_are_served(tmp_path: Path) -> None:
     server = serve_model(model, ClusterKeys.generate(), "127.0.0.1")
     try:
         assert {file.name for file in server.served.values()} == {
-            "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
     finally:
         server.close()
 
@@ -126,14 +136,12 @@ def test_only_the_models_own_files_are_served(tmp_path: Path) -> None:
 def test_a_slice_that_does_not_fit_never_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
     model = tiny_model(tmp_path / "m")
-    spec = msgspec.structs.replace(plan_layout(settings_of(model, pipeline_parallel_size=2)).ranks[0],
-                                   memory_share=1e-9)
+    spec = msgspec.structs.replace(plan_layout(settings_of(model, pipeline_parallel_size=2)).ranks[0], memory_share=1e-9)
     keys = ClusterKeys.generate()
     server = serve_model(model, keys, "127.0.0.1")
     try:
         with pytest.raises(OutOfMemory, match="stage 1/2.*needs .* MiB for its weights, and may use 0 MiB"):
-            obtain_files(spec, Head(server.endpoint, keys), lambda done, total: None,
-                         accept=partial(require_memory, spec))
+            obtain_files(spec, Head(server.endpoint, keys), lambda done, total: None, accept=partial(require_memory, spec))
     finally:
         server.close()
     assert not list((tmp_path / "cache").rglob("parts/*"))

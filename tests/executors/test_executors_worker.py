@@ -24,10 +24,13 @@ class Joined(Exception):
     """MLX would wait for the other ranks now."""
 
 
-@pytest.mark.parametrize("parallel", [ParallelSettings(tensor_parallel_size=2, backend="ring"),
-                                      ParallelSettings(pipeline_parallel_size=2, channel="mlx")])
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelSettings(tensor_parallel_size=2, backend="ring"), ParallelSettings(pipeline_parallel_size=2, channel="mlx")],
+)
 def test_while_mlx_waits_for_other_ranks_a_rank_still_goes_with_its_parent(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: ParallelSettings) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: ParallelSettings
+) -> None:
     """It keeps the interpreter lock meanwhile, so that no thread of the rank could end it."""
     guarded: list[bool] = []
 
@@ -46,8 +49,9 @@ def test_while_mlx_waits_for_other_ranks_a_rank_still_goes_with_its_parent(
     monkeypatch.setattr(worker, "guarded_lifeline", guard)
     monkeypatch.setattr(mx.distributed, "init", init)
     settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path / "tiny"))), parallel=parallel)
-    payload = WorkerPayload(spec=plan_layout(settings).ranks[0], keys=ClusterKeys.generate(), bus_endpoint="",
-                            channel_host="", generation="1")
+    payload = WorkerPayload(
+        spec=plan_layout(settings).ranks[0], keys=ClusterKeys.generate(), bus_endpoint="", channel_host="", generation="1"
+    )
     mailbox = cast(Any, SimpleNamespace(put=lambda _: None))
     rank = worker.Worker(payload, cast(Any, None))
     with pytest.raises(Joined):

@@ -27,8 +27,17 @@ LONG = [*range(10, 500), *range(10, 410)]
 """A prompt of 890 tokens, which takes 112 steps."""
 MIX: list[dict[str, Any]] = [
     {"prompt": [7, 8, 9], "max_tokens": 120, "temperature": 0, "stream": True, "logprobs": 2},
-    {"prompt": [11, 12], "max_tokens": 120, "temperature": 1.0, "seed": 5, "presence_penalty": 0.5,
-     "frequency_penalty": 0.3, "repetition_penalty": 1.1, "top_p": 0.9, "stream": True},
+    {
+        "prompt": [11, 12],
+        "max_tokens": 120,
+        "temperature": 1.0,
+        "seed": 5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "top_p": 0.9,
+        "stream": True,
+    },
     {"prompt": [21, 22, 23, 24], "max_tokens": 80, "temperature": 0, "min_tokens": 60},
     {"prompt": LONG, "max_tokens": 8, "temperature": 0, "stream": True},
 ]
@@ -240,8 +249,7 @@ def running_server(*arguments: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny, random, float32: greedy texts are the same in every layout and after every replay."""
-    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", layers=2,
-                      config={"max_position_embeddings": 1024})
+    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", layers=2, config={"max_position_embeddings": 1024})
 
 
 @pytest.fixture(scope="session")

@@ -30,8 +30,7 @@ class Joined:
         self.hosts: list[subprocess.Popen[bytes]] = []
 
     def join(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tandem", "rank", "--join", f"127.0.0.1:{self.port}", "--token-file",
-                   str(self.token)]
+        command = [sys.executable, "-m", "tandem", "rank", "--join", f"127.0.0.1:{self.port}", "--token-file", str(self.token)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.hosts.append(process)
         return process
@@ -66,9 +65,27 @@ def machines(token: Path) -> Iterator[Joined]:
 @pytest.fixture(scope="module")
 def server(model: Path, machines: Joined, running: Any) -> Iterator[Any]:
     threading.Thread(target=machines.join_when_open, args=(2,)).start()
-    with running(str(model), "-pp", "2", "--launcher", "manual", "--join-port", str(machines.port), "--token-file",
-                 str(machines.token), "--rejoin-timeout", "2", "--head-address", "127.0.0.1", "--prefill-chunk", "8",
-                 "--prefix-cache", "0", "--max-restarts", "100") as one:
+    with running(
+        str(model),
+        "-pp",
+        "2",
+        "--launcher",
+        "manual",
+        "--join-port",
+        str(machines.port),
+        "--token-file",
+        str(machines.token),
+        "--rejoin-timeout",
+        "2",
+        "--head-address",
+        "127.0.0.1",
+        "--prefill-chunk",
+        "8",
+        "--prefix-cache",
+        "0",
+        "--max-restarts",
+        "100",
+    ) as one:
         one.learn()
         yield one
 

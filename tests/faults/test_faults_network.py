@@ -49,10 +49,34 @@ def server(cluster: Cluster, model: Path, make_server: Any) -> Iterator[Any]:
     log = machines["h0"].home / "log"
     head = machines["h0"].address
     with log.open("w") as errors:
-        process = machines.start("h0", [
-            "python", "-m", "tandem", "serve", str(model), "--hostfile", str(hostfile), "--head-address", head,
-            "--host", head, "--port", "8000", "--prefill-chunk", "8", "--prefix-cache", "0", "--max-restarts", "100",
-            "--rejoin-timeout", "100"], stdout=subprocess.PIPE, stderr=errors)
+        process = machines.start(
+            "h0",
+            [
+                "python",
+                "-m",
+                "tandem",
+                "serve",
+                str(model),
+                "--hostfile",
+                str(hostfile),
+                "--head-address",
+                head,
+                "--host",
+                head,
+                "--port",
+                "8000",
+                "--prefill-chunk",
+                "8",
+                "--prefix-cache",
+                "0",
+                "--max-restarts",
+                "100",
+                "--rejoin-timeout",
+                "100",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
     try:
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], 240)
@@ -70,8 +94,10 @@ def server(cluster: Cluster, model: Path, make_server: Any) -> Iterator[Any]:
 
 
 def causes(server: Any) -> dict[str, float]:
-    return {cause: server.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
-            for cause in ("died", "silent", "link", "stuck", "error", "host", "start")}
+    return {
+        cause: server.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
+        for cause in ("died", "silent", "link", "stuck", "error", "host", "start")
+    }
 
 
 def test_a_slow_link_is_left_alone(server: Any, cluster: Cluster) -> None:
@@ -79,14 +105,33 @@ def test_a_slow_link_is_left_alone(server: Any, cluster: Cluster) -> None:
     before = causes(server)
     for machine in ("h0", "h1"):
         namespace = cluster.machines[machine].namespace
-        subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", cluster.device, "root", "tbf", "rate", "400kbit",
-                        "burst", "4kb", "latency", "2s"], check=True)
+        subprocess.run(
+            [
+                "tc",
+                "-n",
+                namespace,
+                "qdisc",
+                "add",
+                "dev",
+                cluster.device,
+                "root",
+                "tbf",
+                "rate",
+                "400kbit",
+                "burst",
+                "4kb",
+                "latency",
+                "2s",
+            ],
+            check=True,
+        )
     calls = server.load()
     server.check(calls)
     assert causes(server) == before
     for machine in ("h0", "h1"):
-        subprocess.run(["tc", "-n", cluster.machines[machine].namespace, "qdisc", "del", "dev", cluster.device, "root"],
-                       check=True)
+        subprocess.run(
+            ["tc", "-n", cluster.machines[machine].namespace, "qdisc", "del", "dev", cluster.device, "root"], check=True
+        )
 
 
 def test_a_link_that_is_cut_between_ranks(server: Any, cluster: Cluster) -> None:

@@ -25,8 +25,7 @@ def test_an_engine_that_goes_is_replaced_and_its_streams_go_on(served: Any, faul
     served.wait(lambda: calls[0].chunks > 20, "tokens")
     os.kill(engine.pid, fault)
     served.wait(lambda: not engine.is_running(), "the engine is gone")
-    new = httpx.post(f"{served.url}/v1/completions", timeout=240,
-                     json={"model": "default", "prompt": "x", "max_tokens": 1})
+    new = httpx.post(f"{served.url}/v1/completions", timeout=240, json={"model": "default", "prompt": "x", "max_tokens": 1})
     assert new.status_code == 200 or (new.status_code == 503 and int(new.headers["retry-after"]) >= 1)
     served.check(calls)
     served.wait(lambda: not any(psutil.pid_exists(pid) for pid in ranks), "the old ranks are gone")

@@ -50,8 +50,9 @@ one second and not for ten before they try it again."""
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_of_engines_that_a_request_kills_it_alone_is_refused(running: Any, model: Path, tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
+def test_of_engines_that_a_request_kills_it_alone_is_refused(
+    running: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with running(str(model), "-dp", str(replicas), "--prefix-cache", "0", "--start-timeout", "120") as server:

@@ -106,8 +106,10 @@ def test_two_at_once(served: Any) -> None:
 @RANK_GROUPS
 def test_what_was_found_is_said_and_counted(served: Any) -> None:
     """After all the faults above: causes are told apart."""
-    counted = {cause: served.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
-               for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")}
+    counted = {
+        cause: served.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
+        for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")
+    }
     assert counted["died"] >= 5, counted
     assert counted["stopped"] >= 3, counted
     reasons = [line for line in served.log.read_text().splitlines() if "replacing all ranks" in line]

@@ -50,9 +50,16 @@ class TestSchedule:
         every = set(combinations(parts, 2))
         left = {pair for pair in every - schedule.allowed_pairs() if {kind for kind, _ in pair} != {"layout"}}
         names = {frozenset(name for _, name in pair) for pair in left}
-        assert names == {frozenset(pair) for pair in [
-            *((part, layout) for part in ("roles", "replica") for layout in ("pp", "tp", "2,1")),
-            ("standby", "dp"), ("rank", "dp"), ("replica", "models"), ("replica", "adapters")]}
+        assert names == {
+            frozenset(pair)
+            for pair in [
+                *((part, layout) for part in ("roles", "replica") for layout in ("pp", "tp", "2,1")),
+                ("standby", "dp"),
+                ("rank", "dp"),
+                ("replica", "models"),
+                ("replica", "adapters"),
+            ]
+        }
 
     def test_a_round_has_what_its_parts_need(self, schedule):
         for made in islice(schedule.rounds(3, 60.0, 10.0), 60):
@@ -74,24 +81,26 @@ class TestSchedule:
 class TestTally:
     """What the storm makes of an answer."""
 
-    @pytest.mark.parametrize(("kind", "answer", "excused", "counted"), [
-        ("answered", {"text 0": "a sea"}, False, "identical"),
-        ("answered", {"text 0": "a see"}, False, "wrong"),
-        ("answered", {"text 0": "a sea"[:3]}, False, "wrong"),
-        ("answered", {"text 0": "a sea a sea"}, False, "twice"),
-        ("failed", {}, True, "lost"),
-        ("broken", {}, False, "lost"),
-        ("broken", {}, True, "broken"),
-        ("hung", {}, True, "hung"),
-        ("refused", {}, False, "refused"),
-    ])
+    @pytest.mark.parametrize(
+        ("kind", "answer", "excused", "counted"),
+        [
+            ("answered", {"text 0": "a sea"}, False, "identical"),
+            ("answered", {"text 0": "a see"}, False, "wrong"),
+            ("answered", {"text 0": "a sea"[:3]}, False, "wrong"),
+            ("answered", {"text 0": "a sea a sea"}, False, "twice"),
+            ("failed", {}, True, "lost"),
+            ("broken", {}, False, "lost"),
+            ("broken", {}, True, "broken"),
+            ("hung", {}, True, "hung"),
+            ("refused", {}, False, "refused"),
+        ],
+    )
     def test_an_end_of_a_request_is_counted(self, benchmarks, tmp_path, kind, answer, excused, counted):
         tally, requests = benchmarks("soak_tally"), benchmarks("soak_requests")
         counts = tally.Tally(tmp_path)
         if excused:
             counts.excuse()
-        counts.note(requests.Outcome(kind, "503 why", answer), requests.Request("/v1/completions", {}),
-                    {"text 0": "a sea"})
+        counts.note(requests.Outcome(kind, "503 why", answer), requests.Request("/v1/completions", {}), {"text 0": "a sea"})
         assert counts.counts == {counted: 1}
         assert counts.refused == ({"503 why": 1} if kind == "refused" else {})
         assert [path.name for path in tmp_path.iterdir()] == ([f"{counted}-1.json"] if counted in tally.BAD else [])
@@ -111,11 +120,14 @@ class TestTally:
         monkeypatch.setattr(ties, "NOISE", 1e-5)
         assert not tied(near)
 
-    @pytest.mark.parametrize(("events", "twice"), [
-        ([{"role": "assistant"}, {"content": "a"}, "done"], False),
-        ([{"role": "assistant"}, {"content": "a"}, {"role": "assistant"}, "done"], True),
-        ([{"role": "assistant"}, "done", {"content": "a"}], True),
-    ])
+    @pytest.mark.parametrize(
+        ("events", "twice"),
+        [
+            ([{"role": "assistant"}, {"content": "a"}, "done"], False),
+            ([{"role": "assistant"}, {"content": "a"}, {"role": "assistant"}, "done"], True),
+            ([{"role": "assistant"}, "done", {"content": "a"}], True),
+        ],
+    )
     def test_what_a_stream_says_again_is_seen(self, benchmarks, events, twice):
         read = benchmarks("soak_requests")
         lines = [{"done": True} if one == "done" else {"choices": [{"index": 0, "delta": one}]} for one in events]
@@ -125,8 +137,27 @@ class TestTally:
 
 @pytest.mark.slow
 def test_two_minutes_of_a_storm(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--evidence", str(tmp_path), "--seed", "372", "--round",
-               "1", "2", "--storm", "30", "--every", "8", "--clients", "3", "--pause", "0.5", "--requests", "14"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "soak.py"),
+        "--evidence",
+        str(tmp_path),
+        "--seed",
+        "372",
+        "--round",
+        "1",
+        "2",
+        "--storm",
+        "30",
+        "--every",
+        "8",
+        "--clients",
+        "3",
+        "--pause",
+        "0.5",
+        "--requests",
+        "14",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
     assert "all is well" in done.stdout

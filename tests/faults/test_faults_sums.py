@@ -15,9 +15,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("layout", [("-tp", "2"), ("--parallel", "2,1")], ids=" ".join)
-def test_no_token_of_torn_sums_reaches_a_client(running: Callable[..., AbstractContextManager[Any]], model: Path,
-                                                layout: tuple[str, ...], tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_of_torn_sums_reaches_a_client(
+    running: Callable[..., AbstractContextManager[Any]],
+    model: Path,
+    layout: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torn = tmp_path / "torn"
     for name, value in (("PYTHONPATH", str(PLANTED)), ("PLANTED", "torn sums"), ("TORN", str(torn))):
         monkeypatch.setenv(name, value)

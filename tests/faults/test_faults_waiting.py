@@ -31,8 +31,7 @@ def details(server: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [("-pp", "2"), ()], ids=["ranks", "engine"])
-def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model: Path,
-                                                         layout: tuple[str, ...]) -> None:
+def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model: Path, layout: tuple[str, ...]) -> None:
     """A rank looks for them when it is replaced, and so does an engine that computes itself."""
     away = own_model.with_name("away")
     with running(str(own_model), *layout, *FLAGS, "--max-restarts", "30") as server:
@@ -47,8 +46,10 @@ def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model
         words = [sys.executable, "-m", "tandem", "status", "--port", port, "--interval", "0"]
         variables = {**os.environ, "TANDEM_RUNTIME_DIR": str(server.log.parent)}
         # An api on a busy machine may not answer one look in time.
-        server.wait(lambda: str(own_model) in subprocess.run(words, text=True, capture_output=True, check=False,
-                                                             env=variables).stdout, "what tandem status says")
+        server.wait(
+            lambda: str(own_model) in subprocess.run(words, text=True, capture_output=True, check=False, env=variables).stdout,
+            "what tandem status says",
+        )
         away.rename(own_model)
         assert call.join().result == undisturbed, server.tail()
         server.wait(server.settled, "recovery")

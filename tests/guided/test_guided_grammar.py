@@ -43,20 +43,25 @@ def test_outputs_of_every_schema_validate(schemas: dict[str, Any], check: Gramma
             assert not list(validator.iter_errors(json.loads(output))), (name, output)
 
 
-@pytest.mark.parametrize(("form", "pattern"), [
-    (StructuredOutputs(regex=r"[A-Z]{2}-\d{4}"), r"[A-Z]{2}-[0-9]{4}"),
-    (StructuredOutputs(regex=r"a/b\s\w"), r"a/b[ \t\n\r\f\v][0-9a-zA-Z_]"),
-    (StructuredOutputs(regex=r"(?i)yes|no\n"), r"(?i)yes|no\n"),
-    (StructuredOutputs(choice=("yes", "no", 'a "b"\\c\n', "größe 漢🙂")), 'yes|no|a "b"\\\\c\n|größe 漢🙂'),
-    (StructuredOutputs(choice=(" lead", "trail ")), " lead|trail "),
-    (StructuredOutputs(choice=("<|im_end|>", "</s>")), r"<\|im_end\|>|</s>"),
-    (StructuredOutputs(grammar=GBNF), r"\[\d(,\d)*\]"),
-    (StructuredOutputs(grammar=LARK), r"(hello|bye) [A-Z][a-z]{1,4}"),
-    (StructuredOutputs(grammar=CALLS), r"f\((true|false)(,(true|false)){0,2}\)"),
-    (StructuredOutputs(grammar='{"grammars": [{"lark_grammar": "start: /a{3}/"}]}'), "aaa"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (StructuredOutputs(regex=r"[A-Z]{2}-\d{4}"), r"[A-Z]{2}-[0-9]{4}"),
+        (StructuredOutputs(regex=r"a/b\s\w"), r"a/b[ \t\n\r\f\v][0-9a-zA-Z_]"),
+        (StructuredOutputs(regex=r"(?i)yes|no\n"), r"(?i)yes|no\n"),
+        (StructuredOutputs(choice=("yes", "no", 'a "b"\\c\n', "größe 漢🙂")), 'yes|no|a "b"\\\\c\n|größe 漢🙂'),
+        (StructuredOutputs(choice=(" lead", "trail ")), " lead|trail "),
+        (StructuredOutputs(choice=("<|im_end|>", "</s>")), r"<\|im_end\|>|</s>"),
+        (StructuredOutputs(grammar=GBNF), r"\[\d(,\d)*\]"),
+        (StructuredOutputs(grammar=LARK), r"(hello|bye) [A-Z][a-z]{1,4}"),
+        (StructuredOutputs(grammar=CALLS), r"f\((true|false)(,(true|false)){0,2}\)"),
+        (StructuredOutputs(grammar='{"grammars": [{"lark_grammar": "start: /a{3}/"}]}'), "aaa"),
+    ],
+    ids=str,
+)
 def test_outputs_match_expressions_choices_and_grammars(
-        check: GrammarCheck, walk: Any, form: StructuredOutputs, pattern: str) -> None:
+    check: GrammarCheck, walk: Any, form: StructuredOutputs, pattern: str
+) -> None:
     accepted = check.accept(form)
     outputs = {walk(accepted, seed) for seed in range(40)}
     assert all(re.fullmatch(pattern, output) for output in outputs), outputs
@@ -72,33 +77,36 @@ def test_an_answer_may_follow_something_else(check: GrammarCheck, walk: Any) -> 
     assert re.fullmatch(r"<\|im_start\|>[ab]", walk(check.accept(StructuredOutputs(grammar=with_special)), 1))
 
 
-@pytest.mark.parametrize(("form", "reason"), [
-    (StructuredOutputs(json="{"), "Expecting"),
-    (StructuredOutputs(json="[1]"), "must be an object"),
-    (StructuredOutputs(json={"type": "strin"}), "strin"),
-    (StructuredOutputs(json={"type": "object", "if": {}, "then": {}}), "Unimplemented keys"),
-    (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "Unimplemented keys"),
-    (StructuredOutputs(json={"type": "string", "format": "unheard-of"}), "format"),
-    (StructuredOutputs(json={"$ref": "http://example.com/schema"}), "example.com"),
-    (StructuredOutputs(json={"$ref": "#/$defs/none"}), "none"),
-    (StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 1}), "minimum"),
-    (StructuredOutputs(json={"x-guidance": {"lenient": True}}), "x-guidance"),
-    (StructuredOutputs(json='{"items":' * 20_000 + "{}" + "}" * 20_000), "deep"),
-    (StructuredOutputs(json=deep(150)), "recursion"),
-    (StructuredOutputs(json={"enum": ["x" * 300_000]}), "characters long"),
-    (StructuredOutputs(regex="(unclosed"), "unclosed"),
-    (StructuredOutputs(regex="(?=ahead)"), "look"),
-    (StructuredOutputs(choice=()), "at least one"),
-    (StructuredOutputs(choice=("a", "")), "none of them empty"),
-    (StructuredOutputs(grammar="start: nowhere"), "nowhere"),
-    (StructuredOutputs(grammar="not a grammar"), ""),
-    (StructuredOutputs(grammar='{"grammars": []}'), "grammars"),
-    (StructuredOutputs(grammar='{"grammars": [5]}'), "of objects"),
-    (StructuredOutputs(grammar='{"a":' * 20_000), "deep"),
-    (StructuredOutputs(grammar="start: <|no such token|>"), "token"),
-], ids=lambda value: str(value)[:60])
-def test_what_cannot_be_followed_is_refused_with_the_reason(
-        check: GrammarCheck, form: StructuredOutputs, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (StructuredOutputs(json="{"), "Expecting"),
+        (StructuredOutputs(json="[1]"), "must be an object"),
+        (StructuredOutputs(json={"type": "strin"}), "strin"),
+        (StructuredOutputs(json={"type": "object", "if": {}, "then": {}}), "Unimplemented keys"),
+        (StructuredOutputs(json={"type": "array", "uniqueItems": True}), "Unimplemented keys"),
+        (StructuredOutputs(json={"type": "string", "format": "unheard-of"}), "format"),
+        (StructuredOutputs(json={"$ref": "http://example.com/schema"}), "example.com"),
+        (StructuredOutputs(json={"$ref": "#/$defs/none"}), "none"),
+        (StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 1}), "minimum"),
+        (StructuredOutputs(json={"x-guidance": {"lenient": True}}), "x-guidance"),
+        (StructuredOutputs(json='{"items":' * 20_000 + "{}" + "}" * 20_000), "deep"),
+        (StructuredOutputs(json=deep(150)), "recursion"),
+        (StructuredOutputs(json={"enum": ["x" * 300_000]}), "characters long"),
+        (StructuredOutputs(regex="(unclosed"), "unclosed"),
+        (StructuredOutputs(regex="(?=ahead)"), "look"),
+        (StructuredOutputs(choice=()), "at least one"),
+        (StructuredOutputs(choice=("a", "")), "none of them empty"),
+        (StructuredOutputs(grammar="start: nowhere"), "nowhere"),
+        (StructuredOutputs(grammar="not a grammar"), ""),
+        (StructuredOutputs(grammar='{"grammars": []}'), "grammars"),
+        (StructuredOutputs(grammar='{"grammars": [5]}'), "of objects"),
+        (StructuredOutputs(grammar='{"a":' * 20_000), "deep"),
+        (StructuredOutputs(grammar="start: <|no such token|>"), "token"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(check: GrammarCheck, form: StructuredOutputs, reason: str) -> None:
     with pytest.raises(ValueError, match=f"(?i){re.escape(reason)}"):
         check.accept(form)
 
@@ -109,8 +117,19 @@ HOSTILE = {
     "repetitions": 'start: (("a"{1,9999}){1,9999}){1,9999}',
     "an expression": "start: /" + "(a|b|ab|c.{90})*" * 500 + "/",
     "a large enumeration": json.dumps({"grammars": [{"json_schema": {"enum": [f"x{i * 7}" for i in range(20_000)]}}]}),
-    "all of any of": json.dumps({"grammars": [{"json_schema": {"allOf": [
-        {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for i in range(8)]} for j in range(12)]}}]}),
+    "all of any of": json.dumps(
+        {
+            "grammars": [
+                {
+                    "json_schema": {
+                        "allOf": [
+                            {"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for i in range(8)]} for j in range(12)
+                        ]
+                    }
+                }
+            ]
+        }
+    ),
 }
 
 
@@ -125,16 +144,21 @@ def test_hostile_grammars_end_soon_and_elsewhere(check: GrammarCheck, grammar: s
 
 
 def test_what_crashes_the_compiler_or_takes_too_long_is_too_complex(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="too complex"):
         GrammarCheck(tokenizer).check(HOSTILE["a chain of rules"])
 
 
-@pytest.mark.parametrize("form", [
-    StructuredOutputs(regex="a{1000000}"),
-    StructuredOutputs(grammar='start: /x{30}/ "-" A\nA: /a{1000000}/'),
-    StructuredOutputs(grammar='start: x\nx: x x x | "a" |'),
-], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputs(regex="a{1000000}"),
+        StructuredOutputs(grammar='start: /x{30}/ "-" A\nA: /a{1000000}/'),
+        StructuredOutputs(grammar='start: x\nx: x x x | "a" |'),
+    ],
+    ids=str,
+)
 def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: GrammarCheck, form: StructuredOutputs) -> None:
     with pytest.raises(ValueError, match="steps take too long|too complex"):
         check.accept(form)
@@ -143,6 +167,7 @@ def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: Grammar
 @pytest.fixture
 def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have grammars tried by a probe of other words."""
+
     def replace(source: str) -> None:
         (tmp_path / "odd_probe.py").write_text(source)
         monkeypatch.setattr(check_module, "PROBE", "odd_probe")
@@ -175,13 +200,14 @@ def test_a_grammar_that_fails_after_its_first_steps_is_refused(check: GrammarChe
         check.accept(StructuredOutputs(grammar=f"start: {rules}"))
 
 
-@pytest.mark.parametrize("what", [
-    "import time; time.sleep(60)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-    "import no_such_module",
-], ids=["too slow", "killed", "broken"])
+@pytest.mark.parametrize(
+    "what",
+    ["import time; time.sleep(60)", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "import no_such_module"],
+    ids=["too slow", "killed", "broken"],
+)
 def test_a_grammar_that_could_not_be_tried_is_tried_again(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any, what: str) -> None:
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any, what: str
+) -> None:
     check, form = GrammarCheck(tokenizer), StructuredOutputs(regex="again")
     with monkeypatch.context() as patch:
         patch.setattr(check_module, "TIMEOUT_S", 2.0)
@@ -193,8 +219,7 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again(
         check.accept(form)
 
 
-def test_a_grammar_that_uses_up_its_time_is_remembered(
-        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any) -> None:
+def test_a_grammar_that_uses_up_its_time_is_remembered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, odd: Any) -> None:
     check = GrammarCheck(tokenizer)
     monkeypatch.setattr(check_module, "CPU_S", 1)
     odd("def tried(grammar: str, special: dict[str, int]) -> str:\n    while True: pass\n")

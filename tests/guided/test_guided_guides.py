@@ -75,7 +75,8 @@ def test_ids_without_text_are_never_allowed(guides: Guides) -> None:
 
 
 def test_a_grammar_that_costs_too_much_ends_its_row_alone(
-        guides: Guides, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    guides: Guides, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vocabulary, "limits", lambda: LLParserLimits(max_lexer_states=2000))
     rng, letters = np.random.default_rng(3), tokenizer.encode("a") + tokenizer.encode("c")
     guides.add("costly", COSTLY, [])

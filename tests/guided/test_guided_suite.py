@@ -54,8 +54,9 @@ def instances(followed: dict[str, list[dict[str, Any]]], valid: bool) -> Iterato
     letters = _Bytes({})
     tokenizer = LLTokenizer(TokenizerWrapper(letters))
     for group in (group for groups in followed.values() for group in groups):
-        for text in (json.dumps(data, ensure_ascii=False, separators=(",", ":")) for data, fits in group["tests"]
-                     if fits is valid):
+        for text in (
+            json.dumps(data, ensure_ascii=False, separators=(",", ":")) for data, fits in group["tests"] if fits is valid
+        ):
             matcher = LLMatcher(tokenizer, grammar(group), log_level=0, limits=limits())
             tokens = letters(text)
             yield text, matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

@@ -146,8 +146,9 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     other = make()
     other.disk.computed(1000, 1000, 1.0)
     begin(other, names(LONG), names(LONG))
-    other.submit(EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5],
-                               kept=2 * DISK_BLOCK), seed=1)
+    other.submit(
+        EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5], kept=2 * DISK_BLOCK), seed=1
+    )
     assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * DISK_BLOCK / 1000)]
 
 
@@ -238,7 +239,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
     for step in range(3000):
         if step < 1500 and rng.random() < 0.1:
             live.add(f"r{step}")
-            scheduler.submit(request(f"r{step}", rng.choice(texts)[:rng.randrange(40, 4 * DISK_BLOCK)]), seed=1)
+            scheduler.submit(request(f"r{step}", rng.choice(texts)[: rng.randrange(40, 4 * DISK_BLOCK)]), seed=1)
         if live and rng.random() < 0.02:
             scheduler.abort(name := rng.choice(sorted(live)))
             live.discard(name)

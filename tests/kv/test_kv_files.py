@@ -30,7 +30,7 @@ def part(layers, heads):
 
 def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):
     files = DiskBlockFiles(directory, space, part(layers, heads), limit, 1 << 30)
-    cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    cut = KEYS[layers[0] : layers[1], :, heads[0] : heads[1]]
     files.write(name, [(layer, -layer) for layer in cut], "float32")
     return files
 
@@ -43,7 +43,7 @@ def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
     files = DiskBlockFiles(tmp_path, "space", part(layers, heads), 1 << 30, 1 << 30)
     assert files.names() == [NAME]
     found, dtype, nbytes = files.read(NAME)
-    expected = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    expected = KEYS[layers[0] : layers[1], :, heads[0] : heads[1]]
     assert dtype == "float32"
     assert nbytes >= 2 * expected.nbytes
     assert np.array_equal(np.stack([keys for keys, _ in found]), expected)
@@ -137,14 +137,19 @@ def test_what_says_that_it_is_a_disk_block_is_not_believed(tmp_path):
     [path] = tmp_path.glob("space/*.kv")
     data = path.read_bytes()
     magic, length = struct.unpack_from("<8sI", data)
-    header = msgspec.msgpack.decode(data[12:12 + length])
+    header = msgspec.msgpack.decode(data[12 : 12 + length])
     right = [1, 2, DISK_BLOCK, 1]
     assert header["shapes"] == [[right, right]] * 2
-    for shapes in ([[[1, 2, DISK_BLOCK, 2**60], right], [right, right]], [[[1, 1, 2 * DISK_BLOCK, 1], right], [right, right]],
-                   [[[2**63, 2**63], right]] * 2, [[[1, 2, DISK_BLOCK, -1], [1, 2, DISK_BLOCK, 3]], [right, right]],
-                   [[[1, 2, DISK_BLOCK, 0], [1, 2, DISK_BLOCK, 2]], [right, right]], [[right, right]] * 3):
+    for shapes in (
+        [[[1, 2, DISK_BLOCK, 2**60], right], [right, right]],
+        [[[1, 1, 2 * DISK_BLOCK, 1], right], [right, right]],
+        [[[2**63, 2**63], right]] * 2,
+        [[[1, 2, DISK_BLOCK, -1], [1, 2, DISK_BLOCK, 3]], [right, right]],
+        [[[1, 2, DISK_BLOCK, 0], [1, 2, DISK_BLOCK, 2]], [right, right]],
+        [[right, right]] * 3,
+    ):
         packed = msgspec.msgpack.encode({**header, "shapes": shapes})
-        path.write_bytes(struct.pack("<8sI", magic, len(packed)) + packed + data[12 + length:])
+        path.write_bytes(struct.pack("<8sI", magic, len(packed)) + packed + data[12 + length :])
         with pytest.raises(Unusable, match="is damaged"):
             files.read(NAME)
         files = store(tmp_path, (0, 2), (0, 2))
@@ -209,8 +214,7 @@ def test_nothing_is_deleted_beyond_the_directory(tmp_path):
 
 def test_what_others_write_and_delete_is_seen_in_time(tmp_path):
     """Several ranks and servers share the room, and one that no longer has a disk block says so."""
-    size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))]
-                      for path in tmp_path.glob("space/*.kv")]))
+    size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))] for path in tmp_path.glob("space/*.kv")]))
     first, second = (DiskBlockFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size, 1 << 30) for _ in range(2))
     layers = [(layer, -layer) for layer in KEYS]
     for i in range(1, 30):

@@ -25,15 +25,15 @@ def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
     stems = [[rng.randrange(5) for _ in range(BLOCK_SIZE * 12)] for _ in range(3)]
     for _ in range(200):
         stem = rng.choice(stems)
-        tokens = stem[:rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(0, 3 * BLOCK_SIZE))]
+        tokens = stem[: rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(0, 3 * BLOCK_SIZE))]
         hit = index.lookup(tokens)
         usable = [common(tokens[:-1], prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in kept.values()]
         assert (hit.length if hit else 0) == max(usable, default=0)
         if hit:
-            assert kept[hit.key][:hit.length] == tokens[:hit.length]
+            assert kept[hit.key][: hit.length] == tokens[: hit.length]
         cached_prefix = index.save(tokens)
         if cached_prefix:
-            kept[cached_prefix.key] = tokens[:cached_prefix.length]
+            kept[cached_prefix.key] = tokens[: cached_prefix.length]
         for key in index.take_evicted():
             del kept[key]
         check_prefixes(index)
@@ -56,10 +56,10 @@ def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
     index = PrefixIndex(10_000, trimmable=False)
     tokens = list(range(BLOCK_SIZE * 3))
     assert index.save_point(len(tokens)) == BLOCK_SIZE * 2
-    assert index.save(tokens[:BLOCK_SIZE * 2])
+    assert index.save(tokens[: BLOCK_SIZE * 2])
     hit = index.lookup(tokens)
     assert hit and hit.length == BLOCK_SIZE * 2
-    assert index.lookup(tokens[:BLOCK_SIZE + 5]) is None
+    assert index.lookup(tokens[: BLOCK_SIZE + 5]) is None
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -155,6 +155,5 @@ def test_cached_prefixes_of_states_cost_more_than_their_positions() -> None:
     assert index.save([3] * (BLOCK_SIZE * 4)) is None, "longer than the budget with its state"
     check_prefixes(index)
     assert not PrefixIndex(BLOCK_SIZE, extra=1).enabled
-    serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9),
-                                     PrefixIndex(BLOCK_SIZE, extra=9))]
+    serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9), PrefixIndex(BLOCK_SIZE, extra=9))]
     assert serves == ["blocks", "any length", "off", "off: a cached prefix of its states takes as much memory as 9 tokens"]

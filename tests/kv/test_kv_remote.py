@@ -33,7 +33,7 @@ def files(directory, layers, heads=(0, 6)):
 
 
 def store(directory, layers, heads=(0, 6), name=NAME):
-    cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    cut = KEYS[layers[0] : layers[1], :, heads[0] : heads[1]]
     files(directory, layers, heads).write(name, [(layer, -layer) for layer in cut], "float32")
 
 
@@ -209,8 +209,7 @@ def test_only_disk_blocks_are_lent(lent, tmp_path):
     (space / f"{NAME.hex()}.0-2.0-6.kv").unlink()
     assert not friend.look({NAME.hex()})
     friend.close()
-    for name in ("../../secret.kv", "link.kv",
-                 "pipe.kv", "0-1.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):
+    for name in ("../../secret.kv", "link.kv", "pipe.kv", "0-1.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):
         with pytest.raises((TransportError, OSError)):
             lent.chunk(Range(name, 0, 1))
 

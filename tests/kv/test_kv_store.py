@@ -33,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, DiskBlockFiles, queue.SimpleQ
     other = files()
     kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)
     for i, name in enumerate(NAMES):
-        cut = KEYS[:, :, :, i * DISK_BLOCK:(i + 1) * DISK_BLOCK]
+        cut = KEYS[:, :, :, i * DISK_BLOCK : (i + 1) * DISK_BLOCK]
         other.write(name, [(layer, -layer) for layer in cut], "float32")
     one = KVDisk(0, files(kind), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
     yield one, other, reports
@@ -64,9 +64,13 @@ def test_disk_blocks_that_are_not_the_models_are_lost_before_anything_is_made_of
     disk_block = KEYS[..., :DISK_BLOCK, :]
     [path] = other.directory.glob(f"{NAMES[0].hex()}*")
     half = disk_block.astype(np.float16)
-    for number, (keys, values, kind) in enumerate((
-            (disk_block[..., :1], disk_block[..., :1], "float32"), (half, half, "float16"),
-            (disk_block[..., :8], np.concatenate([disk_block, disk_block[..., :8]], axis=-1), "float32"))):
+    for number, (keys, values, kind) in enumerate(
+        (
+            (disk_block[..., :1], disk_block[..., :1], "float32"),
+            (half, half, "float16"),
+            (disk_block[..., :8], np.concatenate([disk_block, disk_block[..., :8]], axis=-1), "float32"),
+        )
+    ):
         other.write(NAMES[0], list(zip(keys, values, strict=True)), kind)
         one.take_order(Survey(number))
         assert NAMES[0] in reports.get(timeout=60).names
@@ -128,9 +132,10 @@ def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch
 
     states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
     for name, order, answer in (
-            ("read", lambda: one.take_order(Fetch("a", NAMES)), Fetched(0, "a", NAMES)),
-            ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), states), Written(0, [])),
-            ("survey", lambda: one.take_order(Survey(1, wanted=NAMES[:1])), Surveyed(0, 1, [], wanted=NAMES[:1]))):
+        ("read", lambda: one.take_order(Fetch("a", NAMES)), Fetched(0, "a", NAMES)),
+        ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), states), Written(0, [])),
+        ("survey", lambda: one.take_order(Survey(1, wanted=NAMES[:1])), Surveyed(0, 1, [], wanted=NAMES[:1])),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(one._files, name, fail)
             order()

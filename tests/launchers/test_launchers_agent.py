@@ -168,7 +168,7 @@ def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
     head = machine.head("a").open("echo")
     lines = [f"{i} {'x' * 1000}" for i in range(2000)]
     for start in range(0, 2000, 200):
-        head.send(Data("".join(f"{line}\n" for line in lines[start:start + 200]).encode()))
+        head.send(Data("".join(f"{line}\n" for line in lines[start : start + 200]).encode()))
     head.send(Data(b""))
     got = b""
     while isinstance(message := head.hear(), Data):
@@ -193,8 +193,7 @@ def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine, monkeypatch: 
         time.sleep(0.05)
 
 
-def test_two_threads_that_look_whom_to_trust_overlook_nobody(
-        machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_that_look_whom_to_trust_overlook_nobody(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has read who was trusted before a head came, and notes it while the other notes who is now."""
     agent = Agent("there", machine.trust, host="127.0.0.1", port=0)
     read, noting, noted = threading.Event(), threading.Event(), threading.Event()
@@ -253,8 +252,7 @@ def pair(machine: Machine) -> PairReply:
         return ask(link, head.confirm(ask(link, head.start())))
 
 
-def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
-        machine: Machine, tmp_path: Path) -> None:
+def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(machine: Machine, tmp_path: Path) -> None:
     running = machine.head("a").open("echo")
     in_the_way = tmp_path / "agent" / "peers.tmp"
     in_the_way.mkdir()
@@ -265,14 +263,12 @@ def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
     assert isinstance(pair(machine), PairProof) and "head" in machine.trust.peers()
 
 
-def test_a_connection_to_the_pairing_port_lasts_no_longer_than_a_code(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_to_the_pairing_port_lasts_no_longer_than_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "LIFE_S", 0.1)
     ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-    with closing(Machine()) as machine, \
-            socket.create_connection(("127.0.0.1", machine.agent.pair_port), timeout=240) as raw:
+    with closing(Machine()) as machine, socket.create_connection(("127.0.0.1", machine.agent.pair_port), timeout=240) as raw:
         raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
         got = b""
         while data := raw.recv(4096):

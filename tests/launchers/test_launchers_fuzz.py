@@ -39,12 +39,7 @@ VALUES = st.recursive(
 )
 ENTRY = st.dictionaries(st.sampled_from([*HOST_FIELDS, "shs"]), VALUES, max_size=4)
 TOP = st.dictionaries(st.sampled_from([*TOP_FIELDS, "x"]), VALUES | st.lists(ENTRY, max_size=3), max_size=3)
-READERS = (
-    read_hostfile,
-    lambda path: read_hosts([], path),
-    read_token,
-    lambda path: read_key_file(path, ClientLimits()),
-)
+READERS = (read_hostfile, lambda path: read_hosts([], path), read_token, lambda path: read_key_file(path, ClientLimits()))
 
 
 def refused(path, read):
@@ -78,13 +73,7 @@ def test_files_of_any_bytes(content):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"[" * 100_000,
-        b'{"hosts":' * 20_000,
-        b"9" * 10_000,
-        b'[{"ssh": "a", "memory": ' + b"9" * 4000 + b"}]",
-        b"\xff\xfe",
-    ],
+    [b"[" * 100_000, b'{"hosts":' * 20_000, b"9" * 10_000, b'[{"ssh": "a", "memory": ' + b"9" * 4000 + b"}]", b"\xff\xfe"],
 )
 @pytest.mark.parametrize("read", READERS)
 def test_files_that_go_too_far(tmp_path, content, read):
@@ -96,9 +85,7 @@ def test_files_that_go_too_far(tmp_path, content, read):
 
 
 @pytest.mark.parametrize("rank", ["0", "-1", "x", "9" * 5000])
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "[[1]]", '[["a"]]', "[" * 100_000, '[[":"]]', '[["10.0.0.1:5"]]', "\xff"]
-)
+@pytest.mark.parametrize("content", ["", "[]", "{}", "[[1]]", '[["a"]]', "[" * 100_000, '[[":"]]', '[["10.0.0.1:5"]]', "\xff"])
 def test_what_mlx_launch_leaves(tmp_path, monkeypatch, rank, content):
     (tmp_path / "hosts").write_bytes(content.encode("latin-1"))
     for name in ("MLX_HOSTFILE", "MLX_IBV_DEVICES"):

@@ -13,9 +13,16 @@ from tandem.launchers.hostfile import HostEntry, hosts_of, read_hostfile
 WHOLE = {
     "backend": "jaccl",
     "envs": ["MLX_METAL_FAST_SYNCH=1", "A=b=c"],
-    "hosts": [{"ssh": "mac1", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
-              {"ssh": "me@mac2", "ips": ["10.0.0.2", "10.0.1.2"], "rdma": [["rdma_en2", "rdma_en3"], None],
-               "memory": "64GB", "python": "/opt/py"}],
+    "hosts": [
+        {"ssh": "mac1", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
+        {
+            "ssh": "me@mac2",
+            "ips": ["10.0.0.2", "10.0.1.2"],
+            "rdma": [["rdma_en2", "rdma_en3"], None],
+            "memory": "64GB",
+            "python": "/opt/py",
+        },
+    ],
 }
 
 
@@ -52,38 +59,41 @@ def host(**fields: object) -> list[dict[str, object]]:
     return [{"ssh": "a"}, {"ssh": "b", **fields}]
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ("{", r"line 1, column 2: is not valid JSON"),
-    ("[]", '"hosts" must be a list with at least one host'),
-    ("3", "must be a list of hosts"),
-    ({"hosts": 3}, '"hosts" must be a list'),
-    ({"host": []}, "'host' is not a field of a hostfile; did you mean 'hosts'"),
-    ({"backend": "rign", "hosts": host()}, "backend is 'rign'; must be one of ring, jaccl"),
-    ({"envs": "A=1", "hosts": host()}, r"envs is 'A=1'; must be a list"),
-    ({"envs": ["A"], "hosts": host()}, r"envs\[0\] is 'A'; must be a text such as"),
-    ({"envs": ["=1"], "hosts": host()}, r"envs\[0\] is '=1'"),
-    ({"envs": [3], "hosts": host()}, r"envs\[0\] is 3"),
-    (["a"], "host 0 is 'a'; must be an object"),
-    ([{"ips": []}], "host 0: ssh is None; must be what `ssh` is given"),
-    ([{"ssh": "-oProxyCommand=x"}], "host 0: ssh is '-oProxyCommand=x'"),
-    ([{"ssh": "a b"}], "host 0: ssh is 'a b'"),
-    ([{"ssh": "a\x1b[31m"}], r"host 0: ssh is 'a\\x1b\[31m'"),
-    ([{"ssh": "a\0"}], r"host 0: ssh is 'a\\x00'"),
-    ([{"ssh": "a\ud800"}], r"host 0: ssh is 'a\\ud800'"),
-    (host(python="/a\0"), r"host 1 \(b\): python is '/a\\x00'"),
-    ({"envs": ["A=\0"], "hosts": host()}, r"envs\[0\] is 'A=\\x00'"),
-    (host(ip="10.0.0.1"), r"host 1 \(b\): 'ip' is not a field of a hostfile; did you mean 'ips'"),
-    (host(ips="10.0.0.1"), r"host 1 \(b\): ips is '10.0.0.1'; must be a list"),
-    (host(ips=["mac1"]), r"host 1 \(b\): ips has 'mac1'; must be IPv4 .* `ssh b ifconfig`"),
-    (host(ips=["fe80::1"]), r"host 1 \(b\): ips has 'fe80::1'"),
-    (host(ips=[3]), r"host 1 \(b\): ips has 3"),
-    (host(rdma="en2"), r"host 1 \(b\): rdma is 'en2'; must be a list"),
-    (host(rdma=["rdma_en2"]), r"host 1 \(b\): rdma has 1 entries; must have one for each of the 2 hosts"),
-    (host(rdma=["", None]), r"host 1 \(b\): rdma has ''; must be a device"),
-    (host(rdma=[[], None]), r"host 1 \(b\): rdma has \[\]"),
-    (host(python=""), r"host 1 \(b\): python is ''"),
-    (host(memory="lots"), r"host 1 \(b\): memory: 'lots' is not a memory size"),
-])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", r"line 1, column 2: is not valid JSON"),
+        ("[]", '"hosts" must be a list with at least one host'),
+        ("3", "must be a list of hosts"),
+        ({"hosts": 3}, '"hosts" must be a list'),
+        ({"host": []}, "'host' is not a field of a hostfile; did you mean 'hosts'"),
+        ({"backend": "rign", "hosts": host()}, "backend is 'rign'; must be one of ring, jaccl"),
+        ({"envs": "A=1", "hosts": host()}, r"envs is 'A=1'; must be a list"),
+        ({"envs": ["A"], "hosts": host()}, r"envs\[0\] is 'A'; must be a text such as"),
+        ({"envs": ["=1"], "hosts": host()}, r"envs\[0\] is '=1'"),
+        ({"envs": [3], "hosts": host()}, r"envs\[0\] is 3"),
+        (["a"], "host 0 is 'a'; must be an object"),
+        ([{"ips": []}], "host 0: ssh is None; must be what `ssh` is given"),
+        ([{"ssh": "-oProxyCommand=x"}], "host 0: ssh is '-oProxyCommand=x'"),
+        ([{"ssh": "a b"}], "host 0: ssh is 'a b'"),
+        ([{"ssh": "a\x1b[31m"}], r"host 0: ssh is 'a\\x1b\[31m'"),
+        ([{"ssh": "a\0"}], r"host 0: ssh is 'a\\x00'"),
+        ([{"ssh": "a\ud800"}], r"host 0: ssh is 'a\\ud800'"),
+        (host(python="/a\0"), r"host 1 \(b\): python is '/a\\x00'"),
+        ({"envs": ["A=\0"], "hosts": host()}, r"envs\[0\] is 'A=\\x00'"),
+        (host(ip="10.0.0.1"), r"host 1 \(b\): 'ip' is not a field of a hostfile; did you mean 'ips'"),
+        (host(ips="10.0.0.1"), r"host 1 \(b\): ips is '10.0.0.1'; must be a list"),
+        (host(ips=["mac1"]), r"host 1 \(b\): ips has 'mac1'; must be IPv4 .* `ssh b ifconfig`"),
+        (host(ips=["fe80::1"]), r"host 1 \(b\): ips has 'fe80::1'"),
+        (host(ips=[3]), r"host 1 \(b\): ips has 3"),
+        (host(rdma="en2"), r"host 1 \(b\): rdma is 'en2'; must be a list"),
+        (host(rdma=["rdma_en2"]), r"host 1 \(b\): rdma has 1 entries; must have one for each of the 2 hosts"),
+        (host(rdma=["", None]), r"host 1 \(b\): rdma has ''; must be a device"),
+        (host(rdma=[[], None]), r"host 1 \(b\): rdma has \[\]"),
+        (host(python=""), r"host 1 \(b\): python is ''"),
+        (host(memory="lots"), r"host 1 \(b\): memory: 'lots' is not a memory size"),
+    ],
+)
 def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, content: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         read_hostfile(written(tmp_path, content))

@@ -46,8 +46,7 @@ class Waiting(HostsLauncher):
     """Its node agents are threads of the test."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(ParallelSettings(heartbeat_timeout=HEARTBEAT_S), bind="127.0.0.1", tickets=False,
-                         **options)  # type: ignore[arg-type]
+        super().__init__(ParallelSettings(heartbeat_timeout=HEARTBEAT_S), bind="127.0.0.1", tickets=False, **options)  # type: ignore[arg-type]
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         for slot in missing:
@@ -69,8 +68,14 @@ class Cluster:
         self.codes: dict[int, int | str] = {}
 
     def add(self, slot: int | None = None, mlx: MlxProcessGroup | None = None, **changes: object) -> int:
-        options: dict[str, object] = {"keys": self.head.keys, "endpoints": [f"127.0.0.1:{self.head.membership.port}"],
-                                      "slot": slot, "worker": "a_rank", "join_timeout": 60.0, **changes}
+        options: dict[str, object] = {
+            "keys": self.head.keys,
+            "endpoints": [f"127.0.0.1:{self.head.membership.port}"],
+            "slot": slot,
+            "worker": "a_rank",
+            "join_timeout": 60.0,
+            **changes,
+        }
         host, number = NodeAgent(HostPayload(**options), mlx), len(self.hosts)  # type: ignore[arg-type]
         self.hosts.append(host)
 
@@ -163,16 +168,18 @@ def test_hosts_without_a_number_fill_the_gaps_and_standbys_step_in(cluster: Clus
     assert cluster.head.start(1, 2, f"{cluster.directory}/1|end".encode(), {}).wait(240)
 
 
-def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(
-        cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.add(0, rejoin=True)
     cluster.recruit(1)
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
     eventually(lambda: rank.pid)
     with monkeypatch.context() as silent:
         post = cluster.head.membership._end.post
-        silent.setattr(cluster.head.membership._end, "post",
-                       lambda identity, message: None if isinstance(message, Ping) else post(identity, message))
+        silent.setattr(
+            cluster.head.membership._end,
+            "post",
+            lambda identity, message: None if isinstance(message, Ping) else post(identity, message),
+        )
         eventually(lambda: gone(rank.pid))
     assert rank.wait(240)
     cluster.recruit(1)
@@ -271,9 +278,9 @@ def test_mpi_without_mpirun_is_refused(cluster: Cluster) -> None:
         cluster.head.process_group("mpi", [0, 1])
 
 
-
 def test_a_head_that_macos_hides_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
     """ssh reaches it, Python does not: "no route to host" towards a machine on the same cable."""
+
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
@@ -289,14 +296,21 @@ def test_a_head_that_macos_hides_is_told_as_that(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("machines", "shares"), [(("a", "b"), 1), (("a", "a"), 2)])
 def test_machines_are_told_apart_by_what_they_are_and_not_by_their_names(
-        cluster: Cluster, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str], shares: int) -> None:
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str], shares: int
+) -> None:
     """Two Macs may both be called `Mac`, and one may be renamed between two starts. What its GPU may use is cut."""
     left = list(machines)
 
     def facts(address: str) -> HostFacts:
         machine = left.pop(0)
-        return structs.replace(host_facts(address), name=f"Mac{len(left)}" if shares == 2 else "Mac", machine=machine,
-                               memory_bytes=64 << 30, usable_bytes=48 << 30, gpus=[])
+        return structs.replace(
+            host_facts(address),
+            name=f"Mac{len(left)}" if shares == 2 else "Mac",
+            machine=machine,
+            memory_bytes=64 << 30,
+            usable_bytes=48 << 30,
+            gpus=[],
+        )
 
     monkeypatch.setattr("tandem.launchers.node_agent.host_facts", facts)
     for slot in range(2):

@@ -87,15 +87,17 @@ def test_memory_in_the_hostfile_decides_the_layers(tmp_path: Path) -> None:
 class Uneven(LocalLauncher):
     """Says that the first machine has three times the memory of the second."""
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
-        return [replace(place, host=f"h{i}", memory_bytes=[48, 16][i] * 2**30)
-                for i, place in enumerate(super().recruit(count, deadline, on_wait, slots))]
+    def recruit(
+        self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
+    ) -> list[Place]:
+        return [
+            replace(place, host=f"h{i}", memory_bytes=[48, 16][i] * 2**30)
+            for i, place in enumerate(super().recruit(count, deadline, on_wait, slots))
+        ]
 
 
 @pytest.mark.slow
-def test_machines_that_report_more_memory_get_more_layers(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_report_more_memory_get_more_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(tmp_path / "tiny", "llama", layers=8)
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with LLM(str(model)) as llm:
@@ -107,17 +109,20 @@ def test_machines_that_report_more_memory_get_more_layers(
             assert [rank.layers for rank in llm.engine.status().ranks] == layers
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ({"launcher": "ssh"}, "--launcher ssh: needs --hostfile FILE"),
-    ({"launcher": "manual"}, "--launcher manual: needs --token-file FILE"),
-    ({"launcher": "local", "hostfile": "h"}, "--hostfile: is for --launcher ssh, not local"),
-    ({"token_file": "t"}, "--token-file: is for --launcher manual, not local"),
-    ({"token_file": "t", "hostfile": "h"}, "--token-file: is for --launcher manual, not ssh"),
-    ({"remote_python": "p"}, "--remote-python: is for --launcher ssh, not local"),
-    ({"hostfile": ""}, "--hostfile: must not be empty"),
-    ({"heartbeat_timeout": "0.5"}, "--heartbeat-timeout: 0.5 is out of range: must be 2 or more"),
-    ({"host_entries": "-1", "hostfile": "h"}, "--host-entries: -1 is out of range"),
-])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"launcher": "ssh"}, "--launcher ssh: needs --hostfile FILE"),
+        ({"launcher": "manual"}, "--launcher manual: needs --token-file FILE"),
+        ({"launcher": "local", "hostfile": "h"}, "--hostfile: is for --launcher ssh, not local"),
+        ({"token_file": "t"}, "--token-file: is for --launcher manual, not local"),
+        ({"token_file": "t", "hostfile": "h"}, "--token-file: is for --launcher manual, not ssh"),
+        ({"remote_python": "p"}, "--remote-python: is for --launcher ssh, not local"),
+        ({"hostfile": ""}, "--hostfile: must not be empty"),
+        ({"heartbeat_timeout": "0.5"}, "--heartbeat-timeout: 0.5 is out of range: must be 2 or more"),
+        ({"host_entries": "-1", "hostfile": "h"}, "--host-entries: -1 is out of range"),
+    ],
+)
 def test_settings_that_contradict_one_another(flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load({name: [text] for name, text in flags.items()})
@@ -143,8 +148,11 @@ def test_launchers_names_are_compared_nowhere() -> None:
         if path.parent.name == "launchers":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare) and "launcher" in ast.unparse(node) and any(
-                    isinstance(part, ast.Constant) and part.value in names for part in ast.walk(node)):
+            if (
+                isinstance(node, ast.Compare)
+                and "launcher" in ast.unparse(node)
+                and any(isinstance(part, ast.Constant) and part.value in names for part in ast.walk(node))
+            ):
                 found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)}")
     assert found == ["config/settings.py: self.launcher != 'auto'"]
 

@@ -21,8 +21,9 @@ def machines(make_machines) -> Machines:
 
 
 def ping(machines: Machines, source: str, target: str, seconds: int = 200) -> subprocess.CompletedProcess[str]:
-    return machines.run(source, ["ssh", "-o", f"ConnectTimeout={seconds}", "-o", "BatchMode=yes", target, "hostname"],
-                        check=False)
+    return machines.run(
+        source, ["ssh", "-o", f"ConnectTimeout={seconds}", "-o", "BatchMode=yes", target, "hostname"], check=False
+    )
 
 
 def test_every_machine_reaches_every_other_over_ssh(machines):
@@ -88,8 +89,9 @@ def test_a_slow_cable_is_slow_until_it_is_healed(machines):
 def test_a_link_of_their_own(machines):
     device = machines.link("h0", "h2", ("192.168.77.1/30", "192.168.77.2/30"))
     try:
-        done = machines.run("h0", ["ssh", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
-                                   "192.168.77.2", "hostname"])
+        done = machines.run(
+            "h0", ["ssh", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "192.168.77.2", "hostname"]
+        )
         assert done.stdout.strip() == "h2"
     finally:
         machines.unlink("h0", device)

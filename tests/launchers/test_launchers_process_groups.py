@@ -15,7 +15,10 @@ NAMES = ["m0", "m1", "m2"]
 
 def test_ring_ranks_get_the_same_file_and_their_number() -> None:
     process_group = ring_process_group([["10.0.0.1:5000", "10.0.1.1:5001"], ["10.0.0.2:5000", "10.0.1.2:5001"]])
-    assert process_group.backend == "ring" and [process_group.variables(i) for i in range(2)] == [{"MLX_RANK": "0"}, {"MLX_RANK": "1"}]
+    assert process_group.backend == "ring" and [process_group.variables(i) for i in range(2)] == [
+        {"MLX_RANK": "0"},
+        {"MLX_RANK": "1"},
+    ]
     content = json.loads(process_group.files(1)["MLX_HOSTFILE"])
     assert process_group.files(0) == process_group.files(1) and content[1] == ["10.0.0.2:5000", "10.0.1.2:5001"]
 
@@ -43,8 +46,7 @@ def test_devices_that_are_missing_are_named() -> None:
 
 def test_nccl_ranks_meet_at_the_first() -> None:
     process_group = nccl_process_group(2, "10.0.0.1:5000")
-    assert process_group.variables(1) == {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "10.0.0.1",
-                                  "NCCL_PORT": "5000"}
+    assert process_group.variables(1) == {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "5000"}
     assert process_group.files(1) == {}
 
 

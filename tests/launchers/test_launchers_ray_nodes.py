@@ -51,29 +51,36 @@ class TestChoice:
     def test_lost_nodes_are_left_out_and_suspects_come_last(self) -> None:
         lost, suspect, good = (node(f"10.0.0.{i}", mlx=1, trouble="is lost" if i == 1 else "") for i in (1, 2, 3))
         assert addresses(choose([lost, suspect, good], 1, "10.0.0.1", avoid=["id-10.0.0.2"])) == ["10.0.0.3"]
-        assert addresses(choose([lost, suspect, good], 2, "10.0.0.1", avoid=["id-10.0.0.2"])) == [
-            "10.0.0.2", "10.0.0.3"]
+        assert addresses(choose([lost, suspect, good], 2, "10.0.0.1", avoid=["id-10.0.0.2"])) == ["10.0.0.2", "10.0.0.3"]
 
     def test_too_little_room_is_no_choice(self) -> None:
         assert choose([node("10.0.0.1", mlx=1), node("10.0.0.2", CPU=2)], 2, "10.0.0.1") is None
 
 
 def test_a_shortage_says_what_the_cluster_has_and_what_to_do() -> None:
-    nodes = [node("10.0.0.1", mlx=1, taken={"mlx": 1}), node("10.0.0.2", CPU=4),
-             node("10.0.0.3", mlx=1, trouble="is lost")]
+    nodes = [node("10.0.0.1", mlx=1, taken={"mlx": 1}), node("10.0.0.2", CPU=4), node("10.0.0.3", mlx=1, trouble="is lost")]
     text = shortage(nodes, 2, "10.0.0.1:6379")
-    for part in ("2 rank(s)", "has 1, 0 of them free", "10.0.0.1: mlx 1, room for 0 of 1", "10.0.0.2: no `mlx`",
-                 "10.0.0.3: is lost", "ray start --address=10.0.0.1:6379"):
+    for part in (
+        "2 rank(s)",
+        "has 1, 0 of them free",
+        "10.0.0.1: mlx 1, room for 0 of 1",
+        "10.0.0.2: no `mlx`",
+        "10.0.0.3: is lost",
+        "ray start --address=10.0.0.1:6379",
+    ):
         assert part in text
     assert "\n" not in text
     assert "end what else uses them" in shortage(nodes[:2], 1, "10.0.0.1:6379")
 
 
-@pytest.mark.parametrize(("here", "others", "named"), [
-    ("10.0.0.1", ["127.0.0.1"], "127.0.0.1"),
-    ("127.0.0.1", ["10.0.0.2"], "the loopback address 127.0.0.1"),
-    ("10.0.0.1", ["10.0.0.1", "127.0.0.1"], "127.0.0.1"),
-])
+@pytest.mark.parametrize(
+    ("here", "others", "named"),
+    [
+        ("10.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("127.0.0.1", ["10.0.0.2"], "the loopback address 127.0.0.1"),
+        ("10.0.0.1", ["10.0.0.1", "127.0.0.1"], "127.0.0.1"),
+    ],
+)
 def test_loopback_and_real_addresses_do_not_mix(here: str, others: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         check_addresses([node(one, mlx=1) for one in others], here)

@@ -27,21 +27,24 @@ def test_ssh_asks_nothing_shares_nothing_and_gives_up() -> None:
     assert words[0] == "ssh" and words[-3:] == ["--", "me@mac2", "true"]
     options = {words[i + 1] for i, word in enumerate(words) if word == "-o"}
     assert {"BatchMode=yes", "ControlMaster=no", "ControlPath=none", "ConnectTimeout=10"} <= options
-    interval, count = (int(next(o for o in options if o.startswith(name)).partition("=")[2])
-                       for name in ("ServerAliveInterval", "ServerAliveCountMax"))
+    interval, count = (
+        int(next(o for o in options if o.startswith(name)).partition("=")[2])
+        for name in ("ServerAliveInterval", "ServerAliveCountMax")
+    )
     assert interval * count <= 8  # seconds until a cut line is noticed, as with heartbeats
 
 
 def fake_python(path: Path, says: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho {says} \"$@\"\n")
+    path.write_text(f'#!/bin/sh\necho {says} "$@"\n')
     path.chmod(0o755)
     return path
 
 
 def run(command: str, **variables: str) -> str:
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True,
-                          env={"PATH": "/usr/bin:/bin", "SHELL": "/bin/sh", **variables})
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "SHELL": "/bin/sh", **variables}
+    )
     return done.stdout.strip()
 
 
@@ -50,8 +53,7 @@ def test_the_interpreter_that_is_named_runs(tmp_path: Path) -> None:
     assert run(remote_command(str(python))) == f"named -P -m {RANK_HOST}"
 
 
-def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = fake_python(tmp_path / "same" / "python", "same")
     monkeypatch.setattr(sys, "executable", str(same))
     assert run(remote_command(None)) == f"same -P -m {RANK_HOST}"
@@ -116,30 +118,50 @@ def test_the_command_is_one_word_for_any_login_shell() -> None:
     assert words[:3] == ["exec", "sh", "-c"] and len(words) == 4
 
 
-@pytest.mark.parametrize(("code", "lines", "words"), [
-    (255, ["me@mac2: Permission denied (publickey)."], "refuses this user's key; ssh-copy-id mac2"),
-    (255, ["Host key verification failed."], "host key is not the known one"),
-    (255, ["ssh: Could not resolve hostname mac2: Name or service not known"], "its name is not known here"),
-    (255, ["ssh: connect to host mac2 port 22: Connection refused"],
-     "on mac2: System Settings > General > Sharing > Remote Login"),
-    (255, ["ssh: connect to host mac2 port 22: Connection timed out"],
-     "it cannot be reached; ping -c 3 mac2   (is it on"),
-    (255, ["ssh: connect to host mac2 port 22: Operation timed out"], "it cannot be reached; ping"),
-    (255, ["ssh: connect to host mac2 port 22: No route to host"], "it cannot be reached; ping"),
-    (255, ["kex_exchange_identification: banner line"], "banner line (ssh ended with 255)"),
-    (255, [], "nothing was said (ssh ended with 255)"),
-    (127, ["sh: 1: exec: python3: not found"],
-     "no Python with Tandem was found there (sh: 1: exec: python3: not found); name its interpreter"),
-    (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
-     "No module named 'tandem')); "),
-    (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
-     "python -m pip install "),
-    (1, ["xcode-select: note: No developer tools were found, requesting install."],
-     "requesting install.); name its interpreter with --remote-python, or as `python` in the hostfile"),
-    (2, ["Unknown option: -P", "usage: python3 [option] ...", "Try `python -h' for more information."],
-     "its Python is older than 3.11"),
-    (2, ["some rank log", "tandem: h2 has no address 10.0.0.9"], "host mac2: h2 has no address 10.0.0.9"),
-])
+@pytest.mark.parametrize(
+    ("code", "lines", "words"),
+    [
+        (255, ["me@mac2: Permission denied (publickey)."], "refuses this user's key; ssh-copy-id mac2"),
+        (255, ["Host key verification failed."], "host key is not the known one"),
+        (255, ["ssh: Could not resolve hostname mac2: Name or service not known"], "its name is not known here"),
+        (
+            255,
+            ["ssh: connect to host mac2 port 22: Connection refused"],
+            "on mac2: System Settings > General > Sharing > Remote Login",
+        ),
+        (255, ["ssh: connect to host mac2 port 22: Connection timed out"], "it cannot be reached; ping -c 3 mac2   (is it on"),
+        (255, ["ssh: connect to host mac2 port 22: Operation timed out"], "it cannot be reached; ping"),
+        (255, ["ssh: connect to host mac2 port 22: No route to host"], "it cannot be reached; ping"),
+        (255, ["kex_exchange_identification: banner line"], "banner line (ssh ended with 255)"),
+        (255, [], "nothing was said (ssh ended with 255)"),
+        (
+            127,
+            ["sh: 1: exec: python3: not found"],
+            "no Python with Tandem was found there (sh: 1: exec: python3: not found); name its interpreter",
+        ),
+        (
+            1,
+            ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
+            "No module named 'tandem')); ",
+        ),
+        (
+            1,
+            ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
+            "python -m pip install ",
+        ),
+        (
+            1,
+            ["xcode-select: note: No developer tools were found, requesting install."],
+            "requesting install.); name its interpreter with --remote-python, or as `python` in the hostfile",
+        ),
+        (
+            2,
+            ["Unknown option: -P", "usage: python3 [option] ...", "Try `python -h' for more information."],
+            "its Python is older than 3.11",
+        ),
+        (2, ["some rank log", "tandem: h2 has no address 10.0.0.9"], "host mac2: h2 has no address 10.0.0.9"),
+    ],
+)
 def test_failures_become_one_line_with_a_remedy(code: int, lines: list[str], words: str) -> None:
     line = explain(HOST, code, lines)
     assert line.startswith("host mac2: ") and words in line and "\n" not in line
@@ -234,7 +256,8 @@ def test_what_mlx_launch_says_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("content", ["{", "3", "[3]", None])
 def test_what_mlx_launch_says_and_cannot_be_read_is_an_error(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
     path = tmp_path / "hosts"
     if content is not None:
         path.write_text(content)

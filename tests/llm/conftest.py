@@ -19,8 +19,9 @@ LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2, "self_check": Fals
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model for long texts; a prompt with token `BROKEN` gives logits that are not finite."""
-    path = tiny_model(tmp_path_factory.mktemp("llm") / "tiny", config={"max_position_embeddings": 100_000,
-                                                                  "tie_word_embeddings": False})
+    path = tiny_model(
+        tmp_path_factory.mktemp("llm") / "tiny", config={"max_position_embeddings": 100_000, "tie_word_embeddings": False}
+    )
     weights = mx.load(str(path / "model.safetensors"))
     weights["model.embed_tokens.weight"][BROKEN] = float("nan")
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})

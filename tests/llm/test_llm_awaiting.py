@@ -19,8 +19,7 @@ PROMPTS = [[5, 9, 70, 3, 42], [7] * 40, [11, 12, 13], [300, 4, 8, 15, 16, 23]]
 
 async def live(llm: AsyncLLM) -> int:
     """Requests in the engine."""
-    return await asyncio.wrap_future(
-        llm._session.engine.call(lambda engine: len(engine.scheduler.sequences)))
+    return await asyncio.wrap_future(llm._session.engine.call(lambda engine: len(engine.scheduler.sequences)))
 
 
 async def until(llm: AsyncLLM, count: int) -> None:
@@ -32,6 +31,7 @@ async def until(llm: AsyncLLM, count: int) -> None:
 @pytest.fixture(params=[pytest.param("inline"), pytest.param("pp2", marks=pytest.mark.slow)])
 def run(tiny: str, request: pytest.FixtureRequest) -> Callable[[Callable[[AsyncLLM], Awaitable[None]]], None]:
     """Runs a coroutine with a model that has nothing left to do afterwards."""
+
     async def whole(work: Callable[[AsyncLLM], Awaitable[None]]) -> None:
         async with AsyncLLM(tiny, kv_tokens=300_000, log_level="WARNING", **LAYOUTS[request.param]) as llm:
             await work(llm)

@@ -67,8 +67,11 @@ def test_threads_share_one(llm: LLM) -> None:
 
     def work(number: int) -> bool:
         prompt, text = PROMPTS[number % 4], expected[number % 4]
-        return (llm.generate([prompt], greedy(60))[0].text == text and "".join(llm.stream(prompt, greedy(60))) == text
-                and len(llm.embed([prompt])[0]) > 0)
+        return (
+            llm.generate([prompt], greedy(60))[0].text == text
+            and "".join(llm.stream(prompt, greedy(60))) == text
+            and len(llm.embed([prompt])[0]) > 0
+        )
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(24)))
@@ -110,8 +113,9 @@ def test_a_prompt_that_is_refused_at_the_door_stops_the_others(llm: LLM) -> None
     assert live(llm) == 0
 
 
-@pytest.mark.parametrize("prompt", [None, 5, 1.5, {"a": 1}, b"text", [None], ["a", None], [1.5], [["x"]],
-                                    [{"role": "user", "content": "a"}]], ids=repr)
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 1.5, {"a": 1}, b"text", [None], ["a", None], [1.5], [["x"]], [{"role": "user", "content": "a"}]], ids=repr
+)
 def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompt: Any) -> None:
     for call in (llm.generate, llm.embed):
         with pytest.raises(RequestError, match=r"a text or a list of token ids, not .*chat\(\)"):
@@ -126,16 +130,26 @@ def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) ->
 
 def test_half_a_character_is_refused_where_a_text_is_meant(llm: LLM) -> None:
     params = SamplingParams(stop=("a\ud800",))
-    for call, name in ((lambda: llm.generate("a\ud800"), "prompt"), (lambda: llm.embed(["b", "\udfff"]), "prompt"),
-                       (lambda: llm.chat([{"role": "user", "content": [{"text": "\ud800"}]}]), "messages"),
-                       (lambda: llm.generate("a", params), "params")):
+    for call, name in (
+        (lambda: llm.generate("a\ud800"), "prompt"),
+        (lambda: llm.embed(["b", "\udfff"]), "prompt"),
+        (lambda: llm.chat([{"role": "user", "content": [{"text": "\ud800"}]}]), "messages"),
+        (lambda: llm.generate("a", params), "params"),
+    ):
         with pytest.raises(RequestError, match=f"{name}: .* is half a character"):
             call()
 
 
-@pytest.mark.parametrize(("params", "words"), [
-    ({"max_tokens": 5}, "must be SamplingParams, not dict"), (SamplingParams(temperature="x"), "temperature"),
-    (SamplingParams(stop=5), "stop"), (SamplingParams(max_tokens=2.5), "max_tokens")], ids=repr)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"max_tokens": 5}, "must be SamplingParams, not dict"),
+        (SamplingParams(temperature="x"), "temperature"),
+        (SamplingParams(stop=5), "stop"),
+        (SamplingParams(max_tokens=2.5), "max_tokens"),
+    ],
+    ids=repr,
+)  # type: ignore[arg-type]
 def test_parameters_of_another_type_are_refused_in_words(llm: LLM, params: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.generate(PROMPTS[0], params)
@@ -144,7 +158,7 @@ def test_parameters_of_another_type_are_refused_in_words(llm: LLM, params: Any, 
 def test_one_text_is_one_stop_string(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0))[0].text
     cut = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0, stop=whole[2:5]))[0]  # type: ignore[arg-type]
-    assert (cut.text, cut.finish_reason) == (whole[:whole.index(whole[2:5])], "stop")
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(whole[2:5])], "stop")
 
 
 def test_a_prompt_that_fails_while_it_runs_stops_the_others(llm: LLM) -> None:
@@ -175,7 +189,7 @@ def test_a_stop_string_ends_its_request_alone(llm: LLM) -> None:
     text = llm.generate([PROMPTS[0]], greedy(40))[0].text
     stopping = msgspec.structs.replace(ENDLESS, stop=(text[20:24],))
     cut = llm.generate([PROMPTS[0], PROMPTS[0]], stopping)
-    assert [(one.text, one.finish_reason) for one in cut] == [(text[:text.index(text[20:24])], "stop")] * 2
+    assert [(one.text, one.finish_reason) for one in cut] == [(text[: text.index(text[20:24])], "stop")] * 2
     eventually_idle(llm)
 
 

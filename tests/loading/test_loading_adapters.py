@@ -35,8 +35,9 @@ def peft_adapter(mlx: Path, path: Path, **config: object) -> Path:
         module, _, side = name.rpartition(".lora_")
         arrays[f"base_model.model.{module}.lora_{side.upper()}.weight"] = mx.contiguous(array.T)
     mx.save_safetensors(str(path / "adapter_model.safetensors"), arrays)
-    (path / "adapter_config.json").write_text(json.dumps(
-        {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "bias": "none"} | config))
+    (path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "bias": "none"} | config)
+    )
     return path
 
 
@@ -61,8 +62,11 @@ def logits(stages) -> np.ndarray:
 def tiny(tmp_path_factory):
     """Three kv heads, so that two ranks get uneven parts."""
     path = tmp_path_factory.mktemp("adapters")
-    tiny_model(path / "model", config={"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
-                                       "head_dim": 16, "intermediate_size": 192}, dtype="float32")
+    tiny_model(
+        path / "model",
+        config={"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 192},
+        dtype="float32",
+    )
     tiny_adapter(path / "model", path / "mlx", layers=2, rank=RANK, scale=SCALE)
     peft_adapter(path / "mlx", path / "peft")
     return path
@@ -87,19 +91,30 @@ def test_ranks_share_an_adapter(tiny, size, shares):
     adapter = read_adapter(str(tiny / "peft"), description)
     expected = want(tiny / "model", tiny / "mlx")
     shards = plan_shards(description, size, weights=shares)
-    for rank, got in enumerate(ThreadGroup(size).run(lambda tp: logits([load_stage(
-            files, description, range(4), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp,
-            adapter=adapter)]))):
+    for rank, got in enumerate(
+        ThreadGroup(size).run(
+            lambda tp: logits(
+                [
+                    load_stage(
+                        files, description, range(4), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp, adapter=adapter
+                    )
+                ]
+            )
+        )
+    ):
         assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max(), rank
 
 
-@pytest.mark.parametrize(("family", "keys"), [
-    ("gemma4_text", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),  # layers differ
-    ("mimo_v2_flash", ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")),
-    ("deepseek_v3", ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mlp.shared_experts.down_proj")),
-    ("qwen3_next", ("self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.out_proj")),
-    ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
-])
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma4_text", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),  # layers differ
+        ("mimo_v2_flash", ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")),
+        ("deepseek_v3", ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mlp.shared_experts.down_proj")),
+        ("qwen3_next", ("self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.out_proj")),
+        ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
+    ],
+)
 def test_ranks_share_an_adapter_as_they_share_the_layers(tmp_path, family, keys):
     tiny_model(tmp_path / "model", family, layers=2, config=wide_figures(family), dtype="float32")
     files = resolve(str(tmp_path / "model"))
@@ -108,9 +123,15 @@ def test_ranks_share_an_adapter_as_they_share_the_layers(tmp_path, family, keys)
     expected = want(tmp_path / "model", tmp_path / "mlx")
     assert np.abs(expected - want(tmp_path / "model", None)).max() > 0.1, "the adapter does something"
     shards = plan_shards(description, 3)
-    for got in ThreadGroup(3).run(lambda tp: logits([load_stage(
-            files, description, range(2), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp,
-            adapter=adapter)])):
+    for got in ThreadGroup(3).run(
+        lambda tp: logits(
+            [
+                load_stage(
+                    files, description, range(2), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp, adapter=adapter
+                )
+            ]
+        )
+    ):
         assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
 
 
@@ -125,21 +146,37 @@ def test_a_quantised_model_keeps_its_weights_and_its_adapter(tmp_path, dequantiz
     whole = logits([load_stage(files, description, range(4), dtype="float32", dequantize=dequantize, adapter=adapter)])
     assert np.abs(whole - expected).max() < 1e-3 * np.abs(expected).max()
     shards = plan_shards(description, 2, dequantize=dequantize)
-    for got in ThreadGroup(2).run(lambda tp: logits([load_stage(
-            files, description, range(4), dtype="float32", dequantize=dequantize, shard=shards[tp.rank],
-            tensor_parallel=tp, adapter=adapter)])):
+    for got in ThreadGroup(2).run(
+        lambda tp: logits(
+            [
+                load_stage(
+                    files,
+                    description,
+                    range(4),
+                    dtype="float32",
+                    dequantize=dequantize,
+                    shard=shards[tp.rank],
+                    tensor_parallel=tp,
+                    adapter=adapter,
+                )
+            ]
+        )
+    ):
         assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("config", "error", "word"), [
-    ({"use_dora": True}, UnsupportedModel, "use_dora"),
-    ({"peft_type": "IA3"}, UnsupportedModel, "IA3"),
-    ({"modules_to_save": ["lm_head"]}, UnsupportedModel, "modules_to_save"),
-    ({"rank_pattern": {"q_proj": 8}}, UnsupportedModel, "rank_pattern"),
-    ({"bias": "all"}, UnsupportedModel, "bias"),
-    ({"r": 0}, BrokenModel, "r must be above 0"),
-    ({"lora_alpha": None}, BrokenModel, "lora_alpha"),
-])
+@pytest.mark.parametrize(
+    ("config", "error", "word"),
+    [
+        ({"use_dora": True}, UnsupportedModel, "use_dora"),
+        ({"peft_type": "IA3"}, UnsupportedModel, "IA3"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedModel, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, UnsupportedModel, "rank_pattern"),
+        ({"bias": "all"}, UnsupportedModel, "bias"),
+        ({"r": 0}, BrokenModel, "r must be above 0"),
+        ({"lora_alpha": None}, BrokenModel, "lora_alpha"),
+    ],
+)
 def test_what_peft_asks_for_and_is_not_there_is_refused(tiny, tmp_path, config, error, word):
     adapter = peft_adapter(tiny / "mlx", tmp_path / "peft", **config)
     with pytest.raises(error, match=word):
@@ -151,19 +188,34 @@ def test_rank_stabilised_scale(tiny, tmp_path):
     assert read_adapter(str(adapter), describe(resolve(str(tiny / "model")))).scale == SCALE * RANK / RANK**0.5
 
 
-@pytest.mark.parametrize(("change", "error", "word"), [
-    (lambda path, config, arrays: config.update(fine_tune_type="dora"), UnsupportedModel, "dora"),
-    (lambda path, config, arrays: config.update(lora_parameters={"rank": 4, "alpha": 8}), BrokenModel, "scale"),
-    (lambda path, config, arrays: arrays.update({"lm_head.lora_a": mx.zeros((96, 4)),
-                                                 "lm_head.lora_b": mx.zeros((4, 512))}), UnsupportedModel, "lm_head"),
-    (lambda path, config, arrays: arrays.update({"model.layers.7.mlp.up_proj.lora_a": mx.zeros((96, 4)),
-                                                 "model.layers.7.mlp.up_proj.lora_b": mx.zeros((4, 192))}),
-     BrokenModel, "4 layers"),
-    (lambda path, config, arrays: arrays.pop("model.layers.3.mlp.down_proj.lora_b"), BrokenModel, "down_proj"),
-    (lambda path, config, arrays: arrays.update({"model.layers.3.mlp.down_proj.m": mx.zeros(4)}), UnsupportedModel,
-     "down_proj.m"),
-    (lambda path, config, arrays: arrays.clear(), BrokenModel, "no LoRA weights"),
-])
+@pytest.mark.parametrize(
+    ("change", "error", "word"),
+    [
+        (lambda path, config, arrays: config.update(fine_tune_type="dora"), UnsupportedModel, "dora"),
+        (lambda path, config, arrays: config.update(lora_parameters={"rank": 4, "alpha": 8}), BrokenModel, "scale"),
+        (
+            lambda path, config, arrays: arrays.update(
+                {"lm_head.lora_a": mx.zeros((96, 4)), "lm_head.lora_b": mx.zeros((4, 512))}
+            ),
+            UnsupportedModel,
+            "lm_head",
+        ),
+        (
+            lambda path, config, arrays: arrays.update(
+                {"model.layers.7.mlp.up_proj.lora_a": mx.zeros((96, 4)), "model.layers.7.mlp.up_proj.lora_b": mx.zeros((4, 192))}
+            ),
+            BrokenModel,
+            "4 layers",
+        ),
+        (lambda path, config, arrays: arrays.pop("model.layers.3.mlp.down_proj.lora_b"), BrokenModel, "down_proj"),
+        (
+            lambda path, config, arrays: arrays.update({"model.layers.3.mlp.down_proj.m": mx.zeros(4)}),
+            UnsupportedModel,
+            "down_proj.m",
+        ),
+        (lambda path, config, arrays: arrays.clear(), BrokenModel, "no LoRA weights"),
+    ],
+)
 def test_what_does_not_fit_the_model_is_refused(tiny, tmp_path, change, error, word):
     config = json.loads((tiny / "mlx" / "adapter_config.json").read_text())
     arrays = mx.load(str(tiny / "mlx" / "adapters.safetensors"))
@@ -181,9 +233,10 @@ def test_wrong_widths_and_missing_modules_are_refused_at_loading(tiny, tmp_path)
         path = tmp_path / name
         path.mkdir()
         (path / "adapter_config.json").write_text(json.dumps({"lora_parameters": {"scale": 1.0}}))
-        mx.save_safetensors(str(path / "adapters.safetensors"), {
-            f"model.layers.1.{name}.lora_a": mx.zeros((inputs, 4)),
-            f"model.layers.1.{name}.lora_b": mx.zeros((4, 192))})
+        mx.save_safetensors(
+            str(path / "adapters.safetensors"),
+            {f"model.layers.1.{name}.lora_a": mx.zeros((inputs, 4)), f"model.layers.1.{name}.lora_b": mx.zeros((4, 192))},
+        )
         with pytest.raises((BrokenModel, UnsupportedModel), match=name):
             load_stage(files, description, range(4), dtype="float32", adapter=read_adapter(str(path), description))
     with pytest.raises(ModelNotFound, match="adapter_config"):

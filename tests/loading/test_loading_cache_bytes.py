@@ -25,16 +25,14 @@ from tandem.vllm_plugin.rank import counted_heads, counted_room
 from thread_ranks import ThreadGroup, ThreadRank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models-list.md").read_text(encoding="utf-8")
-UNTOLD = {
-    "openelm": "its layers differ in heads, and count as the largest",
-    "longcat_flash_ngram": "four tokens are not counted",
-}
+UNTOLD = {"openelm": "its layers differ in heads, and count as the largest", "longcat_flash_ngram": "four tokens are not counted"}
 
 
 def assert_as_listed(family: str, stage: StageModel, description: ModelDescription) -> None:
     """docs/models-list.md says of the type what its caches can do, and drafts are refused before it is loaded."""
-    drafts, prefixes, batches = next(line.strip("| ").split(" | ")[-4:-1] for line in PAGE.splitlines()
-                                        if line.startswith(f"| `{family}` |"))
+    drafts, prefixes, batches = next(
+        line.strip("| ").split(" | ")[-4:-1] for line in PAGE.splitlines() if line.startswith(f"| `{family}` |")
+    )
     assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
     assert batches == ("one by one" if stage.one_by_one else "together")
     try:
@@ -55,19 +53,34 @@ def test_what_is_told_is_what_arrays_take(family: str, tmp_path: Path) -> None:
         stage = load_stage(files, description, range(layers), dtype=kind)
         if family in UNTOLD:
             continue
-        assert stage.cache_bytes == (kv_bytes_per_token(description, layers, kind, gpu=False),
-                                     state_bytes(description, layers, kind, gpu=False)), kind
+        assert stage.cache_bytes == (
+            kv_bytes_per_token(description, layers, kind, gpu=False),
+            state_bytes(description, layers, kind, gpu=False),
+        ), kind
     assert_as_listed(family, stage, description)
     caches = stage.make_caches()
     # A layer that is planned as quantised under --kv-dtype keeps all positions, by head.
-    assert not any(description.kv_groups[i][0] for at, cache in enumerate(caches) if type(cache) is not KVCache
-                   for i in stage.layers_of(at))
+    assert not any(
+        description.kv_groups[i][0] for at, cache in enumerate(caches) if type(cache) is not KVCache for i in stage.layers_of(at)
+    )
     mx.eval(stage.forward(mx.array([[5] * 256]), caches))
     assert sum(cache.nbytes for cache in caches) == 256 * stage.cache_bytes.position + stage.cache_bytes.state
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_bigcode", "kimi_linear", "llama", "llama4", "mimo_v2_flash",
-                                    "minimax_m3_vl", "qwen3_next", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "deepseek_v3",
+        "gpt_bigcode",
+        "kimi_linear",
+        "llama",
+        "llama4",
+        "mimo_v2_flash",
+        "minimax_m3_vl",
+        "qwen3_next",
+        "recurrent_gemma",
+    ],
+)
 def test_what_is_told_of_a_rank_is_what_it_takes(family: str, tmp_path: Path) -> None:
     """Latents, an index's keys and a kv head alone are on both ranks, states and other heads are shared."""
     files = resolve(str(tiny_model(tmp_path, family, dtype="float32")))
@@ -85,8 +98,7 @@ def test_what_is_told_of_a_rank_is_what_it_takes(family: str, tmp_path: Path) ->
         assert 0 <= 2 * heads * width * 4 * len(layers) - stage.cache_bytes.position < 2 * 4 * len(layers)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "kimi_linear", "llama", "mamba2", "mimo_v2_flash", "minimax_m3_vl",
-                                    "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma4", "kimi_linear", "llama", "mamba2", "mimo_v2_flash", "minimax_m3_vl", "qwen3_next"])
 def test_vllm_hands_out_no_more_than_the_layers_of_a_stage_take(family: str, tmp_path: Path) -> None:
     """It counts all layers alike; those of a stage may take more of a token, or of a snapshot's states."""
     files = resolve(str(tiny_model(tmp_path, family, dtype="float32", layers=4)))
@@ -126,8 +138,14 @@ def test_the_models_that_people_ask_for() -> None:
     deepseek = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
     assert layer_caches(deepseek, 61, 2 * 128 * 192) == (LayerCache("latent", 576),) * 61
     assert not any(cache.can_be_cut is False for cache in layer_caches(deepseek, 61, 0))
-    coder = {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
-             "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4}
+    coder = {
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+    }
     caches = layer_caches(coder, 48, 2 * 2 * 256)
     assert [cache.kind for cache in caches[:4]] == ["state"] * 3 + ["positions"]
     assert caches[0].float32 == 32 * 128 * 128 and not caches[0].can_be_cut

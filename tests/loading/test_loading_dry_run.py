@@ -29,13 +29,32 @@ UNLISTED = {**tiny_config("llama", vocab=300), "model_type": "iquestcoder"}
 
 def test_published_widths_are_cut_down() -> None:
     """DeepSeek V3's config: what is tried has a thousandth of its weights and every part of it."""
-    config = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-              "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128, "n_group": 8,
-              "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "topk_group": 4,
-              "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-              "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6,
-              "max_position_embeddings": 163840, "rope_theta": 10000, "routed_scaling_factor": 2.5,
-              "quantization_config": {"quant_method": "fp8"}}
+    config = {
+        "model_type": "deepseek_v3",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "quantization_config": {"quant_method": "fp8"},
+    }
     small = next(shrunk(config))
     assert small["num_attention_heads"] == small["num_key_value_heads"] == 4 and small["hidden_size"] == 224
     assert (small["num_hidden_layers"], small["n_routed_experts"], small["num_experts_per_tok"]) == (8, 8, 2)
@@ -56,7 +75,9 @@ def test_a_stage_that_cannot_have_two_rows_is_refused(monkeypatch: pytest.Monkey
     assert dry_run.outcome(tiny_config("longcat_flash_ngram"))[0] is False
     monkeypatch.undo()
     head = dry_run.PipelineModel.head
-    monkeypatch.setattr(dry_run.PipelineModel, "head", lambda pipeline_model, h: head(pipeline_model, mx.broadcast_to(h[:1], h.shape)))
+    monkeypatch.setattr(
+        dry_run.PipelineModel, "head", lambda pipeline_model, h: head(pipeline_model, mx.broadcast_to(h[:1], h.shape))
+    )
     with pytest.raises(UnsupportedModel, match="over 1 stages the logits of 2 rows at once differ in call 1"):
         dry_run.try_config(tiny_config("llama"))
 
@@ -90,8 +111,11 @@ def test_what_mlx_says_in_many_lines_is_one_line(tmp_path: Path) -> None:
 def test_drafts_for_a_recurrent_model_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     from tandem.config.settings import SpeculationSettings
 
-    settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path, "mamba2"))), parallel=ParallelSettings(),
-                        speculation=SpeculationSettings(speculative_method="ngram"))
+    settings = Settings(
+        model=ModelSettings(model=str(tiny_model(tmp_path, "mamba2"))),
+        parallel=ParallelSettings(),
+        speculation=SpeculationSettings(speculative_method="ngram"),
+    )
     with pytest.raises(ConfigError, match="mamba2 takes no drafts: the model.s recurrent states cannot"):
         plan_layout(settings)
 

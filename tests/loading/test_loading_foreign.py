@@ -68,8 +68,7 @@ class Twin:
         arrays = mx.load(str(self.source / "model.safetensors"))
         # Exact in bfloat16 and in float16.
         self.plain = {
-            name: np.array(mx.where(mx.abs(array) < 1e-3, 0, array).astype(mx.float32))
-            for name, array in arrays.items()
+            name: np.array(mx.where(mx.abs(array) < 1e-3, 0, array).astype(mx.float32)) for name, array in arrays.items()
         }
         self.foreign: dict[str, tuple[str, np.ndarray]] = {}
         self.own: dict[str, tuple[str, np.ndarray]] = {}
@@ -114,9 +113,13 @@ class Twin:
         ):
             path = self.directory / label
             shutil.copytree(self.source, path)
-            write_safetensors(path / "model.safetensors", [
-                PendingTensor(name, dtype, array.shape, lambda dtype=dtype, array=array: stored(array, dtype))
-                for name, (dtype, array) in tensors.items()])
+            write_safetensors(
+                path / "model.safetensors",
+                [
+                    PendingTensor(name, dtype, array.shape, lambda dtype=dtype, array=array: stored(array, dtype))
+                    for name, (dtype, array) in tensors.items()
+                ],
+            )
             config = json.loads((path / "config.json").read_text()) | entry
             (path / "config.json").write_text(json.dumps(config))
             made.append(path)
@@ -249,8 +252,10 @@ def test_ranks_compute_with_their_part(form, tmp_path):
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
 
 
-BEYOND = {**dict.fromkeys(("AWQ", "fp8 in blocks", "fp8 by rows"), 4.0),
-          **dict.fromkeys(("4 bits, a scale for each row", "8 bits with zero points", "GPTQ of 8 bits"), 1.0)}
+BEYOND = {
+    **dict.fromkeys(("AWQ", "fp8 in blocks", "fp8 by rows"), 4.0),
+    **dict.fromkeys(("4 bits, a scale for each row", "8 bits with zero points", "GPTQ of 8 bits"), 1.0),
+}
 """Largest tensors, as if in float32, that loading takes besides its result. AWQ has its bits in another order than MLX,
 and fp8 becomes floats; else half a one."""
 
@@ -268,8 +273,15 @@ def test_a_rank_takes_the_memory_of_its_part_and_little_more(form, tmp_path):
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    stage = load_stage(files, description, range(3), dtype="float32", dequantize=expand, shard=shard,
-                       tensor_parallel=ThreadRank(ThreadGroup(2), 0))
+    stage = load_stage(
+        files,
+        description,
+        range(3),
+        dtype="float32",
+        dequantize=expand,
+        shard=shard,
+        tensor_parallel=ThreadRank(ThreadGroup(2), 0),
+    )
     beyond = mx.get_peak_memory() - before - stage.nbytes
     tensor = 4 * 256 * 256 * 4  # in float32
     assert beyond < tensor * BEYOND.get(form, 0.5), (beyond / tensor, stage.nbytes)
@@ -285,10 +297,20 @@ def test_estimates_are_the_bytes_that_are_loaded(form, tmp_path):
     assert told == stage.nbytes
 
 
-@pytest.mark.parametrize(("group", "bits", "mode"), [
-    (32, 2, "affine"), (64, 3, "affine"), (32, 5, "affine"), (64, 6, "affine"), (32, 8, "affine"), (128, 4, "affine"),
-    (32, 4, "mxfp4"), (32, 8, "mxfp8"), (16, 4, "nvfp4"),
-])
+@pytest.mark.parametrize(
+    ("group", "bits", "mode"),
+    [
+        (32, 2, "affine"),
+        (64, 3, "affine"),
+        (32, 5, "affine"),
+        (64, 6, "affine"),
+        (32, 8, "affine"),
+        (128, 4, "affine"),
+        (32, 4, "mxfp4"),
+        (32, 8, "mxfp8"),
+        (16, 4, "nvfp4"),
+    ],
+)
 @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
 def test_formats_of_mlx_give_what_mlx_lm_gives(group, bits, mode, mixed, tmp_path):
     path = tiny_model(tmp_path / "plain", "qwen3_moe", layers=3, config=WIDTHS)
@@ -357,9 +379,7 @@ def make_desc_act(twin: Twin) -> tuple[Path, Path]:
     return foreign, own
 
 
-@pytest.mark.parametrize("make", [
-    make_nvfp4, make_modelopt, make_modelopt_apart, make_bitsandbytes, make_desc_act,
-])
+@pytest.mark.parametrize("make", [make_nvfp4, make_modelopt, make_modelopt_apart, make_bitsandbytes, make_desc_act])
 def test_what_is_refused_is_not_loaded_by_mlx_lm_either(make, tmp_path):
     """docs/models.md says what to use instead. A format that mlx-lm has learnt to load must be loaded here too."""
     foreign, _ = make(Twin(tmp_path, "qwen3"))
@@ -374,10 +394,15 @@ def test_mlx_lm_reads_the_same_awq_weights(tmp_path):
     np.testing.assert_array_equal(logits(foreign, stages=2)[0], logits_of_mlx_lm(foreign))
 
 
-@pytest.mark.parametrize(("family", "form"), [
-    ("deepseek_v3", lambda twin: make_fp8(twin, (128, 128))), ("deepseek_v32", lambda twin: make_fp8(twin, (128, 128))),
-    ("kimi_k2", lambda twin: make_packed(twin, 4, 32, False)),
-], ids=["DeepSeek V3 in fp8", "DeepSeek V3.2 in fp8", "Kimi K2 in 4 bits"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("deepseek_v3", lambda twin: make_fp8(twin, (128, 128))),
+        ("deepseek_v32", lambda twin: make_fp8(twin, (128, 128))),
+        ("kimi_k2", lambda twin: make_packed(twin, 4, 32, False)),
+    ],
+    ids=["DeepSeek V3 in fp8", "DeepSeek V3.2 in fp8", "Kimi K2 in 4 bits"],
+)
 def test_mlx_lm_loads_the_same_model_from_the_published_format(family, form, tmp_path):
     foreign, _ = form(Twin(tmp_path, family))
     want = logits_of_mlx_lm(foreign)
@@ -406,21 +431,31 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
         load_stage(files, describe(files), range(3))
 
 
-@pytest.mark.parametrize(("settings", "words_"), [
-    ({"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
-    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "GPTQ with desc_act"),
-    ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "quantisation with 5 bits"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ version 'gemv'"),
-    ({"quant_method": "awq", "bits": 4, "group_size": 48}, "quantisation in groups of 48"),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
-    ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 kinds of weights"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of format 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size"),
-    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": [1]}, "0 kinds of weights"),
-    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
-        "a": {"weights": {"num_bits": [4], "group_size": {}}}}}, "quantisation with .4. bits"),
-    ({"quant_method": ["fp8"]}, "quantisation"), ("words", "quantisation 'words'"),
-])
+@pytest.mark.parametrize(
+    ("settings", "words_"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "GPTQ with desc_act"),
+        ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "quantisation with 5 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ version 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 48}, "quantisation in groups of 48"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 kinds of weights"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of format 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": [1]}, "0 kinds of weights"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": [4], "group_size": {}}}},
+            },
+            "quantisation with .4. bits",
+        ),
+        ({"quant_method": ["fp8"]}, "quantisation"),
+        ("words", "quantisation 'words'"),
+    ],
+)
 def test_other_formats_are_refused_from_the_configuration_alone(settings, words_, tmp_path):
     path = tiny_model(tmp_path)
     config = json.loads((path / "config.json").read_text())

@@ -59,7 +59,9 @@ def assert_alike(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-5) -> 
 ATTENTION = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}
 DENSE = {*ATTENTION, "mlp.gate_proj", "mlp.up_proj"}
 EXPECTED = {
-    "llama": DENSE, "qwen2": DENSE, "gemma3n": DENSE,
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "gemma3n": DENSE,
     "phi3": set(),  # they are one in the files
     "qwen3_moe": {*ATTENTION, "mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj"},
     "gpt_oss": {*ATTENTION, "mlp.experts.gate_proj", "mlp.experts.up_proj"},
@@ -86,10 +88,13 @@ def test_ranks_and_stages(family, sizes, dequantize, tmp_path):
     want = logits([load(tmp_path, dequantize=dequantize)])
 
     def work(tp: Any) -> np.ndarray:
-        stages = [load(tmp_path, layers, fuse=True, dequantize=dequantize, shard=shards[tp.rank], tensor_parallel=tp)
-                  for layers in ranges]
-        assert all({"q_proj", "up_proj"} <= {path.rpartition(".")[2] for path in parts(stage, stage.layers.start)}
-                   for stage in stages)
+        stages = [
+            load(tmp_path, layers, fuse=True, dequantize=dequantize, shard=shards[tp.rank], tensor_parallel=tp)
+            for layers in ranges
+        ]
+        assert all(
+            {"q_proj", "up_proj"} <= {path.rpartition(".")[2] for path in parts(stage, stage.layers.start)} for stage in stages
+        )
         return logits(stages)
 
     for got in ThreadGroup(sizes[0]).run(work):
@@ -97,8 +102,11 @@ def test_ranks_and_stages(family, sizes, dequantize, tmp_path):
 
 
 def test_a_projection_with_an_adapter_stays_by_itself(tmp_path):
-    tiny_model(tmp_path / "model", dtype="float32", config={"num_attention_heads": 6, "num_key_value_heads": 2,
-                                                            "head_dim": 16, "hidden_size": 96})
+    tiny_model(
+        tmp_path / "model",
+        dtype="float32",
+        config={"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 96},
+    )
     tiny_adapter(tmp_path / "model", tmp_path / "mlx", layers=2, keys=("self_attn.v_proj", "mlp.up_proj"))
     adapter = read_adapter(str(tmp_path / "mlx"), describe(resolve(str(tmp_path / "model"))))
     want, without = logits([load(tmp_path / "model", adapter=adapter)]), logits([load(tmp_path / "model")])
@@ -107,8 +115,9 @@ def test_a_projection_with_an_adapter_stays_by_itself(tmp_path):
     assert [parts(stage, i) for i in (0, 3)] == [DENSE, {"self_attn.q_proj", "self_attn.k_proj"}]
     assert_alike(logits([stage]), want)
     shards = plan_shards(describe(resolve(str(tmp_path / "model"))), 2)
-    for got in ThreadGroup(2).run(lambda tp: logits([load(tmp_path / "model", adapter=adapter, fuse=True,
-                                                          shard=shards[tp.rank], tensor_parallel=tp)])):
+    for got in ThreadGroup(2).run(
+        lambda tp: logits([load(tmp_path / "model", adapter=adapter, fuse=True, shard=shards[tp.rank], tensor_parallel=tp)])
+    ):
         assert_alike(got, want)
 
 
@@ -118,8 +127,7 @@ def test_what_all_ranks_have_is_not_fused_with_what_they_share(tmp_path):
     shards = plan_shards(describe(resolve(str(tmp_path))), 2)
     both = {"self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"}
     assert both <= parts(load(tmp_path, fuse=True))
-    for found in ThreadGroup(2).run(lambda tp: parts(load(tmp_path, fuse=True, shard=shards[tp.rank],
-                                                          tensor_parallel=tp))):
+    for found in ThreadGroup(2).run(lambda tp: parts(load(tmp_path, fuse=True, shard=shards[tp.rank], tensor_parallel=tp))):
         assert not both & found and "mlp.module.up_proj" in found
 
 
@@ -143,8 +151,12 @@ def test_there_is_one_copy_of_the_weights(tmp_path):
 def test_large_products_are_not_joined(tmp_path, monkeypatch):
     tiny_model(tmp_path, dtype="float32", config={"hidden_size": 64, "intermediate_size": 512, "head_dim": 16})
     monkeypatch.setattr(fusion, "_JOINED_BYTES", 2 * 64 * 512 * 4 - 1)
-    joined = {path for module in load(tmp_path, fuse=True).modules.values() for path, one in module.named_modules()
-              if isinstance(one, FusedPart)}
+    joined = {
+        path
+        for module in load(tmp_path, fuse=True).modules.values()
+        for path, one in module.named_modules()
+        if isinstance(one, FusedPart)
+    }
     assert joined and not [path for path in joined if "mlp" in path]
 
 
@@ -162,8 +174,7 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         assert self.read.weight.dtype == mx.float32
-        outputs = [one(x) for one in (self.b, self.biased, self.half, self.a, self.twice, self.read, self.packed,
-                                      self.finer)]
+        outputs = [one(x) for one in (self.b, self.biased, self.half, self.a, self.twice, self.read, self.packed, self.finer)]
         return mx.concatenate([*outputs, self.other(x * 2), self.twice(x)], axis=-1)
 
 

@@ -40,16 +40,26 @@ def test_the_supervisor_imports_no_web_server_and_parity_mlx_only_after_the_blas
 
 @pytest.mark.parametrize("module", ["tandem.server.run", "tandem.supervision.engines", "tandem.planner.plan"])
 def test_what_serves_and_supervises_imports_no_mlx(module: str) -> None:
-    run = subprocess.run([sys.executable, "-X", "importtime", "-c", f"import {module}"], capture_output=True, text=True,
-                         check=True)
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", f"import {module}"], capture_output=True, text=True, check=True
+    )
     names = [line.rsplit("|", 1)[1].strip() for line in run.stderr.splitlines()]
     assert module in names and [name for name in names if name.split(".")[0] in ("mlx", "mlx_lm")] == []
 
 
-@pytest.mark.parametrize(("bits", "size", "mode"), [
-    (2, 64, "affine"), (3, 32, "affine"), (4, 64, "affine"), (6, 128, "affine"), (8, 32, "affine"),
-    (4, 16, "nvfp4"), (4, 32, "mxfp4"), (8, 32, "mxfp8"),
-])
+@pytest.mark.parametrize(
+    ("bits", "size", "mode"),
+    [
+        (2, 64, "affine"),
+        (3, 32, "affine"),
+        (4, 64, "affine"),
+        (6, 128, "affine"),
+        (8, 32, "affine"),
+        (4, 16, "nvfp4"),
+        (4, 32, "mxfp4"),
+        (8, 32, "mxfp8"),
+    ],
+)
 def test_quantisation_is_found_as_mlx_lm_finds_it(bits: int, size: int, mode: str) -> None:
     layer = nn.Linear(256, 64, bias=False)
     weight, scales, *_ = mx.quantize(layer.weight, group_size=size, bits=bits, mode=mode)

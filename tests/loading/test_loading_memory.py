@@ -56,6 +56,7 @@ def mac(monkeypatch):
         monkeypatch.setattr(memory, "mx", mlx)
         monkeypatch.setattr(memory, "machine_memory", lambda: installed * GIB)
         return mlx
+
     return make
 
 

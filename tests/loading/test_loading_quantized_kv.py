@@ -61,14 +61,16 @@ def test_one_sequence_is_as_mlx_lm_has_it(kv_dtype: str, bits: int, tmp_path: Pa
     assert 5e-3 < off(mine, full) < {8: 0.1, 4: 1.0}[bits]
 
 
-@pytest.mark.parametrize(("family", "config", "layers"), [
-    ("gpt_oss", WIDE, [1, 3]),  # windows, and attention with sinks
-    ("qwen3_next", WIDE, [1, 3]),  # recurrent states
-    ("mimo_v2_flash", WIDE | {"v_head_dim": 32, "swa_head_dim": 64, "swa_v_head_dim": 32}, [1, 3]),
-    ("gemma4", {}, [2]),  # keys and values that later layers share
-])
-def test_full_attention_alone_is_quantised(family: str, config: dict[str, Any], layers: list[int],
-                                           tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "config", "layers"),
+    [
+        ("gpt_oss", WIDE, [1, 3]),  # windows, and attention with sinks
+        ("qwen3_next", WIDE, [1, 3]),  # recurrent states
+        ("mimo_v2_flash", WIDE | {"v_head_dim": 32, "swa_head_dim": 64, "swa_v_head_dim": 32}, [1, 3]),
+        ("gemma4", {}, [2]),  # keys and values that later layers share
+    ],
+)
+def test_full_attention_alone_is_quantised(family: str, config: dict[str, Any], layers: list[int], tmp_path: Path) -> None:
     if family == "gemma4":
         config = {"text_config": {**tiny_config(family)["text_config"], **WIDE, "global_head_dim": 64}}
     stage = load(tmp_path, family, "8bit", **config)
@@ -102,13 +104,16 @@ def test_attention_is_that_over_expanded_keys(mask: str, sinks: bool) -> None:
     keys, values = (quantized(mx.random.normal((rows, kv_heads, positions, 64)), Groups(8, 32)) for _ in range(2))
     lengths = mx.array([37, 12, 30])
     by_row = mx.arange(positions)[None, None, None] < (lengths[:, None] + mx.arange(width) - 3)[:, None, :, None]
-    made: Any = {"none": None, "causal": "causal", "rows": by_row,
-                 "heads": mx.broadcast_to(by_row, (rows, heads, width, positions)),
-                 "added": mx.where(by_row, 0.0, -1e9)}[mask]
+    made: Any = {
+        "none": None,
+        "causal": "causal",
+        "rows": by_row,
+        "heads": mx.broadcast_to(by_row, (rows, heads, width, positions)),
+        "added": mx.where(by_row, 0.0, -1e9),
+    }[mask]
     more = mx.random.normal((heads,)) if sinks else None
     found = attend(queries, keys, values, scale=0.125, mask=made, sinks=more)
-    right = mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=0.125, mask=made,
-                                                 sinks=more)
+    right = mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=0.125, mask=made, sinks=more)
     assert far(found, right) < 1e-5
 
 

@@ -41,9 +41,20 @@ def rwkv7(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
 
 
 def mamba(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
-    args = module.ModelArgs.from_dict({
-        "model_type": "mamba", "vocab_size": 8, "hidden_size": 512, "intermediate_size": 1024, "state_size": 128,
-        "num_hidden_layers": 1, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 32})
+    args = module.ModelArgs.from_dict(
+        {
+            "model_type": "mamba",
+            "vocab_size": 8,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "state_size": 128,
+            "num_hidden_layers": 1,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "time_step_rank": 32,
+        }
+    )
     layer: nn.Module = module.MambaBlock(args)
     mx.eval(layer.parameters())
     x = random(1, TOKENS, 512)
@@ -60,8 +71,13 @@ def lightning(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
     return lambda: module.recurrent_gla(q=q, k=k, v=v, g=-mx.ones(HEADS), scale=0.1)
 
 
-CASES = {"gated_delta": ("gated_delta", gated_delta), "kimi_delta": ("gated_delta", kimi_delta),
-         "rwkv7": ("rwkv7", rwkv7), "mamba": ("mamba", mamba), "lightning": ("bailing_moe_linear", lightning)}
+CASES = {
+    "gated_delta": ("gated_delta", gated_delta),
+    "kimi_delta": ("gated_delta", kimi_delta),
+    "rwkv7": ("rwkv7", rwkv7),
+    "mamba": ("mamba", mamba),
+    "lightning": ("bailing_moe_linear", lightning),
+}
 
 
 @pytest.fixture

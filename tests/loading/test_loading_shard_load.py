@@ -97,8 +97,11 @@ def shapes(draw, families):
     }
     if family == "phimoe":
         config["rope_scaling"] = {
-            "type": "longrope", "short_factor": [1.0] * (head_dim // 2), "long_factor": [2.0] * (head_dim // 2),
-            "short_mscale": 1.1, "long_mscale": 1.2,
+            "type": "longrope",
+            "short_factor": [1.0] * (head_dim // 2),
+            "long_factor": [2.0] * (head_dim // 2),
+            "short_mscale": 1.1,
+            "long_mscale": 1.2,
         }
     weights = draw(st.none() | st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
     return family, config if plain else wide_figures(family), size, weights
@@ -156,10 +159,20 @@ def test_figures_of_a_stage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", [
-        "bailing_hybrid", "deepseek_v32", "gemma4", "glm4_moe_lite", "kimi_k3", "kimi_linear", "llama4",
-        "longcat_flash", "minimax_m2", "minimax_m3_vl", "nemotron_h",
-    ]
+    "family",
+    [
+        "bailing_hybrid",
+        "deepseek_v32",
+        "gemma4",
+        "glm4_moe_lite",
+        "kimi_k3",
+        "kimi_linear",
+        "llama4",
+        "longcat_flash",
+        "minimax_m2",
+        "minimax_m3_vl",
+        "nemotron_h",
+    ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
 def test_bytes_of_a_rank_are_told_before_it_loads(family, quantized, tmp_path):
@@ -223,8 +236,7 @@ def test_weights_that_contradict_the_config(quantized, dequantize, tmp_path):
     shard = plan_shards(d, 2)[0]
     weights = mx.load(str(path / "model.safetensors"))
     suffixes = ("weight", "scales", "biases") if quantized else ("weight",)
-    taller = {n: mx.concatenate([weights[n], weights[n]]) for s in suffixes
-              if (n := f"model.layers.1.mlp.up_proj.{s}")}
+    taller = {n: mx.concatenate([weights[n], weights[n]]) for s in suffixes if (n := f"model.layers.1.mlp.up_proj.{s}")}
     mx.eval(weights, taller)
     mx.save_safetensors(str(path / "model.safetensors"), weights | taller)
     with pytest.raises(BrokenModel, match=r"model\.layers\.1\.mlp\.up_proj\.\w+ has shape \(256"):
@@ -232,8 +244,7 @@ def test_weights_that_contradict_the_config(quantized, dequantize, tmp_path):
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | {"x": 1}))
     wrong = dataclasses.replace(d, mlp_width=256)
     with pytest.raises(LayoutError, match=r"mlp\.(gate|up)_proj\.\w+: 128 rows, where config\.json makes 256"):
-        load_stage(files, wrong, range(1), shard=plan_shards(wrong, 2)[0], tensor_parallel=ThreadGroup(2),
-                   dequantize=dequantize)
+        load_stage(files, wrong, range(1), shard=plan_shards(wrong, 2)[0], tensor_parallel=ThreadGroup(2), dequantize=dequantize)
 
 
 def test_what_is_refused(tmp_path):
@@ -292,8 +303,14 @@ def test_peak_memory_is_the_shard_and_few_tensors(family, quantized, dtype, expa
     big = {"hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 512, "head_dim": 128}
     path = tiny_model(tmp_path, family, layers=12, quantized=quantized, config=big)
     command = [sys.executable, "-c", _PEAK, str(path), dtype, str(expand)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
     peak, owned, stored = map(int, done.stdout.split())
     tensor = 512 * 2048 * 4
     assert peak < owned + 4 * tensor + 8e6, (peak, owned, stored)

@@ -59,9 +59,7 @@ def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False,
         group = ThreadGroup(size)
 
         def work(tp, shards=shards, ranges=ranges):
-            parts = [
-                load_stage(files, d, r, shard=shards[tp.rank], tensor_parallel=tp, **options) for r in ranges
-            ]
+            parts = [load_stage(files, d, r, shard=shards[tp.rank], tensor_parallel=tp, **options) for r in ranges]
             return run(parts, steps)[0]
 
         results = group.run(work)
@@ -79,8 +77,9 @@ GROWS = {"gemma4": 3e-5, "gemma4_unified": 3e-5}
 """Its attention scores are not scaled: what rounding changes is three times as much after each layer, and these have
 three. It is rounding: with every weight of the undivided model changed by half a unit of its last place, logits change
 by 0.9e-5 to 1.5e-5 of the largest, and by 0.8e-5 when three ranks sum (Llama: 0.3e-5 and 0.1e-5)."""
-TWO_SUMS = [name for name, one in SHARDING.items()
-            if len(one.sums) == 2 and not one.norms | one.variants and name != "nemotron-nas"]  # it lacks parts
+TWO_SUMS = [
+    name for name, one in SHARDING.items() if len(one.sums) == 2 and not one.norms | one.variants and name != "nemotron-nas"
+]  # it lacks parts
 EVEN, UNEVEN = [(3, None)], [(2, None), (2, (1, 3))]
 EXPANDED = sorted({*REQUIRED, *alike()})
 EXPERTS = sorted(name for name, one in SHARDING.items() if one.experts and name != "qwen3_5")  # dense here
@@ -118,17 +117,47 @@ def test_a_single_group_of_states_is_cut_between_its_heads(family, tmp_path):
 
 
 FOUR = {  # two kv heads with two query heads each; four of what is not attention
-    **dict.fromkeys(("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_groups",
-                     "n_groups", "mamba_n_heads", "mamba_num_heads", "group_norm_size"), 4),
-    **dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size", "intermediate_size_mlp",
-                     "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-                     "shared_intermediate_size", "block_dim", "block_ff_dim", "mamba_d_ssm"), 128),
-    **dict.fromkeys(("n_head", "n_heads"), 4), "n_embd": 128, "n_kv_heads": 1, "kv_channels": 32,
-    "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0}, "d_model": 128,
-    "num_key_value_heads": 2, "head_dim": 32, "mamba_head_dim": 32, "mamba_d_head": 32, "hidden_size_per_head": 32,
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "mamba_n_groups",
+            "n_groups",
+            "mamba_n_heads",
+            "mamba_num_heads",
+            "group_norm_size",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "moe_intermediate_size",
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "shared_expert_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "block_dim",
+            "block_ff_dim",
+            "mamba_d_ssm",
+        ),
+        128,
+    ),
+    **dict.fromkeys(("n_head", "n_heads"), 4),
+    "n_embd": 128,
+    "n_kv_heads": 1,
+    "kv_channels": 32,
+    "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0},
+    "d_model": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "mamba_head_dim": 32,
+    "mamba_d_head": 32,
+    "hidden_size_per_head": 32,
 }
-_LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "short_mscale": 1.1,
-         "long_mscale": 1.2}
+_LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "short_mscale": 1.1, "long_mscale": 1.2}
 SEVERAL = ["gemma2", "gpt_oss", "llama", "nemotron_h", "qwen3_next", "spark2_5"]
 """Families tried with two kv heads; the others with one."""
 
@@ -165,9 +194,11 @@ def test_masks_of_rows_where_ranks_have_one_query_head_each(tmp_path):
     want = logits(load_stage(files, d, range(2), dtype="float32"))
     for size in (2, 4):
         shards = plan_shards(d, size)
-        found = ThreadGroup(size).run(lambda tp, shards=shards: logits(
-            load_stage(files, d, range(2), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp)
-        ))
+        found = ThreadGroup(size).run(
+            lambda tp, shards=shards: logits(
+                load_stage(files, d, range(2), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp)
+            )
+        )
         assert np.abs(found[0] - want).max() < 1e-4 * np.abs(want).max()
 
 
@@ -202,9 +233,7 @@ def test_half_precision(tmp_path):
     want, steps = run([load_stage(files, d, range(2), dtype="bfloat16")])
     shards = plan_shards(d, 2)
     results = ThreadGroup(2).run(
-        lambda tp: run(
-            [load_stage(files, d, range(2), dtype="bfloat16", shard=shards[tp.rank], tensor_parallel=tp)], steps
-        )[0]
+        lambda tp: run([load_stage(files, d, range(2), dtype="bfloat16", shard=shards[tp.rank], tensor_parallel=tp)], steps)[0]
     )
     scale = max(np.abs(w).max() for w in want)
     assert max(np.abs(a - b).max() for a, b in zip(results[0], want, strict=True)) < 0.03 * scale
@@ -246,9 +275,7 @@ def test_demo_model_over_two_ranks():
 
     want = last(load_stage(files, d, range(d.num_layers), **options))
     results = ThreadGroup(2).run(
-        lambda tp: last(
-            load_stage(files, d, range(d.num_layers), shard=shards[tp.rank], tensor_parallel=tp, **options)
-        )
+        lambda tp: last(load_stage(files, d, range(d.num_layers), shard=shards[tp.rank], tensor_parallel=tp, **options))
     )
     for got, expected in zip(results[1], want, strict=True):
         assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()

@@ -24,8 +24,12 @@ def test_the_values_and_errors_are_those_of_mlx(sliced):
     a = mx.arange(24).reshape(2, 3, 4)
     for where, axis in CASES:
         known = function(a, where, axis)
-        for found in (mx.split(a, where, axis), mx.split(a, indices_or_sections=where, axis=axis),
-                      a.split(where, axis), method(a, where, axis)):
+        for found in (
+            mx.split(a, where, axis),
+            mx.split(a, indices_or_sections=where, axis=axis),
+            a.split(where, axis),
+            method(a, where, axis),
+        ):
             assert len(found) == len(known)
             assert all(x.shape == y.shape and mx.array_equal(x, y) for x, y in zip(found, known, strict=True))
     for where, axis in ((5, 0), (0, 0), ([1], 3), ([1], -4)):

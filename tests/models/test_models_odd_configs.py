@@ -19,8 +19,23 @@ from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import tiny_model
 
-KINDS = ("baichuan_m1", "bailing_hybrid", "bailing_moe_v3", "dbrx", "deepseek_v2", "falcon_h1", "gemma4", "hunyuan",
-         "kimi_k3", "lfm2", "llama4", "mimo_v2_flash", "minimax_m3_vl", "nemotron_h", "qwen3_next")
+KINDS = (
+    "baichuan_m1",
+    "bailing_hybrid",
+    "bailing_moe_v3",
+    "dbrx",
+    "deepseek_v2",
+    "falcon_h1",
+    "gemma4",
+    "hunyuan",
+    "kimi_k3",
+    "lfm2",
+    "llama4",
+    "mimo_v2_flash",
+    "minimax_m3_vl",
+    "nemotron_h",
+    "qwen3_next",
+)
 """Types whose layers are told from other entries each."""
 MISSING = object()
 ODD = (MISSING, None, "two", -1, 10**30, ["x"])
@@ -52,11 +67,19 @@ def test_no_entry_ends_in_a_traceback_or_a_hang(family: str, tmp_path: Path) -> 
     assert refused > 3
 
 
-@pytest.mark.parametrize(("family", "entry"), [
-    ("bailing_moe_v3", "layer_group_size"), ("deepseek_v3", "kv_lora_rank"), ("deepseek_v32", "index_head_dim"),
-    ("gemma4_text", "num_key_value_heads"), ("glm4_moe_lite", "v_head_dim"), ("nanbeige", "tie_word_embeddings"),
-    ("plamo2", "mamba_step"), ("qwen3_next", "full_attention_interval"),
-])
+@pytest.mark.parametrize(
+    ("family", "entry"),
+    [
+        ("bailing_moe_v3", "layer_group_size"),
+        ("deepseek_v3", "kv_lora_rank"),
+        ("deepseek_v32", "index_head_dim"),
+        ("gemma4_text", "num_key_value_heads"),
+        ("glm4_moe_lite", "v_head_dim"),
+        ("nanbeige", "tie_word_embeddings"),
+        ("plamo2", "mamba_step"),
+        ("qwen3_next", "full_attention_interval"),
+    ],
+)
 def test_an_entry_that_is_left_out_is_what_mlx_lm_takes_it_for(family: str, entry: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, family)
     config = json.loads((path / "config.json").read_text())
@@ -69,21 +92,24 @@ def test_an_entry_that_is_left_out_is_what_mlx_lm_takes_it_for(family: str, entr
     assert described[0] == described[1]
 
 
-@pytest.mark.parametrize(("family", "nested", "entries", "said"), [
-    ("deepseek_v2", False, {"qk_nope_head_dim": "two"}, "qk_nope_head_dim is 'two', of which nothing can be made"),
-    ("deepseek_v3", False, {"intermediate_size": -1}, "intermediate_size must be a positive whole number, is -1"),
-    ("deepseek_v3", False, {"moe_intermediate_size": 10**30}, "moe_intermediate_size must be a positive whole number"),
-    ("bailing_hybrid", False, {"layer_group_size": 0}, "layer_group_size is 0, of which nothing can be made"),
-    ("bailing_hybrid", False, {"group_norm_size": 0}, "group_norm_size must be a positive whole number, is 0"),
-    ("bailing_moe_linear", False, {"group_norm_size": -1}, "group_norm_size must be a positive whole number, is -1"),
-    ("bailing_moe_v3", False, {"n_group": 0}, "n_group must be a positive whole number, is 0"),
-    ("dots1", False, {"n_group": 0}, "n_group must be a positive whole number, is 0"),
-    ("gemma4", True, {"num_global_key_value_heads": 0}, "num_global_key_value_heads must be a positive whole number"),
-    ("lfm2", False, {"block_ffn_dim_multiplier": 1e30}, "block_ffn_dim_multiplier is 1e+30, of which nothing can be"),
-    ("gemma4", True, {"layer_types": ["x"]}, "layer_types is ['x'], of which nothing can be made"),
-    ("kimi_k3", True, {"linear_attn_config": {}}, "num_heads is missing"),
-    ("qwen3_5", True, {"text_config": {"hidden_size": 64}, "hidden_size": None}, "hidden_size must be a positive"),
-])
+@pytest.mark.parametrize(
+    ("family", "nested", "entries", "said"),
+    [
+        ("deepseek_v2", False, {"qk_nope_head_dim": "two"}, "qk_nope_head_dim is 'two', of which nothing can be made"),
+        ("deepseek_v3", False, {"intermediate_size": -1}, "intermediate_size must be a positive whole number, is -1"),
+        ("deepseek_v3", False, {"moe_intermediate_size": 10**30}, "moe_intermediate_size must be a positive whole number"),
+        ("bailing_hybrid", False, {"layer_group_size": 0}, "layer_group_size is 0, of which nothing can be made"),
+        ("bailing_hybrid", False, {"group_norm_size": 0}, "group_norm_size must be a positive whole number, is 0"),
+        ("bailing_moe_linear", False, {"group_norm_size": -1}, "group_norm_size must be a positive whole number, is -1"),
+        ("bailing_moe_v3", False, {"n_group": 0}, "n_group must be a positive whole number, is 0"),
+        ("dots1", False, {"n_group": 0}, "n_group must be a positive whole number, is 0"),
+        ("gemma4", True, {"num_global_key_value_heads": 0}, "num_global_key_value_heads must be a positive whole number"),
+        ("lfm2", False, {"block_ffn_dim_multiplier": 1e30}, "block_ffn_dim_multiplier is 1e+30, of which nothing can be"),
+        ("gemma4", True, {"layer_types": ["x"]}, "layer_types is ['x'], of which nothing can be made"),
+        ("kimi_k3", True, {"linear_attn_config": {}}, "num_heads is missing"),
+        ("qwen3_5", True, {"text_config": {"hidden_size": 64}, "hidden_size": None}, "hidden_size must be a positive"),
+    ],
+)
 def test_the_entry_is_named(family: str, nested: bool, entries: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path, family)
     config = json.loads((path / "config.json").read_text())
@@ -100,10 +126,8 @@ def test_an_entry_that_mlx_lm_does_not_read_has_no_effect(family: str, tmp_path:
     config = json.loads((path / "config.json").read_text())
     described = []
     for width, count in ((24, 7), (40, 9)):
-        odd = {key: value for key, value in {"head_dim": width, "num_hidden_layers": count}.items()
-               if key in UNREAD[family]}
-        changed = {**config, "text_config": {**config["text_config"], **odd}} if "text_config" in config else {
-            **config, **odd}
+        odd = {key: value for key, value in {"head_dim": width, "num_hidden_layers": count}.items() if key in UNREAD[family]}
+        changed = {**config, "text_config": {**config["text_config"], **odd}} if "text_config" in config else {**config, **odd}
         (path / "config.json").write_text(json.dumps(changed))
         described.append(describe(resolve(str(path))))
     assert described[0] == described[1]

@@ -67,9 +67,12 @@ def test_layers_that_share_keys_and_values_stay_together():
     assert split_layers(35, 2, uncut=fixed) == (range(13), range(13, 35))
     assert [len(part) for part in split_layers(35, 3, uncut=fixed)] == [12, 1, 22]
     assert split_layers(35, 2, explicit=[10, 25], uncut=fixed)[1] == range(10, 35)
-    with pytest.raises(LayoutError, match=r"--layer-split 18,17: no stage can begin at layer 18, since layers 13 to 34 "
-                                          r"share keys and values and stay in one stage; nearest is --layer-split "
-                                          "13,22"):
+    with pytest.raises(
+        LayoutError,
+        match=r"--layer-split 18,17: no stage can begin at layer 18, since layers 13 to 34 "
+        r"share keys and values and stay in one stage; nearest is --layer-split "
+        "13,22",
+    ):
         split_layers(35, 2, explicit=[18, 17], uncut=fixed)
     with pytest.raises(LayoutError, match="15: the model has 35 layers, .* it can be cut into 14 stages at most"):
         split_layers(35, 15, uncut=fixed)

@@ -33,14 +33,17 @@ def lay(path, modules, **modes):
     (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 8, **modes}))
 
 
-@pytest.mark.parametrize(("modules", "modes", "expected"), [
-    ([TRANSFORMER, POOLING, NORMALIZE], {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
-    ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True}, "mean"),
-    (None, {"pooling_mode_mean_tokens": True}, "mean"),
-    ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True}, None),
-    ([TRANSFORMER, POOLING], {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, None),
-    ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, None),
-])
+@pytest.mark.parametrize(
+    ("modules", "modes", "expected"),
+    [
+        ([TRANSFORMER, POOLING, NORMALIZE], {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, "last"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True}, "mean"),
+        (None, {"pooling_mode_mean_tokens": True}, "mean"),
+        ([TRANSFORMER, POOLING], {"pooling_mode_cls_token": True}, None),
+        ([TRANSFORMER, POOLING], {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, None),
+        ([TRANSFORMER, POOLING, DENSE], {"pooling_mode_mean_tokens": True}, None),
+    ],
+)
 def test_what_the_files_ask_for(tmp_path, modules, modes, expected):
     lay(tmp_path, modules, **modes)
     assert pooling_of(tmp_path) == expected
@@ -74,9 +77,15 @@ def test_unit_vectors():
 
 
 FINAL_NORMS = {
-    "gemma3n": "model.language_model.norm", "gpt2": "model.ln_f", "gpt_bigcode": "transformer.ln_f",
-    "lille-130m": "transformer.norm", "phi-msft": "lm_head.ln", "phixtral": "lm_head.ln", "plamo": "model.norm",
-    "plamo2": "model.norm", "plamo3": "model.norm",
+    "gemma3n": "model.language_model.norm",
+    "gpt2": "model.ln_f",
+    "gpt_bigcode": "transformer.ln_f",
+    "lille-130m": "transformer.norm",
+    "phi-msft": "lm_head.ln",
+    "phixtral": "lm_head.ln",
+    "plamo": "model.norm",
+    "plamo2": "model.norm",
+    "plamo3": "model.norm",
 }
 """Where it does not end what holds the layers."""
 SCALED = {"minicpm": 32 / 64, "minicpm3": 32 / 64}

@@ -21,9 +21,21 @@ from wide import repeats
 
 def description(**changes):
     facts = {
-        "family": "llama", "num_layers": 2, "hidden_size": 576, "vocab_size": 49152, "num_heads": 9,
-        "num_kv_heads": 3, "head_dim": 64, "max_context": 2048, "dtype": "bfloat16", "quantization": None,
-        "tied_head": True, "layer_bytes": (1, 1), "embed_bytes": 1, "head_bytes": 1, "eos_token_ids": (2,),
+        "family": "llama",
+        "num_layers": 2,
+        "hidden_size": 576,
+        "vocab_size": 49152,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "max_context": 2048,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "tied_head": True,
+        "layer_bytes": (1, 1),
+        "embed_bytes": 1,
+        "head_bytes": 1,
+        "eos_token_ids": (2,),
         "mlp_width": 1536,
     }
     return ModelDescription(**(facts | changes))
@@ -55,7 +67,9 @@ def test_nine_heads_over_two_ranks():
     assert (first.kv_heads, second.kv_heads) == (range(2), range(2, 3))
     assert part_of(Cut("rows", ("q",)), first, d).pieces == (range(384),)
     assert part_of(Cut("rows", ("q", "kv", "kv")), second, d).pieces == (
-        range(384, 576), range(576 + 128, 576 + 192), range(768 + 128, 768 + 192),
+        range(384, 576),
+        range(576 + 128, 576 + 192),
+        range(768 + 128, 768 + 192),
     )
     # The rank with one kv head gets more of the MLP, so that both have half of the layer.
     assert (first.mlp, second.mlp) == (range(672), range(672, 1536))
@@ -100,8 +114,16 @@ def test_packed_weights_are_cut_between_groups():
 
 def test_kv_heads_are_counted_as_the_config_counts_them():
     """Layers with four kv heads of a size and two of another are cut in two: each part has two of the four."""
-    axes = mixed({"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
-                  "attention_k_eq_v": True, "head_dim": 16, "global_head_dim": 32})
+    axes = mixed(
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "head_dim": 16,
+            "global_head_dim": 32,
+        }
+    )
     d = description(family="gemma4_text", num_heads=8, num_kv_heads=4, head_dim=16, axes=axes)
     assert [held_kv_heads(d, s) for s in plan_shards(d, 2)] == [2, 2]
     shared = description(num_heads=8, num_kv_heads=2)
@@ -157,15 +179,30 @@ def models(draw):
     groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
     each = draw(st.integers(1, 3))
     figures = {
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim, "hidden_size": hidden,
-        "v_head_dim": value_dim, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": 16,
-        "swa_num_attention_heads": each * heads, "swa_num_key_value_heads": each * kv,
-        "linear_num_key_heads": states, "linear_num_value_heads": each * states, "linear_key_head_dim": head_dim,
-        "linear_value_head_dim": value_dim, "linear_attn_config": {"num_heads": states, "head_dim": value_dim},
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "v_head_dim": value_dim,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": 16,
+        "swa_num_attention_heads": each * heads,
+        "swa_num_key_value_heads": each * kv,
+        "linear_num_key_heads": states,
+        "linear_num_value_heads": each * states,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_attn_config": {"num_heads": states, "head_dim": value_dim},
         **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "num_heads"), each * states),
-        **dict.fromkeys(("mamba_n_groups", "n_groups"), groups), "mamba_d_head": value_dim, "mamba_d_state": 24,
-        "hidden_size_per_head": value_dim, "mamba_expand": 2, "kv_lora_rank": 32 * latents, "index_head_dim": 32,
-        "group_norm_size": max(size, kv), "block_configs": [{"attention": {"n_heads_in_group": heads // kv}}],
+        **dict.fromkeys(("mamba_n_groups", "n_groups"), groups),
+        "mamba_d_head": value_dim,
+        "mamba_d_state": 24,
+        "hidden_size_per_head": value_dim,
+        "mamba_expand": 2,
+        "kv_lora_rank": 32 * latents,
+        "index_head_dim": 32,
+        "group_norm_size": max(size, kv),
+        "block_configs": [{"attention": {"n_heads_in_group": heads // kv}}],
     }
     d = description(
         family=family,
@@ -201,8 +238,9 @@ def test_every_element_has_one_owner(drawn):
         with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
             plan_shards(d, size, weights=weights)
         return
-    if size > 1 and any(places(d, kind, group) < size for kind in inputs & {"q", *d.axes}
-                        if kind != "q" or size <= d.num_kv_heads):
+    if size > 1 and any(
+        places(d, kind, group) < size for kind in inputs & {"q", *d.axes} if kind != "q" or size <= d.num_kv_heads
+    ):
         with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
             plan_shards(d, size, weights=weights)
         return
@@ -218,8 +256,9 @@ def test_every_element_has_one_owner(drawn):
                 end = pieces[0].stop
                 continue
             if kind in ("kv", "kv_heads") and size > d.num_kv_heads:
-                assert pieces == tuple(piece for piece in pieces[:: size // d.num_kv_heads]
-                                       for _ in range(size // d.num_kv_heads))
+                assert pieces == tuple(
+                    piece for piece in pieces[:: size // d.num_kv_heads] for _ in range(size // d.num_kv_heads)
+                )
                 pieces = pieces[:: size // d.num_kv_heads]
             for piece in pieces:
                 assert piece.start == end
@@ -261,15 +300,24 @@ def test_experts_stay_whole_where_that_is_wanted():
 
 
 def test_units_of_recurrent_state_are_divided_like_heads():
-    axes = delta({
-        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 6,
-        "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    })
+    axes = delta(
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 6,
+            "linear_num_value_heads": 12,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        }
+    )
     d = description(family="qwen3_next", num_heads=16, num_kv_heads=4, head_dim=256, axes=axes)
     shards = plan_shards(d, 4)
     assert [s.states for s in shards] == [range(2), range(2, 4), range(4, 5), range(5, 6)]
     assert part_of(Cut("rows", ("delta_k", "delta_k", "delta_v")), shards[1], d).pieces == (
-        range(256, 512), range(768 + 256, 768 + 512), range(1536 + 512, 1536 + 1024),
+        range(256, 512),
+        range(768 + 256, 768 + 512),
+        range(1536 + 512, 1536 + 1024),
     )
     with pytest.raises(LayoutError, match="5 is more than the model's 4 kv heads; use at most 4"):
         plan_shards(d, 5)

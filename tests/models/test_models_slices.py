@@ -39,9 +39,21 @@ NAMES = ["embed_tokens.weight", "norm.weight", "lm_head.weight", *LAYER_NAMES]
 
 def description_of(layers: int, tied: bool) -> ModelDescription:
     return ModelDescription(
-        family="llama", num_layers=layers, hidden_size=8, vocab_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
-        max_context=8, dtype="float32", quantization=None, tied_head=tied, layer_bytes=(1,) * layers, embed_bytes=1,
-        head_bytes=1, eos_token_ids=(),
+        family="llama",
+        num_layers=layers,
+        hidden_size=8,
+        vocab_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_context=8,
+        dtype="float32",
+        quantization=None,
+        tied_head=tied,
+        layer_bytes=(1,) * layers,
+        embed_bytes=1,
+        head_bytes=1,
+        eos_token_ids=(),
     )
 
 
@@ -62,8 +74,11 @@ def test_every_byte_of_the_slice_once_and_no_other(data: st.DataObject) -> None:
     limit = data.draw(st.integers(1, 40))
     wanted = set(owned_parts(layers, model))
     needed = Counter(
-        (file, info.offset + i) for file, tensors in files.items() for name, info in tensors.items()
-        if part_of_tensor(name, 4) in wanted for i in range(info.nbytes)
+        (file, info.offset + i)
+        for file, tensors in files.items()
+        for name, info in tensors.items()
+        if part_of_tensor(name, 4) in wanted
+        for i in range(info.nbytes)
     )
     plans = plan_parts(files, layers, model)
     got: Counter[tuple[str, int]] = Counter()
@@ -92,7 +107,8 @@ class FakeSource:
     def files(self) -> list[BlobFile]:
         stats = {name: path.stat() for name, path in self.paths.items()}
         return [BlobFile(name, s.st_size, s.st_mtime_ns, "") for name, s in stats.items()] + [
-            BlobFile(name, 1, 1, "") for name in self.names]
+            BlobFile(name, 1, 1, "") for name in self.names
+        ]
 
     def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
         for index, one in reversed(list(enumerate(ranges))):
@@ -100,7 +116,7 @@ class FakeSource:
                 self.fail_after -= 1
                 if self.fail_after < 0:
                     raise TransportError("gone")
-            data = self.paths[one.name].read_bytes()[one.offset:one.offset + one.length]
+            data = self.paths[one.name].read_bytes()[one.offset : one.offset + one.length]
             with self.lock:
                 self.read_bytes.update((one.name, one.offset + i) for i in range(one.length))
             yield index, memoryview(data), checksum(data)
@@ -152,7 +168,7 @@ def per_expert(directory: Path) -> None:
         for i, expert in enumerate(array):
             module = names[after.split(".")[0]] if "block_sparse" in name else after.split(".")[0]
             arrays[f"{before}.experts.{i}.{module}.weight"] = expert
-    half = dict(sorted(arrays.items())[:len(arrays) // 2])
+    half = dict(sorted(arrays.items())[: len(arrays) // 2])
     rest = {name: array for name, array in arrays.items() if name not in half}
     mx.eval(arrays)
     path.unlink()
@@ -164,13 +180,16 @@ def per_expert(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-@pytest.mark.parametrize(("family", "stored"), [
-    *((family, stored) for family in FAMILIES for stored in ("plain", "quantized")),
-    ("qwen3_moe", "per expert"), ("mixtral", "per expert"),
-])
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [
+        *((family, stored) for family in FAMILIES for stored in ("plain", "quantized")),
+        ("qwen3_moe", "per expert"),
+        ("mixtral", "per expert"),
+    ],
+)
 def test_slices_load_like_the_whole_model(tmp_path: Path, cache: Path, family: str, stored: str) -> None:
-    path = tiny_model(tmp_path / "m", family, shards=1 if stored == "per expert" else 3,
-                      quantized=stored == "quantized")
+    path = tiny_model(tmp_path / "m", family, shards=1 if stored == "per expert" else 3, quantized=stored == "quantized")
     if stored == "per expert":
         per_expert(path)
     source = FakeSource(path)
@@ -198,7 +217,8 @@ def test_only_the_slice_is_read_once_and_other_layouts_use_it(tmp_path: Path, ca
     files = fetch_slice(source, "m", range(1, 4), limit=LIMIT)
     assert source.weights_read() == Counter(source.expected(range(0, 2), range(1, 4)))
     assert sorted(p.name for p in files.path.iterdir() if p.is_file()) == sorted(
-        name for name in source.paths if not name.endswith(".safetensors"))
+        name for name in source.paths if not name.endswith(".safetensors")
+    )
     (part,) = [p for p in files.weights if p.name == "layer-00002.safetensors"]
     whole = {name for tensors in read_headers(resolve(str(tmp_path / "m"))).values() for name in tensors}
     assert set(read_header(part)) == {name for name in whole if ".layers.2." in name}
@@ -256,8 +276,9 @@ def test_ranks_of_one_machine_share_the_work(tmp_path: Path, cache: Path) -> Non
     source = FakeSource(tiny_model(tmp_path / "m", shards=2))
     fetch_slice(source, "m", range(0, 1), limit=LIMIT)  # headers and config
     found: list[ModelFiles] = []
-    threads = [threading.Thread(target=lambda: found.append(fetch_slice(source, "m", range(0, 4), limit=LIMIT)))
-               for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(fetch_slice(source, "m", range(0, 4), limit=LIMIT))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -293,8 +314,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, cache: Path, name
     assert not cache.exists()
 
 
-def test_a_cache_that_cannot_be_written_is_said_in_one_line(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file"))
     with pytest.raises(UsageError, match=r"cannot keep the weights here.*TANDEM_CACHE"):
@@ -335,8 +355,9 @@ class HubHandler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         files = sorted(self.server.directory.iterdir())
         if path.startswith("/api/models/org/tiny/tree/"):
-            self.answer(json.dumps([
-                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]).encode())
+            self.answer(
+                json.dumps([{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]).encode()
+            )
         elif path.startswith("/api/models/org/tiny"):
             names = [{"rfilename": f.name} for f in files]
             self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": names}).encode())
@@ -352,7 +373,7 @@ class HubHandler(BaseHTTPRequestHandler):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             stop = min(int(last or len(data) - 1) + 1, len(data))
             headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(data)}"
-            data, status = data[int(first):stop], 206
+            data, status = data[int(first) : stop], 206
         if self.command == "GET":
             self.server.sent[path.name] += len(data)
         self.answer(data, status, headers)
@@ -390,11 +411,18 @@ print(json.dumps({"nbytes": stage.nbytes, "files": [p.name for p in mine.weights
 
 
 def in_hub_process(script: str, *arguments: str, home: Path, url: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HOME": str(home / "hf"), "TANDEM_CACHE": str(home / "cache"), "HF_ENDPOINT": url,
-           "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "HF_HOME": str(home / "hf"),
+        "TANDEM_CACHE": str(home / "cache"),
+        "HF_ENDPOINT": url,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     env.pop("HF_HUB_OFFLINE", None)
-    return subprocess.run([sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True,
-                          timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.fixture

@@ -126,8 +126,14 @@ class Shell:
         try:
             self._end()
         finally:
-            subprocess.run([sys.executable, "-m", "tandem", "down", "--now"], cwd=self._directory, check=False,
-                           env=self._variables, capture_output=True, timeout=PATIENCE_S)
+            subprocess.run(
+                [sys.executable, "-m", "tandem", "down", "--now"],
+                cwd=self._directory,
+                check=False,
+                env=self._variables,
+                capture_output=True,
+                timeout=PATIENCE_S,
+            )
 
     def run(self, command: Command) -> str:
         """What it prints. Fails if it does."""
@@ -147,8 +153,17 @@ class Shell:
         typed = text if command.python else "A question?\n/exit\n" if "tandem chat" in text else ""
         if not command.python and re.match(r"tandem (logs -f|top(?!.*--once))", text):
             return self._watch(words)
-        done = subprocess.run(words, cwd=self._directory, env=self._environment(text), input=typed, timeout=PATIENCE_S,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            words,
+            cwd=self._directory,
+            env=self._environment(text),
+            input=typed,
+            timeout=PATIENCE_S,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, f"{text}\n{done.stdout}"
         return done.stdout
 
@@ -160,9 +175,16 @@ class Shell:
     def _start(self, words: list[str]) -> tuple[subprocess.Popen[str], Path]:
         log = self._directory / f"{time.monotonic_ns()}.log"
         with log.open("w") as file:
-            process = subprocess.Popen(words, cwd=self._directory, env=self._environment(words[-1]), stdout=file,
-                                       stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, text=True,
-                                       start_new_session=True)
+            process = subprocess.Popen(
+                words,
+                cwd=self._directory,
+                env=self._environment(words[-1]),
+                stdout=file,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         return process, log
 
     def _serve(self, text: str) -> str:

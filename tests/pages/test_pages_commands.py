@@ -55,9 +55,17 @@ def test_a_command_that_nobody_runs_is_seen(tmp_path: Path) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with a demo model, and a hub's cache, both of tiny models; and files that pages speak of."""
     directory = tmp_path_factory.mktemp("models")
-    tiny = tiny_model(directory / "cache" / "demo" / "SmolLM2-135M-Instruct", layers=3,
-                      config={"max_position_embeddings": 8192, "hidden_size": 288, "head_dim": 32,
-                              "num_attention_heads": 9, "num_key_value_heads": 3})
+    tiny = tiny_model(
+        directory / "cache" / "demo" / "SmolLM2-135M-Instruct",
+        layers=3,
+        config={
+            "max_position_embeddings": 8192,
+            "hidden_size": 288,
+            "head_dim": 32,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    )
     (tiny / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 32}')
     work = directory / "work"
     for name in ("base", "my-model", "my-small-model", "small-model"):
@@ -85,9 +93,15 @@ def test_the_commands_of_a_page(page: Path, models: Path, shared: str, tmp_path:
     here = tmp_path / "here"
     shutil.copytree(models / "work", here)
     shutil.copytree(models / "cache", tmp_path / "cache")
-    variables = {"TANDEM_CACHE": str(tmp_path / "cache"), "TANDEM_STATE_DIR": str(here / "state"), "TANDEM_PORT": "0",
-                 "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1",
-                 "OPENBLAS_NUM_THREADS": "1"}
+    variables = {
+        "TANDEM_CACHE": str(tmp_path / "cache"),
+        "TANDEM_STATE_DIR": str(here / "state"),
+        "TANDEM_PORT": "0",
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     with Shell(here, variables, table()["put"].get(name_of(page), {}), shared) as shell:
         for command in commands(page):
             if runs_here(page, command):

@@ -49,7 +49,7 @@ def test_a_model_of_the_table_fits(count: int, memory: str, name: str, capsys: p
 
 def test_every_page_stands_in_one_of_three_groups() -> None:
     text = README.read_text()
-    parts = re.split(r"^\*\*(.+?)\*\*", text[text.index("## More"):], flags=re.MULTILINE)
+    parts = re.split(r"^\*\*(.+?)\*\*", text[text.index("## More") :], flags=re.MULTILINE)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert list(groups)[:3] == list(GROUPS)
     linked = {name for group in groups.values() for name in re.findall(r"\]\(docs/([\w-]+\.md)", group)}
@@ -87,7 +87,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     made = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert made.returncode == 0, made.stderr
     assert {page.with_suffix(".html").name for page in PAGES if page != README} <= {
-        page.name for page in (tmp_path / "site").iterdir()}
+        page.name for page in (tmp_path / "site").iterdir()
+    }
 
 
 def anchors(page: Path) -> set[str]:

@@ -32,9 +32,13 @@ def traced() -> list[tuple[str, set[str]]]:
 @pytest.mark.parametrize(("word", "files"), traced(), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_traced_word_stands_where_the_page_says(word: str, files: set[str]) -> None:
     pattern = re.compile(word if word.startswith('"') else rf"\b{word}\b")
-    there = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*")
-             if path.suffix in (".py", ".js", ".html") and "vendored" not in path.parts
-             and pattern.search(path.read_text(encoding="utf-8"))}
+    there = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*")
+        if path.suffix in (".py", ".js", ".html")
+        and "vendored" not in path.parts
+        and pattern.search(path.read_text(encoding="utf-8"))
+    }
     assert there == files
 
 

@@ -36,12 +36,14 @@ def some_layers(name: str, layers: tuple[int, ...]) -> Planned:
     preset = presets()[name]
     each = [row[1:] for row in preset.layers for _ in range(row[0])]
     caches = [row[1:] for row in preset.cache for _ in range(row[0])]
-    return planned(name, msgspec.structs.replace(preset, layers=[(1, *each[i]) for i in layers],
-                                                 cache=[(1, *caches[i]) for i in layers]), "4bit")
+    return planned(
+        name,
+        msgspec.structs.replace(preset, layers=[(1, *each[i]) for i in layers], cache=[(1, *caches[i]) for i in layers]),
+        "4bit",
+    )
 
 
-def costs(description: ModelDescription, known: Planned | None = None, *, gpu: bool = True,
-          context: int = 2048) -> Costs:
+def costs(description: ModelDescription, known: Planned | None = None, *, gpu: bool = True, context: int = 2048) -> Costs:
     request = Request(context=context, prefill_chunk=512, dequantize="no")
     return Costs(description, [replace(GPU, gpu=gpu)], [], request, known.experts if known else None)
 
@@ -73,8 +75,12 @@ def test_a_gpu_is_given_a_layer_ahead() -> None:
     alone, two = (costs(model).headroom(WHOLE, 1, last=False, alone=alone) for alone in (True, False))
     assert two - alone == alone - RUNTIME_BYTES > 0
     assert costs(model, gpu=False).headroom(WHOLE, 1, last=False) == costs(model, gpu=False).headroom(
-        WHOLE, 1, last=False, alone=True)
+        WHOLE, 1, last=False, alone=True
+    )
     wide = replace(model, index_heads=64)
-    ahead = [costs(wide, context=context).headroom(WHOLE, 1, last=False) - costs(wide, context=context).headroom(
-        WHOLE, 1, last=False, alone=True) for context in (65536, 131072)]
+    ahead = [
+        costs(wide, context=context).headroom(WHOLE, 1, last=False)
+        - costs(wide, context=context).headroom(WHOLE, 1, last=False, alone=True)
+        for context in (65536, 131072)
+    ]
     assert ahead == [2**30, 2**30]

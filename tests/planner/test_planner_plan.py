@@ -50,9 +50,7 @@ def dense(layers, hidden, heads, kv_heads, head_dim, mlp, vocab, *, bits=None, f
 def sparse(layers, hidden, heads, kv_heads, head_dim, width, count, used, vocab, bits, family):
     model = dense(layers, hidden, heads, kv_heads, head_dim, 0, vocab, bits=bits, family=family)
     experts = int(count * 3 * hidden * width * (bits + 0.5) / 8)
-    model = replace(
-        model, expert_width=width, num_experts=count, layer_bytes=tuple(n + experts for n in model.layer_bytes)
-    )
+    model = replace(model, expert_width=width, num_experts=count, layer_bytes=tuple(n + experts for n in model.layer_bytes))
     return model, Experts(count=count, used=used, layer_bytes=(experts,) * layers)
 
 
@@ -114,9 +112,7 @@ def test_sharing_heads_is_optimal(heads, ranks):
         return max(cost(i, n) for i, n in enumerate(counts))
 
     every = [
-        c
-        for c in product(range(1, heads + 1), repeat=len(ranks))
-        if sum(c) == heads and all(fits(i, n) for i, n in enumerate(c))
+        c for c in product(range(1, heads + 1), repeat=len(ranks)) if sum(c) == heads and all(fits(i, n) for i, n in enumerate(c))
     ]
     found = share_heads(heads, len(ranks), cost, fits)
     assert (found is None) == (not every)
@@ -304,8 +300,9 @@ def test_a_large_and_a_small_mac():
 
 def test_heads_that_groups_of_weights_cut_unevenly_are_not_shared():
     """SmolLM2-360M in groups of 128: two heads of 64 to a group, and 5 kv heads."""
-    model = replace(dense(32, 960, 15, 5, 64, 2560, 49152, bits=4, tied=True),
-                    quantization={"group_size": 128, "bits": 4, "mode": "affine"})
+    model = replace(
+        dense(32, 960, 15, 5, 64, 2560, 49152, bits=4, tied=True), quantization={"group_size": 128, "bits": 4, "mode": "affine"}
+    )
     answer = plan(model, macs(("a", 16, "m4-max"), ("b", 16, "m4-max")), RDMA, Request())
     assert answer.chosen.fits and "impossible" in row(answer, "TP 2").reason
 

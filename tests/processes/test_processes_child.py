@@ -77,7 +77,7 @@ def test_a_child_goes_with_its_parent(tmp_path: Path, module: dict[str, str]) ->
 import time
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import code_command
-child = ChildProcess("a_child", b"x", env={module!r}, name="child", arguments=[{str(tmp_path / 'got')!r}])
+child = ChildProcess("a_child", b"x", env={module!r}, name="child", arguments=[{str(tmp_path / "got")!r}])
 print(child.pid, flush=True)
 time.sleep(60)
 """
@@ -112,11 +112,19 @@ def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         make_process_group("nccl", 3, 1)
 
 
-@pytest.mark.parametrize(("named", "gpus"), [
-    ("", []), (" ", []), ("-1", []), ("NoDevFiles", []), ("1, 0", ["1", "0"]), ("2,-1,3", ["2"]),
-    ("GPU-8932f937,MIG-5c89852c", ["GPU-8932f937", "MIG-5c89852c"])])
-def test_gpus_end_where_the_variable_names_none_as_in_cuda(monkeypatch: pytest.MonkeyPatch, named: str,
-                                                           gpus: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("named", "gpus"),
+    [
+        ("", []),
+        (" ", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1, 0", ["1", "0"]),
+        ("2,-1,3", ["2"]),
+        ("GPU-8932f937,MIG-5c89852c", ["GPU-8932f937", "MIG-5c89852c"]),
+    ],
+)
+def test_gpus_end_where_the_variable_names_none_as_in_cuda(monkeypatch: pytest.MonkeyPatch, named: str, gpus: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     assert visible_gpus() == gpus
 
@@ -137,8 +145,7 @@ def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.Mon
 
 
 def test_more_ranks_than_gpus_take_them_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a_rank.py").write_text(
-        "import os\nopen(os.environ['TOLD'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    (tmp_path / "a_rank.py").write_text("import os\nopen(os.environ['TOLD'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
 
     def gpu(rank: int, ranks: int) -> bytes:
         told = tmp_path / f"told{rank}"

@@ -31,13 +31,23 @@ def words(node: ast.AST) -> Iterator[list[object]]:
 def unsafe(source: str) -> list[str]:
     """Commands that start a Python whose first place for imports is the working directory."""
     tree = ast.parse(source)
-    found = [" ".join(map(str, one)) for one in words(tree)
-             if any(flag in one and not {"-P", "SAFE"} & set(map(str, one[:one.index(flag)])) for flag in ("-m", "-c"))
-             and any("python" in str(word).lower() or "executable" in str(word) for word in one)]
+    found = [
+        " ".join(map(str, one))
+        for one in words(tree)
+        if any(flag in one and not {"-P", "SAFE"} & set(map(str, one[: one.index(flag)])) for flag in ("-m", "-c"))
+        and any("python" in str(word).lower() or "executable" in str(word) for word in one)
+    ]
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
-    found += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-              and id(node) not in texts and "\n" not in node.value.strip() and SHELL.search(node.value)
-              and node.value.startswith(("exec ", "python", "["))]
+    found += [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in texts
+        and "\n" not in node.value.strip()
+        and SHELL.search(node.value)
+        and node.value.startswith(("exec ", "python", "["))
+    ]
     return found
 
 
@@ -55,8 +65,9 @@ def test_no_python_is_started_in_another_way(place: str) -> None:
     assert len(files) > 5 and not found, f"start these with tandem.processes.interpreter: {found}"
 
 
-@pytest.mark.parametrize("command", [module_command("random"), code_command("import json, random"),
-                                     [*module_command("this", python=sys.executable)]])
+@pytest.mark.parametrize(
+    "command", [module_command("random"), code_command("import json, random"), [*module_command("this", python=sys.executable)]]
+)
 def test_commands_leave_the_working_directory_alone(tmp_path: Path, command: list[str]) -> None:
     plant(tmp_path, tmp_path / "mark")
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
@@ -65,8 +76,9 @@ def test_commands_leave_the_working_directory_alone(tmp_path: Path, command: lis
 
 def test_a_module_on_the_users_path_is_found(tmp_path: Path) -> None:
     (tmp_path / "a_module_of_mine.py").write_text("print('here')")
-    done = subprocess.run(module_command("a_module_of_mine"), env={**os.environ, "PYTHONPATH": str(tmp_path)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        module_command("a_module_of_mine"), env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
     assert done.stdout == "here\n"
 
 

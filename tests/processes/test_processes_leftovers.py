@@ -19,8 +19,13 @@ def test_files_of_dead_processes_go_and_others_stay(tmp_path: Path, monkeypatch:
     with subprocess.Popen(code_command("pass")) as process:
         dead = process.pid
     stale, fresh = time.time() - 7200, time.time()
-    files = {f"tandem-ring-{dead}-a.json": stale, f"tandem-ring-{dead}-b.json": fresh, "tandem-ring-x.json": stale,
-             f"tandem-ring-{os.getpid()}-c.json": stale, f"other-{dead}-d": stale}
+    files = {
+        f"tandem-ring-{dead}-a.json": stale,
+        f"tandem-ring-{dead}-b.json": fresh,
+        "tandem-ring-x.json": stale,
+        f"tandem-ring-{os.getpid()}-c.json": stale,
+        f"other-{dead}-d": stale,
+    }
     for name, then in files.items():
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (then, then))

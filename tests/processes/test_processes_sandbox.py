@@ -42,10 +42,14 @@ def crash() -> None:
 """
 
 
-@pytest.mark.parametrize(("function", "why"), [
-    ("wrong", "ValueError: in many lines"),
-    ("missing", "AttributeError: module 'odd_tasks' has no attribute 'missing'"),
-    ("crash", "its process was ended by SIGABRT: last words")])
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("wrong", "ValueError: in many lines"),
+        ("missing", "AttributeError: module 'odd_tasks' has no attribute 'missing'"),
+        ("crash", "its process was ended by SIGABRT: last words"),
+    ],
+)
 def test_a_task_that_runs_once_answers_or_says_why_not(tmp_path, monkeypatch, function, why):
     (tmp_path / "odd_tasks.py").write_text(ODD)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))

@@ -25,6 +25,9 @@ def test_what_another_one_has_is_taken_once_also_of_a_process_that_counts_anew()
     replaced.note("rank_slow", "slow")
     kept.take(replaced.after(), replica=2, model="m")
     assert [(one.number, one.kind, one.replica, one.model) for one in kept.after()] == [
-        (1, "server_ready", None, ""), (2, "rank_lost", 2, "m"), (3, "ranks_replaced", 2, "m"),
-        (4, "rank_slow", 2, "m")]
+        (1, "server_ready", None, ""),
+        (2, "rank_lost", 2, "m"),
+        (3, "ranks_replaced", 2, "m"),
+        (4, "rank_slow", 2, "m"),
+    ]
     assert kept.after()[1].rank == 1 and kept.after()[1].level == "error"

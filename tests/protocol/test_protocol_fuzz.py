@@ -33,8 +33,17 @@ PLAN = StepPlan(
     fingerprint="00",
 )
 FACTS = hosts.HostFacts(
-    name="n", machine="m", pid=1, address="10.0.0.1", versions={}, system="s", chip="", memory_bytes=1, usable_bytes=1,
-    cores=1, gpus=[]
+    name="n",
+    machine="m",
+    pid=1,
+    address="10.0.0.1",
+    versions={},
+    system="s",
+    chip="",
+    memory_bytes=1,
+    usable_bytes=1,
+    cores=1,
+    gpus=[],
 )
 LOGPROB = TokenLogprob(1, -0.5, [(1, -0.5)])
 SAMPLES = {
@@ -109,7 +118,8 @@ SAMPLES = {
             hosts.Refuse("no"),
             hosts.ReservePorts(1, "10.0.0.1", 2),
             hosts.StartRank(1, 0, b"{}", {"A": "b"}, {"MLX_RANK": "0"}, {"MLX_HOSTFILE": "[]"}, 1),
-            hosts.KeepStandby(0, b"{}", {"A": "b"}, 1), hosts.DropStandby(),
+            hosts.KeepStandby(0, b"{}", {"A": "b"}, 1),
+            hosts.DropStandby(),
             hosts.Release(),
         ],
     ),

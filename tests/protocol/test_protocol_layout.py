@@ -19,7 +19,8 @@ def rank_group(sizes: tuple[int, ...]) -> list[RankPosition]:
 @given(SIZES)
 def test_ranks_of_a_stage_stand_side_by_side(sizes):
     assert [(p.stage, p.tp_rank, p.tp_size) for p in rank_group(sizes)] == [
-        (stage, part, size) for stage, size in enumerate(sizes) for part in range(size)]
+        (stage, part, size) for stage, size in enumerate(sizes) for part in range(size)
+    ]
 
 
 @given(SIZES)

@@ -47,5 +47,5 @@ def test_the_value_that_turns_a_parameter_off_stands_in_its_range() -> None:
 
 
 def test_integers_beyond_floats_and_what_is_no_number_are_told_apart() -> None:
-    assert 10**400 in RANGES["max_tokens"] and 10**400 not in RANGES["top_k"] and -10**400 not in RANGES["max_tokens"]
+    assert 10**400 in RANGES["max_tokens"] and 10**400 not in RANGES["top_k"] and -(10**400) not in RANGES["max_tokens"]
     assert not any(value in allowed for value in (math.nan, math.inf, -math.inf) for allowed in RANGES.values())

@@ -18,15 +18,36 @@ from tandem.runner.prefix_store import PrefixStore, trimmable
 from tandem.testing import tiny_model
 
 KINDS = {
-    "deepseek_v3": "latent", "deepseek_v32": "latent and index", "glm4_moe_lite": "latent", "qwen3_next": "delta rule",
-    "kimi_linear": "delta rule and latent", "granitemoehybrid": "Mamba 2 and attention", "mamba2": "Mamba 2",
-    "nemotron_h": "layers without a cache", "lfm2": "convolution", "baichuan_m1": "lists", "rwkv7": "RWKV",
-    "recurrent_gemma": "recurrent and window", "longcat_flash": "two latents", "llama4": "chunks",
-    "gemma2": "scores by group", "step3p5": "windows", "glm_moe_dsa": "latent and index", "mistral4": "scaled latent",
-    "ministral3": "scaled by position", "jamba": "Mamba", "youtu_llm": "latent", "laguna": "windows and gates",
-    "falcon_h1": "Mamba 2 beside attention", "minimax_m3_vl": "keys of an index", "longcat_flash_ngram": "last tokens",
-    "kimi_k3": "delta rule and earlier outputs", "gemma4": "shared keys", "bailing_hybrid": "lightning",
-    "nemotron-nas": "a layer that keeps nothing", "mimo_v2_flash": "windows with heads of their own",
+    "deepseek_v3": "latent",
+    "deepseek_v32": "latent and index",
+    "glm4_moe_lite": "latent",
+    "qwen3_next": "delta rule",
+    "kimi_linear": "delta rule and latent",
+    "granitemoehybrid": "Mamba 2 and attention",
+    "mamba2": "Mamba 2",
+    "nemotron_h": "layers without a cache",
+    "lfm2": "convolution",
+    "baichuan_m1": "lists",
+    "rwkv7": "RWKV",
+    "recurrent_gemma": "recurrent and window",
+    "longcat_flash": "two latents",
+    "llama4": "chunks",
+    "gemma2": "scores by group",
+    "step3p5": "windows",
+    "glm_moe_dsa": "latent and index",
+    "mistral4": "scaled latent",
+    "ministral3": "scaled by position",
+    "jamba": "Mamba",
+    "youtu_llm": "latent",
+    "laguna": "windows and gates",
+    "falcon_h1": "Mamba 2 beside attention",
+    "minimax_m3_vl": "keys of an index",
+    "longcat_flash_ngram": "last tokens",
+    "kimi_k3": "delta rule and earlier outputs",
+    "gemma4": "shared keys",
+    "bailing_hybrid": "lightning",
+    "nemotron-nas": "a layer that keeps nothing",
+    "mimo_v2_flash": "windows with heads of their own",
 }
 
 
@@ -67,7 +88,7 @@ def test_prompts_padded_behind_in_one_pass_are_those_alone(stage: StageModel) ->
     together = stage.forward(padded, stage.make_caches())
     for row, prompt in enumerate(prompts):
         alone = stage.forward(mx.array([prompt]), stage.make_caches())
-        assert np.array(together[row, :len(prompt)]) == pytest.approx(np.array(alone[0]), abs=2e-4)
+        assert np.array(together[row, : len(prompt)]) == pytest.approx(np.array(alone[0]), abs=2e-4)
 
 
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:
@@ -122,8 +143,9 @@ def test_a_cached_prefix_is_taken_up_again_and_again(stage: StageModel) -> None:
 
 def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apart(tmp_path: Path) -> None:
     scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
-    files = resolve(str(tiny_model(tmp_path, "internlm2", dtype="float32",
-                                   config={"rope_scaling": scaling, "max_position_embeddings": 32})))
+    files = resolve(
+        str(tiny_model(tmp_path, "internlm2", dtype="float32", config={"rope_scaling": scaling, "max_position_embeddings": 32}))
+    )
     stage = load_stage(files, describe(files), range(4))
     store, prompts = make_store(stage.make_caches, 0, stage.one_by_one), ([5] * 3, [7] * 40)
     for number, prompt in enumerate(prompts):

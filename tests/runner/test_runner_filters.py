@@ -62,12 +62,11 @@ row_params = st.builds(
     top_p=st.sampled_from(["head", "sort", "halve"]),
     seed=st.integers(0, 2**31),
 )
-def test_filters_equal_the_reference(
-    all_params: list[SamplingParams], vocab: int, spread: float, top_p: TopP, seed: int
-) -> None:
+def test_filters_equal_the_reference(all_params: list[SamplingParams], vocab: int, spread: float, top_p: TopP, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    scaled = (rng.permuted(np.tile(np.linspace(-spread, spread, vocab), (len(all_params), 1)), axis=1)
-              * rng.uniform(0.5, 1.5)).astype(np.float32)
+    scaled = (
+        rng.permuted(np.tile(np.linspace(-spread, spread, vocab), (len(all_params), 1)), axis=1) * rng.uniform(0.5, 1.5)
+    ).astype(np.float32)
     scaled -= scaled.max(axis=1, keepdims=True)
     weights = np.array(filtered_weights(mx.array(scaled), filters_of(all_params, vocab), top_p=top_p))
     for row, params in enumerate(all_params):
@@ -82,9 +81,16 @@ def test_filters_equal_the_reference(
 def test_halving_finds_what_a_sort_does(top_p: float) -> None:
     """Also among ties, next to tokens that are barred, and where p is reached by the last token alone."""
     rng = np.random.default_rng(7)
-    scaled = np.stack([rng.normal(size=5000) * 3, np.zeros(5000), np.linspace(-104, 0, 5000),
-                       np.where(np.arange(5000) % 2, -np.inf, rng.integers(-9, 1, 5000)), -1e-7 * np.arange(5000),
-                       np.where(np.arange(5000) == 3, 0, -np.inf)]).astype(np.float32)
+    scaled = np.stack(
+        [
+            rng.normal(size=5000) * 3,
+            np.zeros(5000),
+            np.linspace(-104, 0, 5000),
+            np.where(np.arange(5000) % 2, -np.inf, rng.integers(-9, 1, 5000)),
+            -1e-7 * np.arange(5000),
+            np.where(np.arange(5000) == 3, 0, -np.inf),
+        ]
+    ).astype(np.float32)
     rows = mx.array(scaled - scaled.max(axis=1, keepdims=True))
     filters = FilterRows(top_p=mx.full((len(scaled), 1), top_p, dtype=mx.float32))
     halved, sorted_ = (np.array(filtered_weights(rows, filters, top_p=how)) for how in ("halve", "sort"))
@@ -93,12 +99,17 @@ def test_halving_finds_what_a_sort_does(top_p: float) -> None:
     assert (halved.max(axis=1) == 1).all() and apart[[1, 3, 5]].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("device", "metal", "how"), [("cpu", True, "head"), ("gpu", True, "halve"),
-                                                      ("gpu", False, "sort")])
+@pytest.mark.parametrize(("device", "metal", "how"), [("cpu", True, "head"), ("gpu", True, "halve"), ("gpu", False, "sort")])
 def test_on_metal_no_vocabulary_is_sorted(monkeypatch: pytest.MonkeyPatch, device: str, metal: bool, how: str) -> None:
-    monkeypatch.setattr(sampler, "mx", SimpleNamespace(
-        DeviceType=SimpleNamespace(cpu="cpu"), default_device=lambda: SimpleNamespace(type=device),
-        metal=SimpleNamespace(is_available=lambda: metal)))
+    monkeypatch.setattr(
+        sampler,
+        "mx",
+        SimpleNamespace(
+            DeviceType=SimpleNamespace(cpu="cpu"),
+            default_device=lambda: SimpleNamespace(type=device),
+            metal=SimpleNamespace(is_available=lambda: metal),
+        ),
+    )
     assert sampler._top_p_method() == how
 
 

@@ -41,7 +41,7 @@ def logits(steps: int, rows: int) -> list[mx.array]:
 
 def texts(tokenizer: Tokenizer, steps: list[mx.array]) -> list[str]:
     rows = np.array([step.tolist() for step in steps]).T.tolist()
-    return [tokenizer.decode(row[:row.index(EOS)]) if EOS in row else "" for row in rows]
+    return [tokenizer.decode(row[: row.index(EOS)]) if EOS in row else "" for row in rows]
 
 
 def test_guided_rows_match_and_leave_the_others_alone(sampler: Sampler, tokenizer: Tokenizer) -> None:

@@ -48,8 +48,14 @@ class Rank:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.runner = Runner(Stage(), micro_batches=len(scheduler.batches.micro_batches), vocab_size=9, eos_token_ids=(),  # type: ignore[arg-type]
-                             samples=False, drafts=scheduler.speculation.most)
+        self.runner = Runner(
+            Stage(),
+            micro_batches=len(scheduler.batches.micro_batches),
+            vocab_size=9,
+            eos_token_ids=(),  # type: ignore[arg-type]
+            samples=False,
+            drafts=scheduler.speculation.most,
+        )
         self.most = 0
         self.copies = 0
         self.shapes = [KVShape()] * len(scheduler.batches.micro_batches)
@@ -61,7 +67,9 @@ class Rank:
         assert [one.shape for one in self.scheduler.batches.micro_batches] == plan.kv_shapes
         self.copies += sum(old != new for old, new in zip(self.shapes, plan.kv_shapes, strict=True))
         self.shapes = plan.kv_shapes
-        prompts = sum(held.length for micro_batch in micro_batches for held in micro_batch.held.values() if held.caches is not None)
+        prompts = sum(
+            held.length for micro_batch in micro_batches for held in micro_batch.held.values() if held.caches is not None
+        )
         held = sum(shape.size for shape in plan.kv_shapes) + prompts + self.scheduler.prefixes.positions
         assert held <= self.scheduler.limits.kv_tokens, plan
         assert all(shape.rows <= self.scheduler.limits.rows for shape in plan.kv_shapes)
@@ -71,14 +79,24 @@ class Rank:
 
 
 def made(micro_batches: int, kv_tokens: int, **changes: Any) -> Scheduler:
-    base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4,
-                            "eos_token_ids": frozenset(), "vocab_size": 9, "prefix_tokens": kv_tokens // 4}
+    base: dict[str, Any] = {
+        "max_batch_size": 12,
+        "prefill_chunk": 128,
+        "max_context": 10**4,
+        "eos_token_ids": frozenset(),
+        "vocab_size": 9,
+        "prefix_tokens": kv_tokens // 4,
+    }
     return Scheduler(make_limits(micro_batches=micro_batches, kv_tokens=kv_tokens, **base | changes))
 
 
 def request(name: str, prompt: list[int], tokens: int) -> EngineRequest:
-    return EngineRequest(request_id=name, prompt=prompt, params=SamplingParams(max_tokens=tokens, ignore_eos=True),
-                         pooling=None if tokens else "last")
+    return EngineRequest(
+        request_id=name,
+        prompt=prompt,
+        params=SamplingParams(max_tokens=tokens, ignore_eos=True),
+        pooling=None if tokens else "last",
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -23,26 +23,55 @@ WINDOW = 8
 
 
 def tiny_llama() -> Any:
-    return llama.Model(llama.ModelArgs(
-        model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=True,
-    ))
+    return llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCAB,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def tiny_gemma() -> Any:
-    return gemma3_text.Model(gemma3_text.ModelArgs(
-        model_type="gemma3_text", hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, query_pre_attn_scalar=16, vocab_size=VOCAB, sliding_window=WINDOW,
-        sliding_window_pattern=2,
-    ))
+    return gemma3_text.Model(
+        gemma3_text.ModelArgs(
+            model_type="gemma3_text",
+            hidden_size=32,
+            num_hidden_layers=4,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            query_pre_attn_scalar=16,
+            vocab_size=VOCAB,
+            sliding_window=WINDOW,
+            sliding_window_pattern=2,
+        )
+    )
 
 
 def tiny_gpt_oss() -> Any:
-    return gpt_oss.Model(gpt_oss.ModelArgs(
-        num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=VOCAB, hidden_size=32,
-        intermediate_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2, sliding_window=WINDOW,
-        rope_theta=10000,
-    ))
+    return gpt_oss.Model(
+        gpt_oss.ModelArgs(
+            num_hidden_layers=2,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=32,
+            head_dim=16,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=WINDOW,
+            rope_theta=10000,
+        )
+    )
 
 
 class QuantizedLlama(llama.Model):
@@ -57,10 +86,20 @@ class QuantizedLlama(llama.Model):
 
 def tiny_quantized() -> Any:
     let_caches_attend()
-    return QuantizedLlama(llama.ModelArgs(
-        model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=True,
-    ))
+    return QuantizedLlama(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=32,
+            num_hidden_layers=2,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            rms_norm_eps=1e-5,
+            vocab_size=VOCAB,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 MODELS = [tiny_llama, tiny_gemma, tiny_gpt_oss, tiny_quantized]
@@ -90,8 +129,7 @@ class Reference:
         self.model, self.caches = model, {}
 
     def step(self, ids: list[str], tokens: list[int]) -> np.ndarray:
-        rows = [self.model(mx.array([[token]]), cache=self.caches[one])[0, -1]
-                for one, token in zip(ids, tokens, strict=True)]
+        rows = [self.model(mx.array([[token]]), cache=self.caches[one])[0, -1] for one, token in zip(ids, tokens, strict=True)]
         return np.array(mx.stack(rows))
 
 
@@ -99,13 +137,15 @@ def step_both(store: KVStore, reference: Reference, rng: random.Random) -> None:
     ids = store.ids
     tokens = [rng.randrange(VOCAB) for _ in ids]
     logits = reference.model(mx.array(tokens)[:, None], cache=store.batch())[:, -1]
-    np.testing.assert_allclose(np.array(logits), reference.step(ids, tokens), rtol=2e-4,
-                               atol=getattr(reference.model, "off", 2e-5))
+    np.testing.assert_allclose(
+        np.array(logits), reference.step(ids, tokens), rtol=2e-4, atol=getattr(reference.model, "off", 2e-5)
+    )
 
 
 @pytest.mark.parametrize(("seed", "cuda"), [(0, False), (1, False), (2, False), (3, True)])
-def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, seed: int, cuda: bool,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_joins_leaves_and_steps_agree_with_single_sequences(
+    model: Any, seed: int, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
     rng = random.Random(seed)
     store, reference, serial = KVStore(model.make_cache), Reference(model), 0
@@ -150,8 +190,9 @@ def test_attention_of_our_own_is_given_quantised_keys_too() -> None:
 
 @pytest.mark.parametrize("cuda", [False, True], ids=["", "as on CUDA"])
 @pytest.mark.parametrize("together", [True, False], ids=["one length", "ragged"])
-def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool, cuda: bool,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_cut_off_again_leave_no_trace(
+    model: Any, together: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows take up to 4 tokens a step, of which the first few count: their logits are those of one token at a time."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
     rng = random.Random(4)
@@ -171,8 +212,9 @@ def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool
             assert store.length(name) == before[row] + count
             count = kept or rng.randint(1, count)
             expected = [reference.step([name], [token])[0] for token in tokens[row][:count]]
-            np.testing.assert_allclose(np.array(logits[row, :count]), np.stack(expected), rtol=2e-4,
-                                       atol=getattr(model, "off", 2e-5))
+            np.testing.assert_allclose(
+                np.array(logits[row, :count]), np.stack(expected), rtol=2e-4, atol=getattr(model, "off", 2e-5)
+            )
             lengths[name] = before[row] + count
         if step in (16, 19):  # a row that moves before it is cut
             caches = store.extract("c")

@@ -41,8 +41,9 @@ def decoded(stage, lengths: list[int], steps: int, attention) -> list[list[float
     return found
 
 
-@pytest.mark.parametrize(("family", "config"), [
-    ("llama", {}), ("qwen3", {}), ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2})])
+@pytest.mark.parametrize(
+    ("family", "config"), [("llama", {}), ("qwen3", {}), ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2})]
+)
 def test_a_cache_that_can_attend_does_so_in_every_family(tmp_path, family, config):
     model = tiny_model(tmp_path, family, dtype="float32", config=config)
     files = resolve(str(model))
@@ -74,8 +75,7 @@ def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_by_length(tmp_p
         files = resolve(str(tiny_model(tmp_path / family, family, dtype="float32", config=config)))
         description = describe(files)
         stage = load_stage(files, description, range(description.num_layers))
-        for mine, theirs in zip(decoded(stage, [3, 40, 9, 25], 5, attend), decoded(stage, [3, 40, 9, 25], 5, None),
-                                strict=True):
+        for mine, theirs in zip(decoded(stage, [3, 40, 9, 25], 5, attend), decoded(stage, [3, 40, 9, 25], 5, None), strict=True):
             assert mx.allclose(mx.array(mine), mx.array(theirs), atol=1e-5)
 
 
@@ -102,9 +102,18 @@ def test_on_a_cpu_and_where_it_is_turned_off_there_is_none():
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="the kernels are CUDA's")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim", "longest"), [
-    (1, 32, 8, 128, 5), (8, 32, 8, 128, 1100), (64, 32, 8, 128, 300), (3, 9, 3, 64, 77), (5, 8, 8, 256, 500),
-    (4, 16, 1, 96, 9000), (2, 14, 2, 192, 400)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "dim", "longest"),
+    [
+        (1, 32, 8, 128, 5),
+        (8, 32, 8, 128, 1100),
+        (64, 32, 8, 128, 300),
+        (3, 9, 3, 64, 77),
+        (5, 8, 8, 256, 500),
+        (4, 16, 1, 96, 9000),
+        (2, 14, 2, 192, 400),
+    ],
+)
 def test_kernels_compute_what_masked_attention_computes(dtype, rows, heads, kv_heads, dim, longest):
     mx.random.seed(rows)
     queries = mx.random.normal((rows, heads, 1, dim)).astype(dtype)

@@ -36,8 +36,12 @@ def runner(stage: StageModel) -> Runner:
 
 def first(**changes: object) -> StepPlan:
     values: dict[str, object] = {
-        "inserts": [InsertOp("a", PROMPT, 4, PARAMS)], "prefill": [PrefillOp("a", 0, 4, True)],
-        "sampling_seeds": {"a": 1}, "fingerprint": batch_fingerprint([("a", 0)]), **changes}
+        "inserts": [InsertOp("a", PROMPT, 4, PARAMS)],
+        "prefill": [PrefillOp("a", 0, 4, True)],
+        "sampling_seeds": {"a": 1},
+        "fingerprint": batch_fingerprint([("a", 0)]),
+        **changes,
+    }
     return StepPlan(0, 0, **values)  # type: ignore[arg-type]
 
 
@@ -67,8 +71,7 @@ def test_a_part_of_a_prompt_is_computed_with_its_step(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: StageModel,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = {"a": 5, "b": 12, "c": 4, "d": 5, "e": 24, "f": 5}
     texts = {name: [ord(name) + i for i in range(length)] for name, length in lengths.items()}
     seen, forward = [], stage.forward
@@ -77,9 +80,14 @@ def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: Stag
     def vectors(names: str) -> dict[str, bytes]:
         runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
         params, fingerprint = SamplingParams(max_tokens=0), batch_fingerprint([(one, 0) for one in names])
-        plan = StepPlan(0, 0, inserts=[InsertOp(one, texts[one], lengths[one], params) for one in names],
-                        prefill=[PrefillOp(one, 0, lengths[one], True, pooling, False) for one in names],
-                        sampling_seeds=dict.fromkeys(names, 1), fingerprint=fingerprint)
+        plan = StepPlan(
+            0,
+            0,
+            inserts=[InsertOp(one, texts[one], lengths[one], params) for one in names],
+            prefill=[PrefillOp(one, 0, lengths[one], True, pooling, False) for one in names],
+            sampling_seeds=dict.fromkeys(names, 1),
+            fingerprint=fingerprint,
+        )
         return runner.execute(plan).finish().vectors
 
     together = vectors("abcdef")
@@ -115,13 +123,17 @@ def test_a_removed_sequence_leaves_no_bytes(runner: Runner) -> None:
     assert pending.finish().tokens == [] and pending.kv_bytes == 0
 
 
-@pytest.mark.parametrize("plan", [
-    decode(1, 5),
-    decode(1, 4, decode=["b"]),
-    decode(1, 4, decode=[]),
-    decode(1, 4, removes=["b"]),
-    decode(1, 4, fingerprint=""),
-], ids=["length", "stranger", "left out", "removes a stranger", "no fingerprint"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        decode(1, 5),
+        decode(1, 4, decode=["b"]),
+        decode(1, 4, decode=[]),
+        decode(1, 4, removes=["b"]),
+        decode(1, 4, fingerprint=""),
+    ],
+    ids=["length", "stranger", "left out", "removes a stranger", "no fingerprint"],
+)
 def test_a_plan_for_another_batch_stops_the_rank(runner: Runner, plan: StepPlan) -> None:
     runner.execute(first()).finish()
     with pytest.raises(BatchDesync, match="BATCH DESYNC DETECTED"):
@@ -143,8 +155,11 @@ def step(number: int, micro_batch: int, lengths: dict[str, int], **changes: obje
 
 
 def insert(request_id: str) -> dict[str, object]:
-    return {"inserts": [InsertOp(request_id, PROMPT, 4, PARAMS)], "prefill": [PrefillOp(request_id, 0, 4, True)],
-            "sampling_seeds": {request_id: 1}}
+    return {
+        "inserts": [InsertOp(request_id, PROMPT, 4, PARAMS)],
+        "prefill": [PrefillOp(request_id, 0, 4, True)],
+        "sampling_seeds": {request_id: 1},
+    }
 
 
 def test_sequences_that_wait_or_move_between_micro_batches_go_on_as_if_nothing_had_been(stage: StageModel) -> None:

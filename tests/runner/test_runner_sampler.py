@@ -59,8 +59,9 @@ def test_greedy_rows_take_the_most_likely_token_beside_drawing_rows() -> None:
 def test_penalties_and_bias_equal_the_reference_over_steps(crowded: bool) -> None:
     vocab, steps, rng = 40, 15, np.random.default_rng(9)
     asked = {
-        "a": SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.7,
-                            logit_bias={4: 1.5, 8: -100.0}),
+        "a": SamplingParams(
+            temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.7, logit_bias={4: 1.5, 8: -100.0}
+        ),
         "b": SamplingParams(temperature=0.0, frequency_penalty=-0.2),
         **({"c": SamplingParams(temperature=0.0, logit_bias={0: 3.0})} if crowded else {}),
     }
@@ -130,10 +131,17 @@ def test_an_id_that_comes_again_has_bans_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("params", [
-    SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9),
-    SamplingParams(temperature=1.0, top_k=4, min_p=0.1), SamplingParams(temperature=0.0, presence_penalty=1.0),
-], ids=repr)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=4, min_p=0.1),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+    ],
+    ids=repr,
+)
 def test_logits_that_are_not_finite_give_no_token(params: SamplingParams, poison: float) -> None:
     logits = np.random.default_rng(0).normal(size=(2, 2000)).astype(np.float32)
     logits[1, 1234] = poison

@@ -31,12 +31,16 @@ from tandem.runner.sampler import Sampler
 from tandem.testing import tiny_model
 
 DRAFTS, NEW = 3, 40
-FAMILIES = {"llama": {}, "gemma3_text": {"sliding_window": 8}, "gpt_oss": {"sliding_window": 8},
-            "gemma2": {"sliding_window": 8}, "qwen3_moe": {}}
+FAMILIES = {
+    "llama": {},
+    "gemma3_text": {"sliding_window": 8},
+    "gpt_oss": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8},
+    "qwen3_moe": {},
+}
 PARAMS = {
     "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=2),
-    "drawn": SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0},
-                            logprobs=0),
+    "drawn": SamplingParams(max_tokens=NEW, temperature=1.2, top_p=0.95, min_tokens=20, logit_bias={7: 2.0}, logprobs=0),
     "penalised": SamplingParams(max_tokens=NEW, temperature=0.8, repetition_penalty=1.3, ignore_eos=True),
 }
 
@@ -58,10 +62,13 @@ class MicroBatch:
         self.logprobs: dict[str, list[TokenLogprob]] = {name: [] for name in prompts}
         self.prompts, self.step = prompts, 0
         plan = StepPlan(
-            0, 0, inserts=[InsertOp(name, prompt, len(prompt), PARAMS[name]) for name, prompt in prompts.items()],
+            0,
+            0,
+            inserts=[InsertOp(name, prompt, len(prompt), PARAMS[name]) for name, prompt in prompts.items()],
             prefill=[PrefillOp(name, 0, len(prompt), True) for name, prompt in prompts.items()],
             sampling_seeds=dict.fromkeys(prompts, 11),
-            fingerprint=batch_fingerprint((name, 0) for name in prompts))
+            fingerprint=batch_fingerprint((name, 0) for name in prompts),
+        )
         self.run(plan)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -80,19 +87,27 @@ class MicroBatch:
     def decode(self, drafts: dict[str, list[int]] | None = None) -> StepResult:
         """One step of all sequences; None: from the tokens that the rank holds."""
         lengths = [(name, len(tokens) - 1) for name, tokens in self.tokens.items()]
-        spec = None if drafts is None else SpecDecodePlan([
-            SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths])
-        return self.run(StepPlan(self.step, 0, decode=list(self.tokens), fingerprint=batch_fingerprint(lengths),
-                                 spec_decode_plan=spec))
+        spec = (
+            None
+            if drafts is None
+            else SpecDecodePlan(
+                [SpecDecodeRow(name, length, [self.tokens[name][-1], *drafts.get(name, [])]) for name, length in lengths]
+            )
+        )
+        return self.run(
+            StepPlan(self.step, 0, decode=list(self.tokens), fingerprint=batch_fingerprint(lengths), spec_decode_plan=spec)
+        )
 
     def outputs(self) -> dict[str, list[int]]:
-        return {name: tokens[len(self.prompts[name]):][:NEW] for name, tokens in self.tokens.items()}
+        return {name: tokens[len(self.prompts[name]) :][:NEW] for name, tokens in self.tokens.items()}
 
 
 def prompts(vocab: int) -> dict[str, list[int]]:
     rng = random.Random(3)
-    return {name: [rng.randrange(3, vocab) for _ in range(length)] for name, length in
-            (("greedy", 5), ("drawn", 11), ("penalised", 2))}
+    return {
+        name: [rng.randrange(3, vocab) for _ in range(length)]
+        for name, length in (("greedy", 5), ("drawn", 11), ("penalised", 2))
+    }
 
 
 def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel) -> None:
@@ -106,7 +121,7 @@ def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel)
         drafts = {}
         for name, output in micro_batch.outputs().items():
             if name != "penalised":
-                right = truth[name][len(output):][:rng.randint(0, DRAFTS)]
+                right = truth[name][len(output) :][: rng.randint(0, DRAFTS)]
                 drafts[name] = [token if rng.random() < 0.8 else rng.randrange(stage.vocab_size) for token in right]
         micro_batch.decode(drafts)
         wider += any(drafts.values())
@@ -129,14 +144,23 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
     return load_stage(files, description, range(1), dtype="float32")
 
 
-@pytest.mark.parametrize(("row", "words"), [
-    (SpecDecodeRow("greedy", 9, [4]), "cannot be cut"), (SpecDecodeRow("greedy", 1, [4]), "cannot be cut"),
-    (SpecDecodeRow("greedy", 5, []), "does not say"), (SpecDecodeRow("b", 5, [4]), "does not decode here")])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (SpecDecodeRow("greedy", 9, [4]), "cannot be cut"),
+        (SpecDecodeRow("greedy", 1, [4]), "cannot be cut"),
+        (SpecDecodeRow("greedy", 5, []), "does not say"),
+        (SpecDecodeRow("b", 5, [4]), "does not decode here"),
+    ],
+)
 def test_a_plan_that_does_not_fit_stops_the_rank(llama: StageModel, row: SpecDecodeRow, words: str) -> None:
     micro_batch = MicroBatch(llama, {"greedy": [5, 6, 7, 8, 9]}, DRAFTS)
     with pytest.raises(BatchDesync, match=words):
-        micro_batch.runner.execute(StepPlan(1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 5)]),
-                                     spec_decode_plan=SpecDecodePlan([row])))
+        micro_batch.runner.execute(
+            StepPlan(
+                1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 5)]), spec_decode_plan=SpecDecodePlan([row])
+            )
+        )
 
 
 def test_masks_may_differ_between_the_positions_of_a_row(llama: StageModel) -> None:
@@ -144,8 +168,9 @@ def test_masks_may_differ_between_the_positions_of_a_row(llama: StageModel) -> N
     allowed = np.zeros((3, llama.vocab_size), dtype=np.bool_)
     allowed[[0, 1, 2], [40, 41, 42]] = True
     row = SpecDecodeRow("greedy", 3, [micro_batch.tokens["greedy"][-1], 40, 41])
-    plan = StepPlan(1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 3)]),
-                    spec_decode_plan=SpecDecodePlan([row]))
+    plan = StepPlan(
+        1, 0, decode=["greedy"], fingerprint=batch_fingerprint([("greedy", 3)]), spec_decode_plan=SpecDecodePlan([row])
+    )
     assert micro_batch.runner.execute(plan, {"greedy": allowed}).finish().tokens == [40, 41, 42]
 
 
@@ -153,8 +178,13 @@ def test_rows_that_wait_are_only_cut(llama: StageModel) -> None:
     micro_batch = MicroBatch(llama, {"greedy": [5, 6, 7]}, DRAFTS)
     micro_batch.decode({"greedy": [1, 1, 1]})
     length = len(micro_batch.tokens["greedy"]) - 1
-    plan = StepPlan(2, 0, pause=True, fingerprint=batch_fingerprint([("greedy", length)]),
-                    spec_decode_plan=SpecDecodePlan([SpecDecodeRow("greedy", length)]))
+    plan = StepPlan(
+        2,
+        0,
+        pause=True,
+        fingerprint=batch_fingerprint([("greedy", length)]),
+        spec_decode_plan=SpecDecodePlan([SpecDecodeRow("greedy", length)]),
+    )
     assert micro_batch.runner.execute(plan).finish().tokens == []
 
 
@@ -167,8 +197,9 @@ def test_drafts_leave_the_distribution_of_drawn_tokens_as_it_is() -> None:
     names = [f"s{seed}" for seed in range(seeds)]
     for seed, name in enumerate(names):
         sampler.add(name, SamplingParams(temperature=1.0), seed, [0], 1)
-    sampled = np.array(sampler.sample(mx.array(np.tile(logits, (seeds, 1))), [one for one in names for _ in range(3)]
-                                      ).tokens).reshape(seeds, 3)
+    sampled = np.array(
+        sampler.sample(mx.array(np.tile(logits, (seeds, 1))), [one for one in names for _ in range(3)]).tokens
+    ).reshape(seeds, 3)
     reached = [Counter[int](), Counter[int](), Counter[int]()]
     for row in sampled.tolist():
         for position in range(accepted([0, *drafts], row) + 1):

@@ -28,8 +28,12 @@ class Load:
 
     def send(self, group: str, prompt: int, output: int, weight: float = 1.0) -> str:
         name = f"r{len(self._groups)}"
-        self.scheduler.submit(EngineRequest(request_id=name, prompt=[1] * prompt, group=group, weight=weight,
-                                            params=SamplingParams(max_tokens=output)), seed=1)
+        self.scheduler.submit(
+            EngineRequest(
+                request_id=name, prompt=[1] * prompt, group=group, weight=weight, params=SamplingParams(max_tokens=output)
+            ),
+            seed=1,
+        )
         self._groups[name] = group
         self.open[group] += 1
         return name

@@ -25,8 +25,14 @@ class Steps:
 
     def ask(self, name: str, prompt: int = 40, form: StructuredOutputs | None = None, **params: int) -> None:
         """Submit a request."""
-        self.scheduler.submit(EngineRequest(request_id=name, prompt=[1] * prompt, params=SamplingParams(
-            structured_outputs=form, **{"max_tokens": 20, **params})), seed=1)  # type: ignore[arg-type]
+        self.scheduler.submit(
+            EngineRequest(
+                request_id=name,
+                prompt=[1] * prompt,
+                params=SamplingParams(structured_outputs=form, **{"max_tokens": 20, **params}),
+            ),
+            seed=1,
+        )  # type: ignore[arg-type]
 
     def run(self) -> None:
         """Go on until there is nothing to plan."""

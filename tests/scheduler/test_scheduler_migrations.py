@@ -380,8 +380,9 @@ def test_random_histories(seed: int) -> None:
     for step in range(1200):
         if step < 700 and rng.random() < 0.08:
             live.add(name := f"r{step}")
-            scheduler.submit(request(name, [rng.randrange(3, 50), *LONG[:rng.randrange(10, 532)]], 60,
-                                     leaves=rng.random() < 0.3), seed=1)
+            scheduler.submit(
+                request(name, [rng.randrange(3, 50), *LONG[: rng.randrange(10, 532)]], 60, leaves=rng.random() < 0.3), seed=1
+            )
         if rng.random() < 0.05 and scheduler.sequences:
             ranks.leave(rng.choice(list(scheduler.sequences)))
         if rng.random() < 0.3:

@@ -23,24 +23,42 @@ def scored(first: int, count: int, k: int) -> PromptLogprobs:
     """Of the tokens `first` and those after it; the most likely ones are their positions too."""
     places = range(first, first + count)
     tops = [place for place in places for _ in range(k)]
-    return PromptLogprobs(k, struct.pack(f"<{count}f", *places), struct.pack(f"<{count}i", *places),
-                          struct.pack(f"<{count * k}f", *tops), struct.pack(f"<{count * k}i", *tops))
+    return PromptLogprobs(
+        k,
+        struct.pack(f"<{count}f", *places),
+        struct.pack(f"<{count}i", *places),
+        struct.pack(f"<{count * k}f", *tops),
+        struct.pack(f"<{count * k}i", *tops),
+    )
 
 
 def result(plan: StepPlan, prompts: dict[str, int], token: int) -> StepResult:
     asked = [op for op in plan.prefill if op.prompt_logprobs is not None]
-    found = {op.request_id: scored(op.start + 1, min(op.count, prompts[op.request_id] - 1 - op.start),
-                                   op.prompt_logprobs or 0) for op in asked}
+    found = {
+        op.request_id: scored(op.start + 1, min(op.count, prompts[op.request_id] - 1 - op.start), op.prompt_logprobs or 0)
+        for op in asked
+    }
     return StepResult(plan.step_id, plan.micro_batch, [token] * len(plan.sampled()), prompt_logprobs=found)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_histories_bring_all_of_them_once(seed: int) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(Limits(
-        micro_batches=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
-        kv_tokens=rng.choice([200, 400, 100_000]), max_context=LENGTH, max_queued_requests=1000, max_queue_tokens=10**6,
-        eos_token_ids=frozenset([2]), vocab_size=50, prefix_tokens=rng.choice([0, 1000]), prefix_trimmable=True))
+    scheduler = Scheduler(
+        Limits(
+            micro_batches=rng.choice([1, 2, 3]),
+            max_batch_size=rng.choice([1, 4, 8]),
+            prefill_chunk=rng.choice([1, 5, 64]),
+            kv_tokens=rng.choice([200, 400, 100_000]),
+            max_context=LENGTH,
+            max_queued_requests=1000,
+            max_queue_tokens=10**6,
+            eos_token_ids=frozenset([2]),
+            vocab_size=50,
+            prefix_tokens=rng.choice([0, 1000]),
+            prefix_trimmable=True,
+        )
+    )
     lengths = {f"r{i}": rng.choice([1, 2, rng.randint(3, 100), rng.randint(3, LENGTH)]) for i in range(30)}
     asked = {name: rng.choice([None, 0, 2]) for name in lengths}
     live: set[str] = set()

@@ -34,8 +34,9 @@ class Device:
         self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=params, group=group), 1)
 
     def embed(self, name: str, tokens: int) -> None:
-        self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=SamplingParams(max_tokens=0),
-                                            pooling="last"), 1)
+        self.scheduler.submit(
+            EngineRequest(request_id=name, prompt=[3] * tokens, params=SamplingParams(max_tokens=0), pooling="last"), 1
+        )
 
     def flood(self, texts: int, tokens: int) -> None:
         """Embed as many more as are wanted to have so many sequences here, streams among them."""
@@ -55,8 +56,11 @@ class Device:
         tokens = sum(op.count for op in plan.prefill)
         seconds = (DECODE_S if plan.decode or tokens else 0.0) + tokens * self._token_s(self.now)
         self.now += seconds
-        self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [3] * len(plan.sampled()),
-                                         vectors=dict.fromkeys(plan.ended(), b"1234")), self.now, seconds)
+        self.scheduler.update(
+            StepResult(plan.step_id, plan.micro_batch, [3] * len(plan.sampled()), vectors=dict.fromkeys(plan.ended(), b"1234")),
+            self.now,
+            seconds,
+        )
         self.done.append((plan, seconds))
         return plan
 
@@ -82,8 +86,9 @@ def ends(name: str) -> Callable[[StepPlan], bool]:
     return lambda plan: any(op.request_id == name and op.last for op in plan.prefill)
 
 
-@pytest.mark.parametrize(("time_s", "chunk"), [(1.0, 64), (0.4, 32), (0.001, 32), (4.0, 256), (100.0, 512), (0.0, 512),
-                                               (None, 32)])
+@pytest.mark.parametrize(
+    ("time_s", "chunk"), [(1.0, 64), (0.4, 32), (0.001, 32), (4.0, 256), (100.0, 512), (0.0, 512), (None, 32)]
+)
 def test_a_stream_waits_for_as_long_as_was_asked_for(time_s: float | None, chunk: int) -> None:
     """512 tokens take 5.2 s here; by default a chunk may take ten steps of decoding, 0.5 s."""
     device = streaming(lambda now: 0.01, prefill_time_s=time_s)

@@ -52,9 +52,15 @@ def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
 @pytest.mark.parametrize("seed", range(60))
 def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(make_limits(
-        micro_batches=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
-        kv_tokens=rng.choice([200, 400, 100_000]), max_context=190))
+    scheduler = Scheduler(
+        make_limits(
+            micro_batches=rng.choice([1, 2, 3]),
+            max_batch_size=rng.choice([1, 4, 8]),
+            prefill_chunk=rng.choice([1, 5, 64]),
+            kv_tokens=rng.choice([200, 400, 100_000]),
+            max_context=190,
+        )
+    )
     live: set[str] = set()
     plans: deque[StepPlan] = deque()
     sent = 0
@@ -62,8 +68,12 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
         if sent < 60 and rng.random() < 0.3:
             name, form = f"r{sent}", rng.choice([None, None, StructuredOutputs(json_object=True)])
             params = {"max_tokens": rng.randint(1, 60), "structured_outputs": form}
-            scheduler.submit(request(name, rng.randint(1, 100), **params) if rng.random() < 0.7
-                             else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"])), seed=1)
+            scheduler.submit(
+                request(name, rng.randint(1, 100), **params)
+                if rng.random() < 0.7
+                else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"])),
+                seed=1,
+            )
             live.add(name)
             sent += 1
         if live and rng.random() < 0.03:
@@ -249,8 +259,10 @@ def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
     assert len(got["a"]) == 4 and len(got["b"]) == 5
 
 
-@pytest.mark.parametrize(("token", "status", "code"), [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed"),
-                                                      (-3, 503, "grammar_unavailable")])
+@pytest.mark.parametrize(
+    ("token", "status", "code"),
+    [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed"), (-3, 503, "grammar_unavailable")],
+)
 def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, code: str) -> None:
     scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=5), seed=1)
@@ -279,17 +291,20 @@ def test_a_prompt_whose_logits_are_not_finite_leaves_no_prefix(token: int) -> No
         assert scheduler.prefixes.positions == 288 and not orders, "its grammar is to blame"
 
 
-@pytest.mark.parametrize(("bad", "param"), [
-    ({"prompt": 0}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"temperature": -1.0}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"),
-    ({"top_p": 0.0}, "top_p"),
-    ({"logit_bias": {50: 1.0}}, "logit_bias"),
-    ({"stop_token_ids": (99,)}, "stop_token_ids"),
-    ({"prompt": 600, "max_tokens": 1}, "messages"),
-    ({"max_tokens": 600}, "messages"),
-])
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        ({"prompt": 0}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": (99,)}, "stop_token_ids"),
+        ({"prompt": 600, "max_tokens": 1}, "messages"),
+        ({"max_tokens": 600}, "messages"),
+    ],
+)
 def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) -> None:
     scheduler = Scheduler(make_limits())
     with pytest.raises(RequestError) as caught:
@@ -354,8 +369,7 @@ def test_a_pooled_request_asks_for_no_tokens() -> None:
 
 def continued(produced: list[int], **params: object) -> EngineRequest:
     """A request of which another replica has sent some tokens."""
-    return EngineRequest(request_id="a", prompt=[1, 2, 3], produced=produced,
-                         params=SamplingParams(**params))  # type: ignore[arg-type]
+    return EngineRequest(request_id="a", prompt=[1, 2, 3], produced=produced, params=SamplingParams(**params))  # type: ignore[arg-type]
 
 
 def test_what_is_out_counts_as_output_and_is_not_sent_again() -> None:

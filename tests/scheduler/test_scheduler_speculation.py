@@ -43,7 +43,7 @@ def expected(request: EngineRequest) -> list[int]:
         tokens.append(next_token(tokens))
         if tokens[-1] == EOS and len(tokens) - len(request.prompt) > params.min_tokens:
             break
-    return tokens[len(request.prompt):]
+    return tokens[len(request.prompt) :]
 
 
 @dataclass
@@ -75,11 +75,11 @@ class FakeRanks:
             self.prompts[op.request_id], micro_batch[op.request_id] = op.tokens, []
             self.known[op.request_id] = list(op.tokens)
         for restore in plan.restores:
-            micro_batch[restore.request_id] = self.saved[restore.key][:restore.length]
+            micro_batch[restore.request_id] = self.saved[restore.key][: restore.length]
         named = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         for request_id, row in named.items():
             assert 0 <= len(micro_batch[request_id]) - row.length <= DRAFTS
-            del micro_batch[request_id][row.length:]
+            del micro_batch[request_id][row.length :]
             self._name(row, micro_batch[request_id])
         assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in micro_batch.items())
         sampled: list[tuple[str, int]] = []
@@ -91,14 +91,17 @@ class FakeRanks:
                 micro_batch[request_id].append(token)
                 sampled.append((request_id, next_token(micro_batch[request_id])))
         for op in plan.prefill:
-            micro_batch[op.request_id] += self.prompts[op.request_id][op.start:op.start + op.count]
+            micro_batch[op.request_id] += self.prompts[op.request_id][op.start : op.start + op.count]
             if op.last:
                 sampled.append((op.request_id, next_token(micro_batch[op.request_id])))
         for save in plan.saves:
-            self.saved[save.key] = micro_batch[save.request_id][:save.length]
+            self.saved[save.key] = micro_batch[save.request_id][: save.length]
         assert [name for name, _ in sampled] == plan.sampled()
-        self.held = {**self.held, **dict(sampled)} if plan.hands_out else {
-            name: token for name, token in self.held.items() if name not in dict(sampled)}
+        self.held = (
+            {**self.held, **dict(sampled)}
+            if plan.hands_out
+            else {name: token for name, token in self.held.items() if name not in dict(sampled)}
+        )
         if plan.decode:
             self.steps += 1
             self.widths.append(plan.width)
@@ -110,7 +113,7 @@ class FakeRanks:
         if self.model is not None:
             known = self.known[row.request_id]
             missing = row.length + 1 - len(known)
-            known[row.length + 1:] = [*row.past, *row.tokens[:1]][-missing:] if missing > 0 else []
+            known[row.length + 1 :] = [*row.past, *row.tokens[:1]][-missing:] if missing > 0 else []
             assert known == [*kept, row.tokens[0]]
 
     def _drafts(self, plan: StepPlan, sampled: list[tuple[str, int]]) -> dict[str, list[int]]:
@@ -123,11 +126,11 @@ class FakeRanks:
         for name in dict.fromkeys(plan.sampled()):
             tokens = [token for one, token in sampled if one == name]
             known = self.known[name]
-            known += tokens[:accepted(rows.get(name, [0]), tokens) + 1]
+            known += tokens[: accepted(rows.get(name, [0]), tokens) + 1]
             text = list(known)
             for _ in range(spec.ask):
                 text.append(next_token(text) if self.model.random() < 0.8 else self.model.randrange(VOCAB))
-            drafts[name] = text[len(known):]
+            drafts[name] = text[len(known) :]
         return drafts
 
 
@@ -146,9 +149,16 @@ def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: de
 @given(st.integers(0, 10**9))
 def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(limits(
-        micro_batches=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([3, 5, 64]),
-        kv_tokens=rng.choice([150, 400, 100_000]), max_context=140, prefix_tokens=rng.choice([0, 60])))
+    scheduler = Scheduler(
+        limits(
+            micro_batches=rng.choice([1, 2, 3]),
+            max_batch_size=rng.choice([1, 4, 8]),
+            prefill_chunk=rng.choice([3, 5, 64]),
+            kv_tokens=rng.choice([150, 400, 100_000]),
+            max_context=140,
+            prefix_tokens=rng.choice([0, 60]),
+        )
+    )
     if model := rng.random() < 0.5:
         scheduler = Scheduler(replace(scheduler.limits, speculation=SpeculationLimits(drafts=DRAFTS, model=True)))
     ranks, plans = FakeRanks(model=rng if model else None), deque[StepPlan]()
@@ -204,8 +214,9 @@ def run(ranks: FakeRanks, requests: list[EngineRequest], **changes: object) -> S
 
 
 def cyclic(name: str = "a", **params: object) -> EngineRequest:
-    return EngineRequest(request_id=name, prompt=[1, 2, 3, 1, 2, 3, 1],
-                         params=SamplingParams(**{"max_tokens": 400, "ignore_eos": True, **params}))  # type: ignore[arg-type]
+    return EngineRequest(
+        request_id=name, prompt=[1, 2, 3, 1, 2, 3, 1], params=SamplingParams(**{"max_tokens": 400, "ignore_eos": True, **params})
+    )  # type: ignore[arg-type]
 
 
 def test_text_that_repeats_takes_fewer_steps() -> None:
@@ -217,9 +228,14 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
     assert counts.drafts * DRAFTS >= counts.draft_tokens
 
 
-@pytest.mark.parametrize("params", [
-    {"repetition_penalty": 1.1}, {"presence_penalty": 0.5},
-    {"structured_outputs": StructuredOutputs(regex="a*"), "ignore_eos": False}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"structured_outputs": StructuredOutputs(regex="a*"), "ignore_eos": False},
+    ],
+)
 def test_what_depends_on_every_token_before_is_not_drafted(params: dict[str, object]) -> None:
     ranks = FakeRanks()
     assert run(ranks, [cyclic(**params)]).speculation.counts.drafts == 0
@@ -255,8 +271,9 @@ def test_rows_are_padded_to_no_position_beyond_the_context(model: bool) -> None:
     ranks = FakeRanks(model=random.Random(1) if model else None, context=200)
     params = SamplingParams(max_tokens=164, ignore_eos=True)
     near = EngineRequest(request_id="near", prompt=[1, 2, 3] * 12, params=params)
-    scheduler = run(ranks, [near, cyclic("b", max_tokens=190)], max_context=200,
-                    speculation=SpeculationLimits(drafts=DRAFTS, model=model))
+    scheduler = run(
+        ranks, [near, cyclic("b", max_tokens=190)], max_context=200, speculation=SpeculationLimits(drafts=DRAFTS, model=model)
+    )
     assert scheduler.speculation.counts.accepted_tokens > 10
 
 
@@ -272,8 +289,8 @@ def test_the_index_finds_what_a_search_finds(tokens: list[int], shortest: int, m
     index = NgramIndex(shortest, shortest + more)
     index.extend(tokens)
     drafts = index.drafts(most)
-    last = tokens[len(tokens) - shortest:]
-    ends = [end for end in range(shortest, len(tokens)) if tokens[end - shortest:end] == last]
+    last = tokens[len(tokens) - shortest :]
+    ends = [end for end in range(shortest, len(tokens)) if tokens[end - shortest : end] == last]
     assert bool(drafts) == bool(ends)
     if drafts:
         assert len(drafts) == most
@@ -283,8 +300,8 @@ def test_the_index_finds_what_a_search_finds(tokens: list[int], shortest: int, m
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_accepted_drafts_are_those_before_the_first_that_differs(row: list[int], sampled: list[int]) -> None:
-    count = accepted(row, sampled[:len(row)])
-    assert row[1:count + 1] == sampled[:count]
+    count = accepted(row, sampled[: len(row)])
+    assert row[1 : count + 1] == sampled[:count]
     assert count == len(row) - 1 or row[count + 1] != sampled[count]
 
 

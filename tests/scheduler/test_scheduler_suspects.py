@@ -55,8 +55,7 @@ class RankGroup:
             if any(self.killers.get(one, 10**6) <= self.produced.get(one, 0) for one in working(plan)):
                 self.deaths += 1
                 plans.clear()
-                self.refused += [message.request_id for message in self.scheduler.restart()
-                                 if isinstance(message, Refused)]
+                self.refused += [message.request_id for message in self.scheduler.restart() if isinstance(message, Refused)]
             else:
                 self.take(plan)
             check_invariants(self.scheduler)

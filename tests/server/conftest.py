@@ -69,9 +69,12 @@ def prompt_logprobs_of(tokens, k):
     """What it says of a prompt: each token has minus its id / 128, is the third, and the others are ids from 5 on."""
     n = len(tokens) - 1
     return PromptLogprobs(
-        k, struct.pack(f"<{n}f", *(-token / 128 for token in tokens[1:])), struct.pack(f"<{n}i", *[3] * n),
+        k,
+        struct.pack(f"<{n}f", *(-token / 128 for token in tokens[1:])),
+        struct.pack(f"<{n}i", *[3] * n),
         struct.pack(f"<{n * k}f", *[-0.25 * i for _ in range(n) for i in range(k)]),
-        struct.pack(f"<{n * k}i", *[5 + i for _ in range(n) for i in range(k)]))
+        struct.pack(f"<{n * k}i", *[5 + i for _ in range(n) for i in range(k)]),
+    )
 
 
 class Sequence:
@@ -364,6 +367,5 @@ def scripted(model_dir, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "think.jinja"
     template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)
     model = ModelSettings(model="org/tiny", served_name="my-model", chat_template=str(template))
-    with (running_engine(model_dir, max_context=16384, model="my-model") as fake,
-          running_server(model, fake) as live):
+    with running_engine(model_dir, max_context=16384, model="my-model") as fake, running_server(model, fake) as live:
         yield live

@@ -189,8 +189,15 @@ def test_unexpected_exception_is_hidden(server, engine, caplog):
     assert server.chat().status_code == 200
 
 
-@pytest.mark.parametrize(("query", "param"), [("", "hosts"), ("?hosts=a=8GB&context=0", "context"),
-                                              ("?hosts=a=8GB&goal=speed", "goal"), ("?hosts=a=8GB&strems=4", "strems")])
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("", "hosts"),
+        ("?hosts=a=8GB&context=0", "context"),
+        ("?hosts=a=8GB&goal=speed", "goal"),
+        ("?hosts=a=8GB&strems=4", "strems"),
+    ],
+)
 def test_query_parameters_at_fault_are_named_in_openais_shape(shared, query, param):
     response = shared.http.get(f"/v1/plan{query}")
     assert response.status_code == 400

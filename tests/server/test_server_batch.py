@@ -74,13 +74,19 @@ def test_what_the_server_cannot_answer_now_is_asked_again_and_never_written(serv
     assert set(answers(files[1])) == {"a"}
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("", "no requests"), ("{", "line 1"), ("[]", "JSON object"), ('{"custom_id": 5}', "'custom_id'"),
-    (json.dumps({**request("a"), "method": "GET"}), "'method'"),
-    (json.dumps({**request("a"), "url": "http://elsewhere/"}), "'url'"),
-    (json.dumps(request("a", stream=True)), "'stream'"),
-    (json.dumps(request("a")) + "\n" + json.dumps(request("a")), "line 2: custom_id 'a' is there twice"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no requests"),
+        ("{", "line 1"),
+        ("[]", "JSON object"),
+        ('{"custom_id": 5}', "'custom_id'"),
+        (json.dumps({**request("a"), "method": "GET"}), "'method'"),
+        (json.dumps({**request("a"), "url": "http://elsewhere/"}), "'url'"),
+        (json.dumps(request("a", stream=True)), "'stream'"),
+        (json.dumps(request("a")) + "\n" + json.dumps(request("a")), "line 2: custom_id 'a' is there twice"),
+    ],
+)
 def test_mistakes_are_found_before_anything_is_sent(server, engine, files, capsys, text, words):
     files[0].write_text(text)
     assert batch(server, files) == 2
@@ -120,6 +126,7 @@ def test_a_wrong_key_is_no_answer(serve, files, capsys, monkeypatch):
 def test_a_server_that_breaks_off_is_no_answer(files, capsys):
     write(files[0], request("a"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def serve_badly():
             with listener.accept()[0] as connection:
                 sent = b""

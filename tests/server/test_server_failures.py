@@ -143,8 +143,9 @@ def test_engine_dies_and_comes_back(server, engine, stream, wait_until):
 def test_mid_stream_error_reaches_the_official_client(server, engine, wait_until):
     engine.delay = 0.05
     with server.openai() as client:
-        stream = client.chat.completions.create(model="tiny", messages=BODY["messages"], stream=True,
-                                                extra_body={"ignore_eos": True})
+        stream = client.chat.completions.create(
+            model="tiny", messages=BODY["messages"], stream=True, extra_body={"ignore_eos": True}
+        )
         next(iter(stream))
         engine.stop()
         with pytest.raises(openai.APIError):
@@ -263,10 +264,13 @@ def test_a_tokenizer_that_panics_costs_its_request(shared, monkeypatch, caplog, 
             raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(FastBackend, "_tokenizer", property(lambda self: Library(vars(self)["_tokenizer"])),
-                       raising=False)
-        for path, body in (("/v1/chat/completions", {**BODY, "stream": True}), ("/v1/completions", {"prompt": "hi"}),
-                           ("/v1/embeddings", {"input": "hi"}), ("/tokenize", {"prompt": "hi"})):
+        broken.setattr(FastBackend, "_tokenizer", property(lambda self: Library(vars(self)["_tokenizer"])), raising=False)
+        for path, body in (
+            ("/v1/chat/completions", {**BODY, "stream": True}),
+            ("/v1/completions", {"prompt": "hi"}),
+            ("/v1/embeddings", {"input": "hi"}),
+            ("/tokenize", {"prompt": "hi"}),
+        ):
             answer = shared.http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (500, "tokenizer_failed"), path
     assert "'hi'" not in caplog.text and type(error).__name__ in caplog.text

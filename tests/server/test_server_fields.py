@@ -15,8 +15,11 @@ from tandem.testing import CHAT_TEMPLATE
 
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES = {
-    "/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"model": "tiny", "max_tokens": 9, "messages": HELLO}, "/v1/embeddings": {"input": "hi"},
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "tiny", "max_tokens": 9, "messages": HELLO},
+    "/v1/embeddings": {"input": "hi"},
     "/tokenize": {"prompt": "hi"},
 }
 HEADER = "x-tandem-ignored-fields"
@@ -50,44 +53,68 @@ def test_known_fields_of_other_servers_are_taken_and_named(shared, schema, route
     assert ignored(ask(shared, route, **dict.fromkeys([*others, *vain, "nobody_knows_it", "lora"]))) == []
 
 
-@pytest.mark.parametrize("fields", [
-    {"skip_special_tokens": True, "length_penalty": 1.0, "use_beam_search": False, "include_stop_str_in_output": False},
-    {"typical_p": 1, "xtc_probability": 0.0, "mirostat": 0, "dry_multiplier": 0, "top_n_sigma": -1},
-    {"continue_final_message": False, "add_generation_prompt": True, "include_reasoning": True, "store": None},
-    {"functions": [], "function_call": "auto", "modalities": ["text"], "best_of": 1, "lora": [], "options": {}},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
-                   "cache_control": {"type": "ephemeral"}, "reasoning": None, "frob": None}]},
-    {"tools": [{"type": "function", "strict": None, "function": {"name": "f", "defer": None}}]},
-    {"stream_options": {"frob": None, "continuous_usage_stats": True}},
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"skip_special_tokens": True, "length_penalty": 1.0, "use_beam_search": False, "include_stop_str_in_output": False},
+        {"typical_p": 1, "xtc_probability": 0.0, "mirostat": 0, "dry_multiplier": 0, "top_n_sigma": -1},
+        {"continue_final_message": False, "add_generation_prompt": True, "include_reasoning": True, "store": None},
+        {"functions": [], "function_call": "auto", "modalities": ["text"], "best_of": 1, "lora": [], "options": {}},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+                    "cache_control": {"type": "ephemeral"},
+                    "reasoning": None,
+                    "frob": None,
+                }
+            ]
+        },
+        {"tools": [{"type": "function", "strict": None, "function": {"name": "f", "defer": None}}]},
+        {"stream_options": {"frob": None, "continuous_usage_stats": True}},
+    ],
+)
 def test_what_changes_nothing_is_no_stranger(shared, fields):
     assert ignored(ask(shared, **fields)) == []
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
-    ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
-    ({"repeat_penatly": 5}, "repeat_penatly", "did you mean 'repeat_penalty'?"),
-    ({"frobnicate": 1}, "frobnicate", "Unknown parameter: 'frobnicate'."),
-    ({"stream_options": {"include_usages": True}}, "stream_options.include_usages",
-     "did you mean 'stream_options.include_usage'?"),
-    ({"messages": [{"role": "user", "content": "x", "tool_cal_id": "x"}]}, "messages[0].tool_cal_id",
-     "did you mean 'messages[0].tool_call_id'?"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]}, "tools[0].function.paramters",
-     "did you mean 'tools[0].function.parameters'?"),
-    ({"skip_special_tokens": False}, "skip_special_tokens", "not supported by this server"),
-    ({"typical_p": 0.5}, "typical_p", "not supported"),
-    ({"typical_p": True}, "typical_p", "not supported"),
-    ({"cache_salt": "x"}, "cache_salt", "not supported"),
-    ({"reasoning_effort": "enormous"}, "reasoning_effort", "'none', 'minimal', 'low'"),
-    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort", "contradicts"),
-    ({"reasoning": True, "thinking": {"type": "disabled"}}, "reasoning.enabled", "contradicts 'thinking.type'"),
-    ({"reasoning": {"max_tokens": "many"}}, "reasoning.max_tokens", "integer"),
-    ({"thinking": "yes"}, "thinking", "thinking"),
-    ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "contradict"),
-    ({"repeat_penalty": "x"}, "repeat_penalty", "Invalid 'repeat_penalty'"),
-    ({"n_predict": 0.5}, "n_predict", "Invalid 'n_predict'"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
+        ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
+        ({"repeat_penatly": 5}, "repeat_penatly", "did you mean 'repeat_penalty'?"),
+        ({"frobnicate": 1}, "frobnicate", "Unknown parameter: 'frobnicate'."),
+        (
+            {"stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "did you mean 'stream_options.include_usage'?",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_cal_id": "x"}]},
+            "messages[0].tool_cal_id",
+            "did you mean 'messages[0].tool_call_id'?",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]},
+            "tools[0].function.paramters",
+            "did you mean 'tools[0].function.parameters'?",
+        ),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported by this server"),
+        ({"typical_p": 0.5}, "typical_p", "not supported"),
+        ({"typical_p": True}, "typical_p", "not supported"),
+        ({"cache_salt": "x"}, "cache_salt", "not supported"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort", "'none', 'minimal', 'low'"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort", "contradicts"),
+        ({"reasoning": True, "thinking": {"type": "disabled"}}, "reasoning.enabled", "contradicts 'thinking.type'"),
+        ({"reasoning": {"max_tokens": "many"}}, "reasoning.max_tokens", "integer"),
+        ({"thinking": "yes"}, "thinking", "thinking"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "contradict"),
+        ({"repeat_penalty": "x"}, "repeat_penalty", "Invalid 'repeat_penalty'"),
+        ({"n_predict": 0.5}, "n_predict", "Invalid 'n_predict'"),
+    ],
+)
 def test_what_is_refused_is_named(shared, fields, param, words):
     error = fault(ask(shared, **fields))
     assert error["param"] == param
@@ -161,32 +188,34 @@ def test_each_chunk_carries_the_usage_where_that_is_asked_for(shared, route):
 
 SWITCH = "{% if enable_thinking is defined %}[enable {{ enable_thinking }}]{% endif %}"
 OTHER = "{% if thinking is defined %}[thinking {{ thinking }}]{% endif %}"
-EFFORT = ("{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
-          "[{{ reasoning_effort }}]")
+EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}[{{ reasoning_effort }}]"
 LISTED = "{% if reasoning_effort in ['none', 'high'] %}[{{ reasoning_effort }}]{% endif %}"
 
 
-@pytest.mark.parametrize(("template", "fields", "shown"), [
-    (SWITCH, {}, ""),
-    (SWITCH, {"reasoning_effort": "none"}, "[enable False]"),
-    (SWITCH, {"reasoning_effort": "low"}, "[enable True]"),
-    (SWITCH, {"reasoning": {"effort": "high", "max_tokens": 9}}, "[enable True]"),
-    (SWITCH, {"reasoning": False}, "[enable False]"),
-    (SWITCH, {"thinking": {"type": "disabled"}}, "[enable False]"),
-    (SWITCH, {"thinking": {"type": "auto"}}, ""),
-    (SWITCH, {"reasoning_effort": "high", "enable_thinking": False}, "[enable False]"),
-    (SWITCH, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "[enable False]"),
-    (OTHER, {"enable_thinking": True}, "[thinking True]"),
-    (OTHER, {"reasoning_effort": "none"}, "[thinking False]"),
-    (EFFORT, {}, "[medium]"),
-    (EFFORT, {"reasoning_effort": "high"}, "[high]"),
-    (EFFORT, {"reasoning_effort": "max"}, "[high]"),
-    (EFFORT, {"reasoning_effort": "none"}, "[low]"),
-    (EFFORT, {"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "odd"}}, "[odd]"),
-    (EFFORT + SWITCH, {"reasoning_effort": "none"}, "[medium][enable False]"),
-    (LISTED, {"reasoning_effort": "none"}, "[none]"),
-    (LISTED, {"reasoning_effort": "medium"}, "[high]"),
-])
+@pytest.mark.parametrize(
+    ("template", "fields", "shown"),
+    [
+        (SWITCH, {}, ""),
+        (SWITCH, {"reasoning_effort": "none"}, "[enable False]"),
+        (SWITCH, {"reasoning_effort": "low"}, "[enable True]"),
+        (SWITCH, {"reasoning": {"effort": "high", "max_tokens": 9}}, "[enable True]"),
+        (SWITCH, {"reasoning": False}, "[enable False]"),
+        (SWITCH, {"thinking": {"type": "disabled"}}, "[enable False]"),
+        (SWITCH, {"thinking": {"type": "auto"}}, ""),
+        (SWITCH, {"reasoning_effort": "high", "enable_thinking": False}, "[enable False]"),
+        (SWITCH, {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "[enable False]"),
+        (OTHER, {"enable_thinking": True}, "[thinking True]"),
+        (OTHER, {"reasoning_effort": "none"}, "[thinking False]"),
+        (EFFORT, {}, "[medium]"),
+        (EFFORT, {"reasoning_effort": "high"}, "[high]"),
+        (EFFORT, {"reasoning_effort": "max"}, "[high]"),
+        (EFFORT, {"reasoning_effort": "none"}, "[low]"),
+        (EFFORT, {"reasoning_effort": "none", "chat_template_kwargs": {"reasoning_effort": "odd"}}, "[odd]"),
+        (EFFORT + SWITCH, {"reasoning_effort": "none"}, "[medium][enable False]"),
+        (LISTED, {"reasoning_effort": "none"}, "[none]"),
+        (LISTED, {"reasoning_effort": "medium"}, "[high]"),
+    ],
+)
 def test_efforts_and_switches_reach_the_templates_that_know_them(family, engine, template, fields, shown):
     server = family(template + CHAT_TEMPLATE, "ok")
     plain = engine.tokenizer.render_chat(HELLO)
@@ -194,7 +223,7 @@ def test_efforts_and_switches_reach_the_templates_that_know_them(family, engine,
     def prompt():
         [request] = engine.submitted.values()
         engine.submitted.clear()
-        return engine.tokenizer.decode(request.prompt[:len(request.prompt) - len(plain)], skip_special_tokens=False)
+        return engine.tokenizer.decode(request.prompt[: len(request.prompt) - len(plain)], skip_special_tokens=False)
 
     assert ignored(ask(server, **fields)) == []
     assert prompt() == shown
@@ -235,22 +264,47 @@ def test_reasoning_under_vllms_name_reaches_the_template(family, engine):
 def test_the_official_clients_fields_are_taken(shared):
     client = shared.openai()
     answer = client.chat.completions.with_raw_response.create(
-        model="tiny", messages=HELLO, reasoning_effort="low", verbosity="low", store=True, metadata={"a": "b"},
-        user="u", safety_identifier="s", service_tier="flex", prompt_cache_key="k",
-        prediction={"type": "content", "content": "x"})
+        model="tiny",
+        messages=HELLO,
+        reasoning_effort="low",
+        verbosity="low",
+        store=True,
+        metadata={"a": "b"},
+        user="u",
+        safety_identifier="s",
+        service_tier="flex",
+        prompt_cache_key="k",
+        prediction={"type": "content", "content": "x"},
+    )
     assert answer.parse().choices[0].message.content
     assert set(answer.headers[HEADER].split(", ")) == {
-        "verbosity", "store", "metadata", "user", "safety_identifier", "service_tier",
-        "prediction", "reasoning_effort"}
-    response = client.responses.create(model="tiny", input="hi", text={"verbosity": "high"}, max_tool_calls=3,
-                                       reasoning={"effort": "low", "generate_summary": "concise"})
+        "verbosity",
+        "store",
+        "metadata",
+        "user",
+        "safety_identifier",
+        "service_tier",
+        "prediction",
+        "reasoning_effort",
+    }
+    response = client.responses.create(
+        model="tiny",
+        input="hi",
+        text={"verbosity": "high"},
+        max_tool_calls=3,
+        reasoning={"effort": "low", "generate_summary": "concise"},
+    )
     assert response.status == "completed"
 
 
 def test_a_page_elsewhere_may_read_the_header(serve):
     server = serve(cors_origin=("https://chat.example",))
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HELLO, "user": "u"},
-                        headers={"origin": "https://chat.example"}, trust_env=False)
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions",
+        json={"messages": HELLO, "user": "u"},
+        headers={"origin": "https://chat.example"},
+        trust_env=False,
+    )
     assert HEADER in answer.headers["access-control-expose-headers"]
     assert answer.headers[HEADER] == "user"
 

@@ -21,8 +21,12 @@ from tandem.server.openai.schemas import ChatRequest, DetokenizeRequest
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
 
-SCHEMAS = {"/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest,
-           "/detokenize": DetokenizeRequest}
+SCHEMAS = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/detokenize": DetokenizeRequest,
+}
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 COSTLY = """{%- for i in range(40000) %}{% set x = i %}{% endfor -%}
@@ -67,8 +71,10 @@ class Watch:
 
     def _read(self):
         body = {"messages": HELLO, "stream": True, "max_tokens": 20_000, "ignore_eos": True}
-        with httpx.Client(base_url=self._server.url, timeout=240, trust_env=False) as client, \
-                client.stream("POST", CHAT, json=body) as stream:
+        with (
+            httpx.Client(base_url=self._server.url, timeout=240, trust_env=False) as client,
+            client.stream("POST", CHAT, json=body) as stream,
+        ):
             for _ in stream.iter_raw():
                 self.chunks.append(time.monotonic())
                 if len(self.chunks) > 20:
@@ -78,8 +84,11 @@ class Watch:
 
     def longest_pauses(self, begin, end):
         """Of the stream and of /health between two times."""
-        return [max(b - a for a, b in zip([begin, *inside], [*inside, end], strict=True))
-                for times in (self.chunks, self.answers) for inside in [[t for t in times if begin < t < end]]]
+        return [
+            max(b - a for a, b in zip([begin, *inside], [*inside, end], strict=True))
+            for times in (self.chunks, self.answers)
+            for inside in [[t for t in times if begin < t < end]]
+        ]
 
 
 @pytest.fixture
@@ -94,8 +103,10 @@ def calm(serve, engine):
 
 def post(server, path, body):
     """Sent by another process, whose own work holds up nobody here; the answer, and when it was sent and answered."""
-    connection = server.raw(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                            b"content-length: %d\r\n\r\n" % (path.encode(), len(body)))
+    connection = server.raw(
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        b"content-length: %d\r\n\r\n" % (path.encode(), len(body))
+    )
     with connection:
         connection.settimeout(120)
         connection.sendall(body)
@@ -109,8 +120,7 @@ def post(server, path, body):
 HEAVY = {
     "a million mistakes": (CHAT, b'{"messages":[' + b"[1]," * 2_500_000 + b"1]}", "holds too much"),
     "token ids": ("/v1/completions", b'{"prompt":[' + b"1," * 9_000_000 + b"1]}", "holds too much"),
-    "a long prompt": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a b " * 120_000}]}).encode(),
-                      "at least"),
+    "a long prompt": (CHAT, json.dumps({"messages": [{"role": "user", "content": "a b " * 120_000}]}).encode(), "at least"),
 }
 
 
@@ -149,14 +159,17 @@ def test_many_pieces_of_one_message_cost_no_more_than_their_length(kind):
     assert spent < 2.5, "36 MB once take 0.05 s of the processor; joined to all before again and again, 72 GB"
 
 
-@pytest.mark.parametrize(("path", "body", "param"), [
-    (CHAT, {"messages": [{"role": "user", "content": "a " * 100_000}]}, "messages"),
-    ("/v1/completions", {"prompt": "a " * 100_000}, "prompt"),
-    ("/v1/embeddings", {"input": ["x", "a " * 100_000]}, "input"),
-    ("/v1/responses", {"input": "a " * 100_000}, "input"),
-    ("/tokenize", {"prompt": "a " * 100_000}, "prompt"),
-    ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a " * 100_000}]}, None),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a " * 100_000}]}, "messages"),
+        ("/v1/completions", {"prompt": "a " * 100_000}, "prompt"),
+        ("/v1/embeddings", {"input": ["x", "a " * 100_000]}, "input"),
+        ("/v1/responses", {"input": "a " * 100_000}, "input"),
+        ("/tokenize", {"prompt": "a " * 100_000}, "prompt"),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [{"role": "user", "content": "a " * 100_000}]}, None),
+    ],
+)
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, monkeypatch, path, body, param):
     monkeypatch.setattr("tandem.text.fast.FastBackend.encode", lambda *_: pytest.fail("it was tokenised"))
     response = server.http.post(path, json=body)
@@ -170,9 +183,15 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, monkey
 
 @pytest.mark.slow
 def test_a_large_request_that_fits_is_answered_as_ever(calm, engine):
-    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 300})}}]},
-        {"role": "tool", "tool_call_id": "1", "content": "e t " * 4000}]
+    messages = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 300})}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "e t " * 4000},
+    ]
     small = calm.chat(messages=messages, user="x")
     engine_prompt = list(engine.submitted.values())[-1].prompt
     large = calm.chat(messages=messages, user="x" * 300_000)
@@ -202,8 +221,7 @@ def test_work_for_a_client_who_leaves_ends_with_its_process(calm, wait_until, mo
 @pytest.mark.slow
 def test_a_costly_template_is_rendered_elsewhere(serve, engine, tmp_path: Path):
     (tmp_path / "costly.jinja").write_text(COSTLY)
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny",
-                                       chat_template=str(tmp_path / "costly.jinja")))
+    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(tmp_path / "costly.jinja")))
     assert server.chat().status_code == 200
     assert list(engine.submitted.values())[-1].prompt == engine.tokenizer.encode("hi", False)
     assert len(workers()) == 1
@@ -211,8 +229,13 @@ def test_a_costly_template_is_rendered_elsewhere(serve, engine, tmp_path: Path):
 
 def test_what_is_refused_counts_as_a_request(serve):
     server = serve(requests_per_minute=6)
-    bad = [(CHAT, {"messages": 5}), (CHAT, {}), ("/tokenize", {"prompt": "x"}), ("/v1/completions", {"prompt": []}),
-           ("/v1/messages/count_tokens", {"model": "tiny", "messages": HELLO})]
+    bad = [
+        (CHAT, {"messages": 5}),
+        (CHAT, {}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": HELLO}),
+    ]
     left = [server.http.post(path, json=body).headers["x-ratelimit-remaining-requests"] for path, body in bad]
     assert left == ["5", "4", "3", "2", "1"]
     server.http.get("/v1/plan", params={"hosts": ["a=1GB"] * 9})
@@ -221,22 +244,26 @@ def test_what_is_refused_counts_as_a_request(serve):
     assert server.http.get("/v1/plan", params={"hosts": "a=1GB"}).status_code == 429
 
 
-@pytest.mark.parametrize(("path", "body", "words"), [
-    (CHAT, {"messages": [[1]] * 20_000}, "messages[0]"),
-    (CHAT, {"messages": [{"role": "user", "content": ""}] * 8193}, "8192"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "4096 content parts"),
-    (CHAT, {"messages": [{"role": "user", **{f"f{i}": 1 for i in range(5000)}}]}, "64 fields"),
-    (CHAT, {"messages": HELLO, **{f"f{i}": 1 for i in range(5000)}}, "Unknown parameter"),
-    (CHAT, {"messages": HELLO, "logit_bias": {str(i): "x" for i in range(5000)}}, "1024 entries"),
-    (CHAT, {"messages": HELLO, "stop": [1] * 17}, "16 stop strings"),
-    (CHAT, {"messages": HELLO, "stop_token_ids": [1.5] * 5000}, "stop_token_ids[0]"),
-    (CHAT, {"messages": HELLO, "tools": [1] * 5000}, "tools[0]"),
-    (CHAT, {"messages": HELLO, "guided_choice": [1] * 5000}, "guided_choice[0]"),
-    ("/v1/responses", {"input": [1] * 5000}, "input[0]"),
-    ("/v1/responses", {"input": "x", "metadata": {str(i): 1 for i in range(5000)}}, "64 entries"),
-    ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [1] * 5000}, "messages[0]"),
-    ("/detokenize", {"tokens": ["x"] * 5000}, "tokens[0]"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (CHAT, {"messages": [[1]] * 20_000}, "messages[0]"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 8193}, "8192"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "4096 content parts"),
+        (CHAT, {"messages": [{"role": "user", **{f"f{i}": 1 for i in range(5000)}}]}, "64 fields"),
+        (CHAT, {"messages": HELLO, **{f"f{i}": 1 for i in range(5000)}}, "Unknown parameter"),
+        (CHAT, {"messages": HELLO, "logit_bias": {str(i): "x" for i in range(5000)}}, "1024 entries"),
+        (CHAT, {"messages": HELLO, "stop": [1] * 17}, "16 stop strings"),
+        (CHAT, {"messages": HELLO, "stop_token_ids": [1.5] * 5000}, "stop_token_ids[0]"),
+        (CHAT, {"messages": HELLO, "tools": [1] * 5000}, "tools[0]"),
+        (CHAT, {"messages": HELLO, "guided_choice": [1] * 5000}, "guided_choice[0]"),
+        ("/v1/responses", {"input": [1] * 5000}, "input[0]"),
+        ("/v1/responses", {"input": "x", "metadata": {str(i): 1 for i in range(5000)}}, "64 entries"),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 1, "messages": [1] * 5000}, "messages[0]"),
+        ("/detokenize", {"tokens": ["x"] * 5000}, "tokens[0]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_thousands_of_mistakes_are_told_as_one(shared, path, body, words):
     response = shared.http.post(path, json=body)
     assert response.status_code == 400

@@ -22,18 +22,47 @@ def refusal(origins, **headers):
 HERE = Origins("127.0.0.1", (), ())
 
 
-@pytest.mark.parametrize("host", [
-    "127.0.0.1:8000", "localhost:8000", "LOCALHOST", "[::1]:8000", "192.168.1.7:8000", "[2001:db8::1]", "app.localhost",
-    "mac-studio.local:8000", "gpu1", "tandem:8000", "tandem.default.svc.cluster.local", "node.internal", "localhost.",
-    "host.docker.internal:8000", "box.home.arpa",
-])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1:8000",
+        "localhost:8000",
+        "LOCALHOST",
+        "[::1]:8000",
+        "192.168.1.7:8000",
+        "[2001:db8::1]",
+        "app.localhost",
+        "mac-studio.local:8000",
+        "gpu1",
+        "tandem:8000",
+        "tandem.default.svc.cluster.local",
+        "node.internal",
+        "localhost.",
+        "host.docker.internal:8000",
+        "box.home.arpa",
+    ],
+)
 def test_names_that_no_stranger_can_have_are_this_servers(host):
     assert refusal(HERE, host=host) is None
 
 
-@pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "127.0.0.1.evil.com", "localhost.evil.com", "1.2.3.4.5",
-                                  "evil.com:x", "", "[::1", "a@evil.com",
-                                  "evil.com@localhost:8000", "evil.com@", "localhost/evil.com"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.com",
+        "evil.com:8000",
+        "127.0.0.1.evil.com",
+        "localhost.evil.com",
+        "1.2.3.4.5",
+        "evil.com:x",
+        "",
+        "[::1",
+        "a@evil.com",
+        "evil.com@localhost:8000",
+        "evil.com@",
+        "localhost/evil.com",
+    ],
+)
 def test_a_name_that_anyone_can_point_here_is_not(host):
     assert refusal(HERE, host=host) == "host_not_allowed"
 
@@ -48,24 +77,48 @@ def test_further_names_are_a_setting():
     assert refusal(Origins("127.0.0.1", ("*",), ()), host="evil.com") is None
 
 
-@pytest.mark.parametrize("origin", [
-    "http://localhost:3000", "https://localhost", "http://127.0.0.1:5173", "http://[::1]:80", "http://app.localhost",
-    "http://192.168.1.7:8000", "app://obsidian.md", "tauri://localhost", "vscode-webview://1a2b",
-    "chrome-extension://abcdef", "file://",
-])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://localhost:3000",
+        "https://localhost",
+        "http://127.0.0.1:5173",
+        "http://[::1]:80",
+        "http://app.localhost",
+        "http://192.168.1.7:8000",
+        "app://obsidian.md",
+        "tauri://localhost",
+        "vscode-webview://1a2b",
+        "chrome-extension://abcdef",
+        "file://",
+    ],
+)
 def test_pages_of_this_machine_of_this_server_and_applications_may(origin):
     assert refusal(HERE, host="192.168.1.7:8000", origin=origin) is None
 
 
-@pytest.mark.parametrize("origin", ["http://evil.com", "https://evil.com", "null", "http://192.168.1.7", "http://",
-                                    "http://localhost.evil.com", "http://192.168.1.8:8000", "https://192.168.1.7",
-                                    "http://evil.com@localhost"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.com",
+        "https://evil.com",
+        "null",
+        "http://192.168.1.7",
+        "http://",
+        "http://localhost.evil.com",
+        "http://192.168.1.8:8000",
+        "https://192.168.1.7",
+        "http://evil.com@localhost",
+    ],
+)
 def test_pages_of_others_may_not(origin):
     assert refusal(HERE, host="192.168.1.7:8000", origin=origin) == "origin_not_allowed"
 
 
-@pytest.mark.parametrize(("site", "code"), [("cross-site", "origin_not_allowed"), ("same-site", "origin_not_allowed"),
-                                            ("same-origin", None), ("none", None)])
+@pytest.mark.parametrize(
+    ("site", "code"),
+    [("cross-site", "origin_not_allowed"), ("same-site", "origin_not_allowed"), ("same-origin", None), ("none", None)],
+)
 def test_pages_that_do_not_say_their_origin_are_told_by_the_browser(site, code):
     fetched = {"host": "localhost:8000", "sec-fetch-site": site}
     assert refusal(HERE, **fetched) == code
@@ -86,21 +139,33 @@ def test_a_page_that_points_its_own_name_here_is_found_out_by_that_name():
     assert refusal(HERE, host="evil.com:8000", origin="http://evil.com:8000") == "host_not_allowed"
 
 
-@pytest.mark.parametrize(("kind", "origin"), [
-    ("application/json", None), ("application/json; charset=utf-8", "http://localhost:3000"),
-    ("APPLICATION/JSON", None), ("application/vnd.api+json", None), (None, None),
-    ("application/x-www-form-urlencoded", None),
-])
+@pytest.mark.parametrize(
+    ("kind", "origin"),
+    [
+        ("application/json", None),
+        ("application/json; charset=utf-8", "http://localhost:3000"),
+        ("APPLICATION/JSON", None),
+        ("application/vnd.api+json", None),
+        (None, None),
+        ("application/x-www-form-urlencoded", None),
+    ],
+)
 def test_bodies_of_clients_as_people_have_them_are_read(kind, origin):
     given = {"content-length": "2", "content-type": kind, "origin": origin}
     check_content_type("POST", Headers({name: value for name, value in given.items() if value is not None}))
 
 
-@pytest.mark.parametrize(("kind", "origin"), [
-    ("text/plain", None), ("text/plain;charset=UTF-8", "http://localhost:3000"),
-    ("multipart/form-data; boundary=x", None),
-    ("application/x-www-form-urlencoded", "http://localhost:3000"), ("application/jsonx", None), ("", None),
-])
+@pytest.mark.parametrize(
+    ("kind", "origin"),
+    [
+        ("text/plain", None),
+        ("text/plain;charset=UTF-8", "http://localhost:3000"),
+        ("multipart/form-data; boundary=x", None),
+        ("application/x-www-form-urlencoded", "http://localhost:3000"),
+        ("application/jsonx", None),
+        ("", None),
+    ],
+)
 def test_bodies_as_a_foreign_page_can_send_them_are_not(kind, origin):
     given = {"content-length": "2", "content-type": kind, "origin": origin}
     headers = Headers({name: value for name, value in given.items() if value is not None})
@@ -145,10 +210,13 @@ def test_a_foreign_page_can_do_nothing_without_a_key(shared):
 
 
 def test_what_people_use_goes_on_working_without_a_key(shared):
-    for headers in ({"Content-Type": "application/x-www-form-urlencoded"},  # curl -d
-                    {"Content-Type": "application/json", "Origin": shared.url},  # the page at /ui
-                    {"Content-Type": "application/json", "Origin": "http://localhost:3000"},
-                    {"Host": "my-mac.local:8000"}, {}):
+    for headers in (
+        {"Content-Type": "application/x-www-form-urlencoded"},  # curl -d
+        {"Content-Type": "application/json", "Origin": shared.url},  # the page at /ui
+        {"Content-Type": "application/json", "Origin": "http://localhost:3000"},
+        {"Host": "my-mac.local:8000"},
+        {},
+    ):
         assert shared.http.post("/v1/completions", content=BODY, headers=headers).status_code == 200, headers
     foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to here
     assert shared.http.get("/", headers={"Accept": "text/html", **foreign}).status_code == 307, "to /ui"
@@ -174,13 +242,20 @@ def test_names_and_origins_can_be_allowed(serve):
         assert ("access-control-allow-origin" in answer.headers) == (origin == "http://b.example")
 
 
-@pytest.mark.parametrize(("field", "value", "words"), [
-    ("allowed_host", ("http://a.example",), "without scheme and port"), ("allowed_host", ("a:80",), "without scheme"),
-    ("allowed_host", ("",), "not the name"), ("allowed_origin", ("a.example",), "scheme and host"),
-    ("allowed_origin", ("https://a.example/x",), "scheme and host"), ("tls_key", "k.pem", "needs --tls-cert"),
-    ("tls_cert", "", "must not be empty"), ("max_connections", 0, "1 or more"),
-    ("max_connections_per_address", 0, "1 or more"),
-])
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("allowed_host", ("http://a.example",), "without scheme and port"),
+        ("allowed_host", ("a:80",), "without scheme"),
+        ("allowed_host", ("",), "not the name"),
+        ("allowed_origin", ("a.example",), "scheme and host"),
+        ("allowed_origin", ("https://a.example/x",), "scheme and host"),
+        ("tls_key", "k.pem", "needs --tls-cert"),
+        ("tls_cert", "", "must not be empty"),
+        ("max_connections", 0, "1 or more"),
+        ("max_connections_per_address", 0, "1 or more"),
+    ],
+)
 def test_a_wrong_setting_is_named_with_its_remedy(field, value, words):
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}.*{words}"):
         validate(Settings(server=ServerSettings(**{field: value})))

@@ -147,8 +147,10 @@ def test_durations_are_written_as_openai_does(seconds, text):
 
 
 def statuses(server, *addresses):
-    return [server.http.post("/tokenize", json={"prompt": "a"}, headers={"x-forwarded-for": address}).status_code
-            for address in addresses]
+    return [
+        server.http.post("/tokenize", json={"prompt": "a"}, headers={"x-forwarded-for": address}).status_code
+        for address in addresses
+    ]
 
 
 def test_who_asks_is_told_by_the_connection_alone(serve, monkeypatch):
@@ -169,8 +171,7 @@ def test_proxies_that_are_named_tell_who_asks(serve):
 def test_a_proxy_is_known_on_a_socket_for_both_families(serve):
     config = serve(trusted_proxies=("10.0.0.0/8", "2001:db8::5")).server.config
     trusted = ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts
-    for proxy, client in (("10.1.2.3", "11.1.2.3"), ("::ffff:10.1.2.3", "::ffff:11.1.2.3"),
-                          ("2001:db8::5", "2001:db8::6")):
+    for proxy, client in (("10.1.2.3", "11.1.2.3"), ("::ffff:10.1.2.3", "::ffff:11.1.2.3"), ("2001:db8::5", "2001:db8::6")):
         assert proxy in trusted and client not in trusted
 
 

@@ -161,11 +161,17 @@ def next_api(**server):
     """The child of `tandem serve` that follows an api that has served: its address, and what it says last."""
     words, end = os.pipe()
     with listen("127.0.0.1", 0) as listener, os.fdopen(words, "rb") as said:
-        payload = msgspec.json.encode(ApiPayload(keys={}, settings=msgspec.Raw(to_json(Settings(
-            server=ServerSettings(**server))))))
-        child = ChildProcess("tandem.cli.processes", payload,
-                             env=env.child_environment(), name="api", pass_fds=[end, listener.fileno()],
-                             arguments=("api", str(end), str(listener.fileno()), "240"))
+        payload = msgspec.json.encode(
+            ApiPayload(keys={}, settings=msgspec.Raw(to_json(Settings(server=ServerSettings(**server)))))
+        )
+        child = ChildProcess(
+            "tandem.cli.processes",
+            payload,
+            env=env.child_environment(),
+            name="api",
+            pass_fds=[end, listener.fileno()],
+            arguments=("api", str(end), str(listener.fileno()), "240"),
+        )
         os.close(end)
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -72,12 +72,15 @@ def test_hosts_and_launchers_that_the_plan_does_not_know_are_named(model: Path, 
     hostfile = tmp_path / "hosts.json"
     hostfile.write_text(HOSTFILE)
     settings = load({"model": [str(model)]}).settings
-    elsewhere = dataclasses.replace(settings, parallel=ParallelSettings(
-        hostfile=str(hostfile), pipeline_parallel_size=2, launcher="ssh"))
+    elsewhere = dataclasses.replace(
+        settings, parallel=ParallelSettings(hostfile=str(hostfile), pipeline_parallel_size=2, launcher="ssh")
+    )
     with pytest.raises(UsageError, match="the memory of b is not known"):
         footprint(elsewhere, Machines({"a": 10**9}, False), {"a": 8 * 10**8})
-    assert set(footprint(elsewhere, Machines({"a": 10**9, "b": 10**9}, False),
-                         {"a": 8 * 10**8, "b": 8 * 10**8}).needs) == {"a", "b"}
+    assert set(footprint(elsewhere, Machines({"a": 10**9, "b": 10**9}, False), {"a": 8 * 10**8, "b": 8 * 10**8}).needs) == {
+        "a",
+        "b",
+    }
     by_hand = dataclasses.replace(settings, parallel=ParallelSettings(launcher="manual", token_file="t"))
     with pytest.raises(UsageError, match="--launcher manual"):
         footprint(by_hand, Machines({}, False), {})

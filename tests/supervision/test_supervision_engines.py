@@ -266,11 +266,27 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatc
 
 
 def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatch):
-    status = EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
-                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, micro_batches=1,
-                          ranks=[])
-    answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
-               ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
+    status = EngineStatus(
+        query_id=1,
+        state="ready",
+        detail="",
+        model="m",
+        source="",
+        max_context=1,
+        vocab_size=1,
+        queued=0,
+        running=0,
+        kv_tokens_used=0,
+        kv_tokens_total=0,
+        restarts=0,
+        stages=1,
+        micro_batches=1,
+        ranks=[],
+    )
+    answers = [
+        msgspec.structs.replace(status, age_s=age, state=state)
+        for age, state in ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))
+    ]
 
     class Probe(FakeProbe):
         def ask(self):
@@ -360,9 +376,23 @@ class Answers(FakeProbe):
     """Asks an engine that is ready."""
 
     def ask(self):
-        return EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
-                            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, micro_batches=1,
-                            ranks=[])
+        return EngineStatus(
+            query_id=1,
+            state="ready",
+            detail="",
+            model="m",
+            source="",
+            max_context=1,
+            vocab_size=1,
+            queued=0,
+            running=0,
+            kv_tokens_used=0,
+            kv_tokens_total=0,
+            restarts=0,
+            stages=1,
+            micro_batches=1,
+            ranks=[],
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -410,9 +440,17 @@ def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors")
-@pytest.mark.parametrize("error", [BlockingIOError(11, "Resource temporarily unavailable"), MemoryError(),
-                                   OSError(12, "Cannot allocate memory"), OSError(24, "Too many open files"),
-                                   RuntimeError("can't start new thread")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(11, "Resource temporarily unavailable"),
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        OSError(24, "Too many open files"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(monkeypatch, error):
     real, left = subprocess.Popen, [error] * 3
 
@@ -440,8 +478,7 @@ def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(mon
 
 def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch):
     engines = EngineSet(settings())
-    monkeypatch.setattr("tandem.supervision.replica_process.os.pipe",
-                        lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+    monkeypatch.setattr("tandem.supervision.replica_process.os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
     engines.start()
     assert engines.look() is None and not children
     monkeypatch.undo()

@@ -29,8 +29,9 @@ def eventually(condition: Callable[[], object]) -> bool:
 
 
 def test_caffeinate_holds_off_idle_sleep_and_ends_with_a_process_that_is_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD], env=mac_environment(tmp_path), stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD], env=mac_environment(tmp_path), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with process:
         first, second = (int(one) for one in process.stdout.readline().split())
         assert first == second  # one is enough

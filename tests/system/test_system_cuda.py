@@ -20,7 +20,8 @@ def test_kernels_are_loaded_at_once_unless_somebody_has_said_otherwise(monkeypat
 
 
 def test_cuda_is_used_if_its_mlx_is_installed_and_ranks_are_not_told_to_leave_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not uses_cuda("auto")  # tests run on the MLX for CPUs
     (tmp_path / "mlx_cuda_13-0.32.4.dist-info").mkdir()
     (tmp_path / "mlx_cuda_13-0.32.4.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx-cuda-13\n")

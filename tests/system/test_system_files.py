@@ -29,8 +29,7 @@ def test_a_file_that_macos_withholds_is_not_one_without_permission_bits(monkeypa
     assert file_trouble(trouble(errno.EACCES)) == "Permission denied"
 
 
-@pytest.mark.parametrize("method", ["pathlib.Path.iterdir", "tandem.checkpoints.config.read_text",
-                                    "pathlib.Path.is_dir"])
+@pytest.mark.parametrize("method", ["pathlib.Path.iterdir", "tandem.checkpoints.config.read_text", "pathlib.Path.is_dir"])
 def test_a_model_in_a_folder_that_macos_withholds(tmp_path, monkeypatch, method):
     model = tiny_model(tmp_path / "tiny")
 

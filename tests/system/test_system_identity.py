@@ -14,8 +14,7 @@ ASK = "from tandem.system.identity import machine_id; print(machine_id())"
 
 
 def asked(environment: dict[str, str]) -> str:
-    return subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True,
-                          check=True).stdout.strip()
+    return subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_a_mac_is_known_by_its_hardware_and_not_by_its_name(tmp_path):

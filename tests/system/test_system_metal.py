@@ -53,8 +53,9 @@ print(json.dumps([os.environ.get(one) for one in
 
 
 def fences(fast: bool, environment: dict[str, str]) -> tuple[list, str]:
-    done = subprocess.run([sys.executable, "-c", FENCES.format(fast=fast)], env=environment, capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FENCES.format(fast=fast)], env=environment, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout), done.stderr
 
 
@@ -84,12 +85,16 @@ def test_without_sysctl_nothing_fails(tmp_path):
     assert usable == gpu_memory(installed)
 
 
-@pytest.mark.parametrize(("words", "fault"), [
-    (f"{FAILED} Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", "memory"),
-    ("[metal::malloc] Unable to allocate 21474836480 bytes.", "memory"),
-    ("[metal::malloc] Resource limit (499000) exceeded.", "memory"),
-    (f"{FAILED} Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)", "timeout"),
-    (f"{FAILED} Ignored (for causing prior/excessive GPU errors)", None),
-    ("weight model.layers.0 is missing", None)])
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (f"{FAILED} Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", "memory"),
+        ("[metal::malloc] Unable to allocate 21474836480 bytes.", "memory"),
+        ("[metal::malloc] Resource limit (499000) exceeded.", "memory"),
+        (f"{FAILED} Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)", "timeout"),
+        (f"{FAILED} Ignored (for causing prior/excessive GPU errors)", None),
+        ("weight model.layers.0 is missing", None),
+    ],
+)
 def test_metals_errors_are_told_apart(words, fault):
     assert fault_of(words) == fault

@@ -56,8 +56,7 @@ class Libproc:
         return self.size
 
 
-@pytest.mark.parametrize(("status", "size", "letter"), [(4, 136, "T"), (3, 136, "S"), (2, 136, "R"), (5, 136, "Z"),
-                                                       (4, 0, "")])
+@pytest.mark.parametrize(("status", "size", "letter"), [(4, 136, "T"), (3, 136, "S"), (2, 136, "R"), (5, 136, "Z"), (4, 0, "")])
 def test_macos_tells_it_in_a_struct(monkeypatch, status, size, letter):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(state, "_libproc", lambda: Libproc(status, size))

@@ -146,7 +146,9 @@ def test_what_templates_do_comes_out_as_without_limits(name):
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     plain.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     source = USUAL[name].replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    expected = plain.from_string(source).render(messages=MESSAGES, tools=TOOLS, add_generation_prompt=True, bos_token="<s>", enable_thinking=False)
+    expected = plain.from_string(source).render(
+        messages=MESSAGES, tools=TOOLS, add_generation_prompt=True, bos_token="<s>", enable_thinking=False
+    )
     assert render(USUAL[name], enable_thinking=False) == expected
 
 

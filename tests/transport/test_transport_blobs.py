@@ -80,7 +80,7 @@ def test_the_list_and_any_ranges(client: BlobClient) -> None:
     for _ in range(40):
         start = rng.randrange(len(big))
         ranges.append(Range("big.safetensors", start, rng.randint(1, min(CHUNK, len(big) - start))))
-    expected = [CONTENT[one.name][one.offset:one.offset + one.length] for one in ranges]
+    expected = [CONTENT[one.name][one.offset : one.offset + one.length] for one in ranges]
     assert read(client, *ranges) == expected
 
 
@@ -99,12 +99,25 @@ def test_samples_tell_files_of_one_size_and_time_apart(tmp_path: Path, keys: Clu
     assert len(samples) == 2
 
 
-@pytest.mark.parametrize("wanted", [
-    Range("../secret.txt", 0, 6), Range("private.key", 0, 3), Range("/etc/hostname", 0, 1), Range("", 0, 1),
-    Range("model/config.json", 0, 1), Range("./config.json", 0, 1), Range("config.json\0", 0, 1),
-    Range("config.json", -1, 1), Range("config.json", 0, 0), Range("config.json", 0, -1), Range("config.json", 1, 2),
-    Range("config.json", 2**62, 1), Range("big.safetensors", 0, CHUNK + 1),
-], ids=str)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Range("../secret.txt", 0, 6),
+        Range("private.key", 0, 3),
+        Range("/etc/hostname", 0, 1),
+        Range("", 0, 1),
+        Range("model/config.json", 0, 1),
+        Range("./config.json", 0, 1),
+        Range("config.json\0", 0, 1),
+        Range("config.json", -1, 1),
+        Range("config.json", 0, 0),
+        Range("config.json", 0, -1),
+        Range("config.json", 1, 2),
+        Range("config.json", 2**62, 1),
+        Range("big.safetensors", 0, CHUNK + 1),
+    ],
+    ids=str,
+)
 def test_what_is_not_served_is_refused(client: BlobClient, wanted: Range) -> None:
     with pytest.raises(TransportError, match="refuses"):
         read(client, wanted)
@@ -135,7 +148,7 @@ def test_a_call_that_was_given_up_does_not_disturb_the_next(client: BlobClient) 
     ranges = [Range("big.safetensors", i, 1) for i in range(10)]
     for _ in client.read(ranges):
         break
-    assert read(client, *ranges) == [CONTENT["big.safetensors"][i:i + 1] for i in range(10)]
+    assert read(client, *ranges) == [CONTENT["big.safetensors"][i : i + 1] for i in range(10)]
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "other keys"])

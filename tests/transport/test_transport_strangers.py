@@ -65,8 +65,14 @@ class Door:
 
 def bus_door(keys: ClusterKeys) -> Door:
     bus = EngineBus(keys)
-    return Door("bus", keys, int(bus.endpoint.rpartition(":")[2]),
-                lambda port: RankBus(f"tcp://127.0.0.1:{port}", keys, 0, "g"), lambda: bus.receive(0.5), bus.close)
+    return Door(
+        "bus",
+        keys,
+        int(bus.endpoint.rpartition(":")[2]),
+        lambda port: RankBus(f"tcp://127.0.0.1:{port}", keys, 0, "g"),
+        lambda: bus.receive(0.5),
+        bus.close,
+    )
 
 
 def join_door(keys: ClusterKeys) -> Door:
@@ -76,8 +82,7 @@ def join_door(keys: ClusterKeys) -> Door:
         head.socket.poll(500)
         return head.receive()
 
-    return Door("join socket", keys, head.port, lambda port: HostEnd(f"tcp://127.0.0.1:{port}", keys, "host"), heard,
-                head.close)
+    return Door("join socket", keys, head.port, lambda port: HostEnd(f"tcp://127.0.0.1:{port}", keys, "host"), heard, head.close)
 
 
 @pytest.fixture
@@ -113,11 +118,11 @@ def refusals(caplog: pytest.LogCaptureFixture, door: Door, wait_s: float = 240.0
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "other keys", "the door's public key alone"])
-def test_a_peer_without_the_keys_is_refused_and_logged_once(
-        door: Door, caplog: pytest.LogCaptureFixture, stranger: str) -> None:
+def test_a_peer_without_the_keys_is_refused_and_logged_once(door: Door, caplog: pytest.LogCaptureFixture, stranger: str) -> None:
     other = ClusterKeys.generate()
     theirs = {"no keys": None, "other keys": other}.get(
-        stranger, msgspec.structs.replace(other, bind_public=door.keys.bind_public))
+        stranger, msgspec.structs.replace(other, bind_public=door.keys.bind_public)
+    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with caplog.at_level(logging.WARNING, logger="tandem"):
         intruders = [dealer(context, door.port, theirs) for _ in range(3)]
@@ -141,8 +146,10 @@ def test_garbage_on_the_port_is_refused_and_logged_once(door: Door, caplog: pyte
 def test_a_huge_frame_is_announced_in_vain(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     """One gigabyte announced by a stranger: the connection ends, and no memory is set aside for it."""
     before = psutil.Process().memory_info().rss
-    with caplog.at_level(logging.WARNING, logger="tandem"), \
-            socket.create_connection(("127.0.0.1", door.port), timeout=240) as raw:
+    with (
+        caplog.at_level(logging.WARNING, logger="tandem"),
+        socket.create_connection(("127.0.0.1", door.port), timeout=240) as raw,
+    ):
         raw.sendall(GREETING)
         raw.sendall(b"\x06" + struct.pack(">Q", 2**30) + bytes(1000))  # a long command frame
         while raw.recv(4096):
@@ -153,7 +160,8 @@ def test_a_huge_frame_is_announced_in_vain(door: Door, caplog: pytest.LogCapture
 
 
 def test_a_stranger_who_is_gone_before_it_is_looked_at_is_logged_too(
-        door: Door, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    door: Door, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def late(monitor: zmq.Socket[bytes]) -> Any:
         event = recv_monitor_message(monitor)
         time.sleep(0.3)
@@ -180,6 +188,7 @@ def test_a_huge_frame_of_a_member_ends_its_connection_alone(door: Door) -> None:
 def strangers() -> Iterator[Callable[..., list[socket.socket]]]:
     """Opens connections to a port, from 127.0.0.`host`, that say nothing."""
     with ExitStack() as stack:
+
         def open_some(port: int, count: int, host: int = 1) -> list[socket.socket]:
             ends = ("127.0.0.1", port), 240, (f"127.0.0.{host}", 0)
             return [stack.enter_context(socket.create_connection(*ends)) for _ in range(count)]
@@ -201,8 +210,11 @@ def all_but(kept: int, opened: list[socket.socket]) -> list[socket.socket]:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="other loopback addresses need an alias there")
 def test_connections_without_a_key_are_bounded_for_each_address_and_in_all(
-        keys: ClusterKeys, strangers: Callable[..., list[socket.socket]], monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture) -> None:
+    keys: ClusterKeys,
+    strangers: Callable[..., list[socket.socket]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setattr(guard, "MOST", 8)
     with closing(join_door(keys)) as door:
         opened = strangers(door.port, 12, 2)
@@ -219,7 +231,8 @@ def test_connections_without_a_key_are_bounded_for_each_address_and_in_all(
 
 
 def test_a_connection_that_never_shows_a_key_is_closed(
-        keys: ClusterKeys, strangers: Callable[..., list[socket.socket]], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: ClusterKeys, strangers: Callable[..., list[socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(protocol_keys, "HANDSHAKE_S", 0.2)
     with closing(join_door(keys)) as door:
         all_but(0, strangers(door.port, 3))

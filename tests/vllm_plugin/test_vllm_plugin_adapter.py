@@ -31,9 +31,21 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
 
 def params(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = {
-        "max_tokens": OUTPUT, "min_tokens": 0, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": None, "seed": None,
-        "all_stop_token_ids": set(), "ignore_eos": True, "logprobs": None}
+        "max_tokens": OUTPUT,
+        "min_tokens": 0,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "logit_bias": None,
+        "seed": None,
+        "all_stop_token_ids": set(),
+        "ignore_eos": True,
+        "logprobs": None,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -50,14 +62,15 @@ class Request:
 
     @property
     def produced(self) -> list[int]:
-        return self.tokens[len(self.prompt):]
+        return self.tokens[len(self.prompt) :]
 
 
 class FakeScheduler:
     """Random decisions of the kinds that vLLM's makes, in the form in which it announces them."""
 
-    def __init__(self, seed: int, requests: dict[str, Request], *, second_contract: bool,
-                 answers: dict[str, list[int]] | None = None) -> None:
+    def __init__(
+        self, seed: int, requests: dict[str, Request], *, second_contract: bool, answers: dict[str, list[int]] | None = None
+    ) -> None:
         """With `answers` it drafts what is in them, and often something else."""
         self.random = random.Random(seed)
         self.answers = answers
@@ -86,10 +99,15 @@ class FakeScheduler:
                 drafts[request_id] = more
                 counts[request_id] += len(more)
             if request.state == "new" or (request.state == "preempted" and self.second):
-                new.append(SimpleNamespace(
-                    req_id=request_id, prompt_token_ids=request.prompt, sampling_params=params(),
-                    prefill_token_ids=list(request.tokens) if self.second else None,
-                    num_computed_tokens=request.computed))
+                new.append(
+                    SimpleNamespace(
+                        req_id=request_id,
+                        prompt_token_ids=request.prompt,
+                        sampling_params=params(),
+                        prefill_token_ids=list(request.tokens) if self.second else None,
+                        num_computed_tokens=request.computed,
+                    )
+                )
             else:
                 ids.append(request_id)
                 computed.append(request.computed)
@@ -100,11 +118,15 @@ class FakeScheduler:
             request.computed += counts[request_id]
             request.tried = len(drafts.get(request_id, ()))
         finished, self.finished = self.finished, set()
-        cached = SimpleNamespace(req_ids=ids, resumed_req_ids=resumed, all_token_ids=tokens_of,
-                                 num_computed_tokens=computed)
-        return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts,
-                               finished_req_ids=finished, preempted_req_ids=preempted,
-                               scheduled_spec_decode_tokens=drafts)
+        cached = SimpleNamespace(req_ids=ids, resumed_req_ids=resumed, all_token_ids=tokens_of, num_computed_tokens=computed)
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=counts,
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+            scheduled_spec_decode_tokens=drafts,
+        )
 
     def _drafts(self, request_id: str, request: Request) -> list[int]:
         """Drafts for a request that decodes; -1 as vLLM fills up one that joins with one token left."""
@@ -115,7 +137,7 @@ class FakeScheduler:
             return [-1] * min(room, 3) if request.computed else []
         if not request.produced:
             return []
-        right = self.answers[request_id][len(request.produced):][:self.random.randint(0, min(room, 3))]
+        right = self.answers[request_id][len(request.produced) :][: self.random.randint(0, min(room, 3))]
         return [token if self.random.random() < 0.7 else 7 for token in right]
 
     def update(self, tokens: dict[str, list[int]]) -> None:
@@ -150,7 +172,7 @@ def drive(stage: StageModel, adapter: Adapter, scheduler: FakeScheduler) -> dict
             for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
                 tokens.setdefault(request_id, []).append(token)
             for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
-                del tokens[row.request_id][accepted(row.tokens, tokens[row.request_id]) + 1:]
+                del tokens[row.request_id][accepted(row.tokens, tokens[row.request_id]) + 1 :]
             for request_id, given in tokens.items():
                 adapter.sampled(request_id, given)
             scheduler.update(tokens)
@@ -165,8 +187,9 @@ def drive(stage: StageModel, adapter: Adapter, scheduler: FakeScheduler) -> dict
 def test_any_schedule_gives_each_sequence_its_own_tokens(stage: StageModel, seed: int) -> None:
     rng = random.Random(seed)
     shared = [rng.randrange(3, 500) for _ in range(64)]
-    prompts = {f"r{i}": shared[:rng.choice((0, 40, 64))] + [rng.randrange(3, 500) for _ in range(rng.randint(1, 50))]
-               for i in range(8)}
+    prompts = {
+        f"r{i}": shared[: rng.choice((0, 40, 64))] + [rng.randrange(3, 500) for _ in range(rng.randint(1, 50))] for i in range(8)
+    }
     requests = {one: Request(prompt, list(prompt)) for one, prompt in prompts.items()}
     adapter = Adapter(stages=2, kv_tokens=2000, chunk=48, prefix_tokens=2000 if seed % 2 else 0, trimmable=True)
     scheduler = FakeScheduler(seed, requests, second_contract=seed % 3 == 0)
@@ -187,12 +210,18 @@ def test_drafts_change_nothing(stage: StageModel, seed: int) -> None:
 
 
 def first_step(request_id: str, prompt: list[int], computed: int = 0) -> SimpleNamespace:
-    new = SimpleNamespace(req_id=request_id, prompt_token_ids=prompt, sampling_params=params(), prefill_token_ids=None,
-                          num_computed_tokens=computed)
+    new = SimpleNamespace(
+        req_id=request_id, prompt_token_ids=prompt, sampling_params=params(), prefill_token_ids=None, num_computed_tokens=computed
+    )
     cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), all_token_ids={}, num_computed_tokens=[])
-    return SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, preempted_req_ids=None,
-                           num_scheduled_tokens={request_id: len(prompt) - computed}, finished_req_ids=set(),
-                           scheduled_spec_decode_tokens={})
+    return SimpleNamespace(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=cached,
+        preempted_req_ids=None,
+        num_scheduled_tokens={request_id: len(prompt) - computed},
+        finished_req_ids=set(),
+        scheduled_spec_decode_tokens={},
+    )
 
 
 def adapter(**changes: Any) -> Adapter:
@@ -213,8 +242,10 @@ def test_a_prefix_that_vllm_takes_for_cached_is_restored_and_not_computed_again(
 def test_a_cached_prefix_costs_what_its_states_take() -> None:
     for extra, kept in ((0, 3), (400, 2), (1000, 0)):
         one = adapter(kv_tokens=5000, prefix_extra=extra, trimmable=False)
-        plans = [one.plan(first_step(str(number), [500 * number + i for i in range(64)]))  # type: ignore[arg-type]
-                 for number in range(3)]
+        plans = [
+            one.plan(first_step(str(number), [500 * number + i for i in range(64)]))  # type: ignore[arg-type]
+            for number in range(3)
+        ]
         assert sum(len(plan.saves) - len(plan.evicts) for plan in plans if plan is not None) == kept
 
 
@@ -222,8 +253,7 @@ def test_a_prefix_that_no_cached_prefix_holds_is_computed_again_in_bounded_disk_
     one = adapter()
     plan = one.plan(first_step("b", list(range(230)), computed=128))  # type: ignore[arg-type]
     assert plan is not None and not plan.restores
-    assert [(op.start, op.count, op.last) for op in plan.prefill] == [
-        (0, 100, False), (100, 100, False), (200, 30, True)]
+    assert [(op.start, op.count, op.last) for op in plan.prefill] == [(0, 100, False), (100, 100, False), (200, 30, True)]
     assert one.recomputed == 128
 
 

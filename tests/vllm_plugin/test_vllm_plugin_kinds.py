@@ -43,22 +43,46 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """Where the models are, and mlx-lm's greedy tokens of each for PROMPTS: by another process, as vLLM forks this."""
     path = tmp_path_factory.mktemp("kinds")
     kinds = {family: architecture for family, (architecture, _) in KINDS.items()}
-    made = subprocess.run([sys.executable, "-c", _MODELS, str(path)], input=json.dumps([kinds, PROMPTS, OUTPUT]),
-                          capture_output=True, text=True, timeout=400, check=False)
+    made = subprocess.run(
+        [sys.executable, "-c", _MODELS, str(path)],
+        input=json.dumps([kinds, PROMPTS, OUTPUT]),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert made.returncode == 0, made.stderr
     return path, json.loads(made.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_completions_are_those_of_mlx_lm(
-        family: str, models: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path) -> None:
+def test_completions_are_those_of_mlx_lm(family: str, models: tuple[Path, dict[str, list[list[int]]]], tmp_path: Path) -> None:
     path, wanted = models
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with server(tmp_path / "log", port, str(path / family), "--served-model-name", "tiny", "--max-model-len", "256",
-                "--max-num-batched-tokens", "64", "--host", "127.0.0.1", *KINDS[family][1]) as one:
+    with server(
+        tmp_path / "log",
+        port,
+        str(path / family),
+        "--served-model-name",
+        "tiny",
+        "--max-model-len",
+        "256",
+        "--max-num-batched-tokens",
+        "64",
+        "--host",
+        "127.0.0.1",
+        *KINDS[family][1],
+    ) as one:
         for _ in range(2):  # again, from what was kept of the prompts
-            answer = one.post("/v1/completions", model="tiny", prompt=PROMPTS, max_tokens=OUTPUT, temperature=0,
-                              ignore_eos=True, return_token_ids=True)
+            answer = one.post(
+                "/v1/completions",
+                model="tiny",
+                prompt=PROMPTS,
+                max_tokens=OUTPUT,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+            )
             assert [choice["token_ids"] for choice in answer["choices"]] == wanted[family]

@@ -67,7 +67,8 @@ def test_greedy_tokens_of_a_layout(tiny: Path, expected: list[list[int]], layout
 
 
 def test_the_first_scheduling_contract_works_as_well(
-        tiny: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with engine(tiny, pipeline_parallel_size=2, num_gpu_blocks_override=17) as llm:
         assert generate(llm, PROMPTS * 3, OUTPUT) == expected * 3
@@ -90,8 +91,7 @@ def test_drafts_change_nothing(tiny: Path, expected: list[list[int]]) -> None:
         prompt = {"prompt_token_ids": PROMPTS[1]}
         forced = StructuredOutputsParams(regex="(ab){12}")
         for penalty in (0.0, 0.5):  # with a penalty nothing is drafted
-            params = SamplingParams(temperature=0.0, max_tokens=64, frequency_penalty=penalty,
-                                    structured_outputs=forced)
+            params = SamplingParams(temperature=0.0, max_tokens=64, frequency_penalty=penalty, structured_outputs=forced)
             [repeated] = llm.generate(prompt, params, use_tqdm=False)
             assert repeated.outputs[0].text == "ab" * 12
             accepted = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
@@ -115,10 +115,13 @@ def test_the_table_of_overrides_is_needed() -> None:
     from tandem.vllm_plugin.compat import OVERRIDES
 
     targets = {override.target for override in OVERRIDES}
-    assert targets == {"torch.accelerator.empty_cache", "torch.accelerator.empty_host_cache",
-                       "vllm.engine.arg_utils.EngineArgs.create_model_config",
-                       "vllm.config.VllmConfig._validate_v2_model_runner",
-                       "vllm.v1.engine.utils.CoreEngineActorManager.__init__"}
+    assert targets == {
+        "torch.accelerator.empty_cache",
+        "torch.accelerator.empty_host_cache",
+        "vllm.engine.arg_utils.EngineArgs.create_model_config",
+        "vllm.config.VllmConfig._validate_v2_model_runner",
+        "vllm.v1.engine.utils.CoreEngineActorManager.__init__",
+    }
     source = inspect.getsource(parallel_state.cleanup_dist_env_and_memory)
     assert "torch.accelerator.empty_cache()" in source and "torch.accelerator.empty_host_cache()" in source
     if not torch.accelerator.is_available():
@@ -138,7 +141,12 @@ def test_a_silent_fallback_is_loud(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    run = subprocess.run([sys.executable, "-c", "from vllm.plugins import load_general_plugins as f; f()"],
-                         capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", "from vllm.plugins import load_general_plugins as f; f()"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.returncode != 0
     assert "VLLM_TARGET_DEVICE=cpu makes vLLM ignore platform plugins" in run.stderr

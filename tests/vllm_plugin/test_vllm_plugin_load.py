@@ -33,17 +33,16 @@ async def _one(llm: Any, request_id: str, prompt: list[int], stop_after: int | N
     return tokens
 
 
-async def _all(model: Path, prompts: list[list[int]], stops: list[int | None],
-               **options: Any) -> tuple[list[list[int]], int]:
+async def _all(model: Path, prompts: list[list[int]], stops: list[int | None], **options: Any) -> tuple[list[list[int]], int]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    args = AsyncEngineArgs(model=str(model), max_model_len=256, max_num_seqs=16, max_num_batched_tokens=128,
-                           num_gpu_blocks_override=33, **options)
+    args = AsyncEngineArgs(
+        model=str(model), max_model_len=256, max_num_seqs=16, max_num_batched_tokens=128, num_gpu_blocks_override=33, **options
+    )
     llm = AsyncLLM.from_engine_args(args)
     try:
-        tasks = [_one(llm, f"r{i}", prompt, stop)
-                 for i, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))]
+        tasks = [_one(llm, f"r{i}", prompt, stop) for i, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))]
         found = await asyncio.wait_for(asyncio.gather(*tasks), 400)
         from vllm.v1.metrics.reader import get_metrics_cached_prefix
 
@@ -53,13 +52,11 @@ async def _all(model: Path, prompts: list[list[int]], stops: list[int | None],
         llm.shutdown()
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=["one", "dp2 x pp2"])
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=["one", "dp2 x pp2"])
 def test_two_hundred_requests_with_aborts_and_preemptions(tiny: Path, options: dict[str, Any]) -> None:
     rng = random.Random(7)
     shared = [rng.randrange(40, 400) for _ in range(96)]
-    kinds = [shared[:rng.choice((0, 32, 96))] + [rng.randrange(40, 400) for _ in range(rng.randint(1, 60))]
-             for _ in range(40)]
+    kinds = [shared[: rng.choice((0, 32, 96))] + [rng.randrange(40, 400) for _ in range(rng.randint(1, 60))] for _ in range(40)]
     prompts = [rng.choice(kinds) for _ in range(REQUESTS)]
     stops = [rng.randint(1, OUTPUT - 2) if rng.random() < 0.25 else None for _ in range(REQUESTS)]
     wanted = dict(zip(map(tuple, kinds), expected_tokens(tiny, kinds, OUTPUT)["served"], strict=True))
@@ -68,5 +65,5 @@ def test_two_hundred_requests_with_aborts_and_preemptions(tiny: Path, options: d
     assert gone([pid for pid in descendants(os.getpid()) if pid not in before], 15)
     for prompt, stop, tokens in zip(prompts, stops, found, strict=True):
         assert len(tokens) >= (stop or OUTPUT)
-        assert tokens == wanted[tuple(prompt)][:len(tokens)]
+        assert tokens == wanted[tuple(prompt)][: len(tokens)]
     assert preempted > 0

@@ -15,8 +15,17 @@ from tandem.vllm_plugin.options import DEVICES, Options, check_devices, read_opt
 from tandem.vllm_plugin.params import check, translate
 from tandem.vllm_plugin.rendezvous import Rendezvous, add_keys, listen_port
 
-NAMES = ("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT",
-         "TANDEM_LAYER_SPLIT", "VLLM_PP_LAYER_PARTITION", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_THREADS_PER_RANK")
+NAMES = (
+    "TANDEM_MEMORY_FRACTION",
+    "VLLM_METAL_MEMORY_FRACTION",
+    "TANDEM_BASE_PORT",
+    "VLLM_METAL_RING_BASE_PORT",
+    "TANDEM_LAYER_SPLIT",
+    "VLLM_PP_LAYER_PARTITION",
+    "TANDEM_DTYPE",
+    "TANDEM_BLAS",
+    "TANDEM_THREADS_PER_RANK",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +38,18 @@ def test_nothing_set_is_the_default() -> None:
     assert read_options() == Options()
 
 
-@pytest.mark.parametrize(("name", "value", "field", "expected"), [
-    ("VLLM_METAL_MEMORY_FRACTION", "0.5", "memory_fraction", 0.5),
-    ("VLLM_METAL_MEMORY_FRACTION", "auto", "memory_fraction", None),
-    ("TANDEM_MEMORY_FRACTION", "1", "memory_fraction", 1.0),
-    ("VLLM_METAL_RING_BASE_PORT", "32323", "base_port", 32323),
-    ("VLLM_PP_LAYER_PARTITION", "20,16", "layer_split", (20, 16)),
-    ("TANDEM_THREADS_PER_RANK", "3", "threads", 3),
-])
-def test_names_of_vllm_metal_and_ours(monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str,
-                                      expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("VLLM_METAL_MEMORY_FRACTION", "0.5", "memory_fraction", 0.5),
+        ("VLLM_METAL_MEMORY_FRACTION", "auto", "memory_fraction", None),
+        ("TANDEM_MEMORY_FRACTION", "1", "memory_fraction", 1.0),
+        ("VLLM_METAL_RING_BASE_PORT", "32323", "base_port", 32323),
+        ("VLLM_PP_LAYER_PARTITION", "20,16", "layer_split", (20, 16)),
+        ("TANDEM_THREADS_PER_RANK", "3", "threads", 3),
+    ],
+)
+def test_names_of_vllm_metal_and_ours(monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str, expected: Any) -> None:
     monkeypatch.setenv(name, value)
     assert getattr(read_options(), field) == expected
 
@@ -49,12 +60,15 @@ def test_our_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_options().memory_fraction == 0.25
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [
-    ("VLLM_METAL_MEMORY_FRACTION", "lots", "VLLM_METAL_MEMORY_FRACTION=lots is not a number"),
-    ("TANDEM_MEMORY_FRACTION", "1.5", "above 0 and be at most 1"),
-    ("VLLM_METAL_RING_BASE_PORT", "80", "1024 to 65535"),
-    ("TANDEM_LAYER_SPLIT", "a,b", "layers per stage"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("VLLM_METAL_MEMORY_FRACTION", "lots", "VLLM_METAL_MEMORY_FRACTION=lots is not a number"),
+        ("TANDEM_MEMORY_FRACTION", "1.5", "above 0 and be at most 1"),
+        ("VLLM_METAL_RING_BASE_PORT", "80", "1024 to 65535"),
+        ("TANDEM_LAYER_SPLIT", "a,b", "layers per stage"),
+    ],
+)
 def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
@@ -91,9 +105,21 @@ def test_the_plugin_applies_by_hardware_and_packages(monkeypatch: pytest.MonkeyP
 
 def vllm_params(**changes: Any) -> SimpleNamespace:
     values: dict[str, Any] = {
-        "max_tokens": 9, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
-        "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.3, "logit_bias": {3: 1.0}, "seed": 4,
-        "all_stop_token_ids": {7, 2}, "ignore_eos": False, "logprobs": 2}
+        "max_tokens": 9,
+        "min_tokens": 1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "logit_bias": {3: 1.0},
+        "seed": 4,
+        "all_stop_token_ids": {7, 2},
+        "ignore_eos": False,
+        "logprobs": 2,
+    }
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -103,8 +129,9 @@ def test_sampling_parameters_keep_their_meaning() -> None:
     assert (params.logit_bias, params.seed, params.min_tokens) == ({3: 1.0}, 4, 1)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("prompt_logprobs", 0), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("logprobs", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("prompt_logprobs", 0), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("logprobs", -1)]
+)
 def test_what_is_not_supported_is_refused(name: str, value: object) -> None:
     check(vllm_params())
     with pytest.raises(ValueError, match="not supported by Tandem"):

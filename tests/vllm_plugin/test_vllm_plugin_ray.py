@@ -26,8 +26,11 @@ from vllm_helpers import START_S, VLLM
 
 from netns import Machines, why_not
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow,
-              pytest.mark.skipif(why_not() is not None, reason=f"no machines to test on: {why_not()}")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=f"no machines to test on: {why_not()}"),
+]
 
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
 SMALL = " --object-store-memory=100000000 --disable-usage-stats"
@@ -47,8 +50,14 @@ class Cluster:
         self.machines, self.model = machines, model
         for name in machines.names:
             (machines[name].home / "r").mkdir()
-            machines.set_variables(name, {"RAY_TMPDIR": str(machines[name].home / "r"), "VLLM_NO_USAGE_STATS": "1",
-                                          "VLLM_HOST_IP": machines[name].address})
+            machines.set_variables(
+                name,
+                {
+                    "RAY_TMPDIR": str(machines[name].home / "r"),
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_HOST_IP": machines[name].address,
+                },
+            )
 
     def here(self, text: str) -> str:
         """A line of the documentation with this cluster's addresses, and a model that is here."""
@@ -99,10 +108,17 @@ class Cluster:
             return False
 
     def complete(self) -> dict[str, Any]:
-        body = {"model": str(self.model), "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True}
-        request = urllib.request.Request(f"{self.base}/v1/completions", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
+        body = {
+            "model": str(self.model),
+            "prompt": PROMPT,
+            "max_tokens": 16,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=120) as response:
             answer: dict[str, Any] = json.load(response)
         choice: dict[str, Any] = answer["choices"][0]
@@ -110,8 +126,11 @@ class Cluster:
 
     def workers(self, name: str) -> list[int]:
         """Process ids, here, of vLLM's actors on a machine."""
-        return [pid for pid, line in self.machines.processes(name).items()
-                if re.search(r"ray::(TandemRayWorkerProc|EngineCoreActor)", line)]
+        return [
+            pid
+            for pid, line in self.machines.processes(name).items()
+            if re.search(r"ray::(TandemRayWorkerProc|EngineCoreActor)", line)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +158,19 @@ def test_a_cluster_that_is_not_there_is_the_last_of_the_log(tiny: Path, tmp_path
     """In this file, since Ray finds the clusters of other tests on this machine, whatever their machine is."""
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run([str(VLLM), "serve", str(tiny), "--distributed-executor-backend", "ray"], capture_output=True,
-                          text=True, timeout=400, env=environment, check=False)
+    done = subprocess.run(
+        [str(VLLM), "serve", str(tiny), "--distributed-executor-backend", "ray"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "vllm: no Ray cluster can be used on this machine: start one with ray start --head --resources='{\"mlx\": 1}', "
-        "or set RAY_ADDRESS")
+        "or set RAY_ADDRESS"
+    )
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -157,8 +183,7 @@ def test_one_machine(one_machine: Cluster, wanted: list[int], tmp_path: Path) ->
         assert one_machine.complete()["token_ids"] == wanted
         assert "RayWorkerProc (custom Ray resource mlx)" in (tmp_path / "log").read_text()
     assert "/1.0 mlx" in one_machine.run("h0", "ray status")  # how much of it is free Ray says some seconds later
-    nodes = ("import ray; ray.init(address='auto'); "
-             "print([n['NodeManagerAddress'] for n in ray.nodes() if n.get('Alive')])")
+    nodes = "import ray; ray.init(address='auto'); print([n['NodeManagerAddress'] for n in ray.nodes() if n.get('Alive')])"
     assert one_machine.run("h0", f'python -c "{nodes}"').split()[-1] == f"['{one_machine.machines['h0'].address}']"
     one_machine.run("h0", block("Ray, one machine", 2))
     assert not one_machine.machines.processes("h0", "raylet")
@@ -189,30 +214,33 @@ def rows(cluster: Cluster, **options: dict[str, Any]) -> tuple[dict[str, Any], s
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 
 
-def test_devices_are_counted_once_and_what_is_missing_is_named_at_once(
-        one_machine: Cluster, expected: list[list[int]]) -> None:
+def test_devices_are_counted_once_and_what_is_missing_is_named_at_once(one_machine: Cluster, expected: list[list[int]]) -> None:
     address = one_machine.machines["h0"].address
     head = f"ray start --head --node-ip-address={address} --num-gpus=2 --include-dashboard=false{SMALL}"
     one_machine.run("h0", head + " --resources='{\"mlx\":4}'")
-    found, said = rows(one_machine, both={"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-                       many={"pipeline_parallel_size": 5})
+    found, said = rows(
+        one_machine, both={"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 5}
+    )
     assert found["both"] == expected
     assert "the layout needs 5 of the Ray resource 'mlx'" in found["many"]
     assert "the cluster has 4 of 'mlx'" in found["many"]
     one_machine.run("h0", block("Ray, one machine", 2))
     one_machine.run("h0", head)
-    found, said = rows(one_machine, gpus={"pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 3},
-                       lost={"environment": {"VLLM_HOST_IP": "203.0.113.9"}})
+    found, said = rows(
+        one_machine,
+        gpus={"pipeline_parallel_size": 2},
+        many={"pipeline_parallel_size": 3},
+        lost={"environment": {"VLLM_HOST_IP": "203.0.113.9"}},
+    )
     assert found["gpus"] == expected
     assert "RayWorkerProc (custom Ray resource GPU)" in said
     assert "the cluster has 2 of 'GPU'" in found["many"]
-    assert (f"vLLM resolves this machine to 203.0.113.9, and Ray knows {address}: set VLLM_HOST_IP={address}"
-            in found["lost"])
+    assert f"vLLM resolves this machine to 203.0.113.9, and Ray knows {address}: set VLLM_HOST_IP={address}" in found["lost"]
 
 
 def test_the_recipe_for_127_0_0_1(one_machine: Cluster, wanted: list[int], tmp_path: Path) -> None:
     """As vllm-metal's page has it, which names no resource: on a Mac Ray's GPU is one, elsewhere it must be given."""
-    serve = ("VLLM_HOST_IP=127.0.0.1 vllm serve Qwen/Qwen3-0.6B --port 8000 --distributed-executor-backend ray")
+    serve = "VLLM_HOST_IP=127.0.0.1 vllm serve Qwen/Qwen3-0.6B --port 8000 --distributed-executor-backend ray"
     start = "ray start --head --node-ip-address=127.0.0.1 --port=6379 --disable-usage-stats"
     small = " --include-dashboard=false --object-store-memory=100000000"
     one_machine.run("h0", f"ray stop -f\n{start}{small} --num-gpus=0")
@@ -234,16 +262,17 @@ def test_after_ray_init(one_machine: Cluster) -> None:
     script = script.replace("ray.init(", "ray.init(include_dashboard=False, object_store_memory=100_000_000, ")
     assert script.count("resources=") == 1 and str(one_machine.model) in script
     imports, rest = script.split("\nllm = ")
-    alone = (f"alone = LLM(model={str(one_machine.model)!r}, max_model_len=256)\n"  # nobody asks for Ray here
-             "print('alone', alone.generate(['Hello'])[0].finished, flush=True)")
+    alone = (
+        f"alone = LLM(model={str(one_machine.model)!r}, max_model_len=256)\n"  # nobody asks for Ray here
+        "print('alone', alone.generate(['Hello'])[0].finished, flush=True)"
+    )
     done = one_machine.machines.run("h0", [sys.executable, "-c", f"{imports}\n{alone}\nllm = {rest}"], timeout=START_S)
     before, _, after = done.stdout.partition("alone True")
     assert "RayWorkerProc (custom Ray resource mlx)" in after and "RayWorkerProc" not in before
     bare = script.replace('resources={"mlx": 1}', 'resources={"METAL": 1}')  # as an older page has it
     done = one_machine.machines.run("h0", [sys.executable, "-c", bare], timeout=START_S, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("tandem.errors.UsageError: the layout needs 1 of the Ray resource "
-                                                   "'mlx'")
+    assert done.stderr.splitlines()[-1].startswith("tandem.errors.UsageError: the layout needs 1 of the Ray resource 'mlx'")
     assert 'give ray.init(resources={"mlx": 1}), or start each node with ray start' in done.stderr
 
 
@@ -261,8 +290,7 @@ def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_
         time.sleep(0.2)
 
 
-def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(
-        two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
+def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
     log = tmp_path / "log"
     with two_machines.serve(block("Ray, two machines, pipeline parallelism", 2), log) as process:
         assert two_machines.complete()["token_ids"] == wanted

@@ -31,31 +31,40 @@ def configured(model: Path, **options: Any) -> Any:
     return EngineArgs(str(model), **{"max_model_len": 128, **options}).create_engine_config()
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"enable_lora": True}, "LoRA"),
-    ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, "speculative decoding is supported for one rank"),
-    ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "uni"),
-    ({"kv_cache_dtype": "fp8"}, "KV cache"),
-    (DP_RAY | {"pipeline_parallel_size": 2}, "with --data-parallel-backend ray a replica is one rank"),
-    (DP_RAY | {"tensor_parallel_size": 2}, "with --data-parallel-backend ray a replica is one rank"),
-    (DP_RAY | {"speculative_config": NGRAM}, "speculative decoding is not served with --data-parallel-backend ray"),
-    (DP | {"data_parallel_size_local": 0}, "--data-parallel-size-local 0 is not supported"),
-    (DP | {"data_parallel_size_local": 1}, "replicas on other machines need --data-parallel-backend ray"),
-    (DP_RAY | {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True},
-     "--data-parallel-hybrid-lb and --data-parallel-external-lb are not supported"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_lora": True}, "LoRA"),
+        ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, "speculative decoding is supported for one rank"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "uni"),
+        ({"kv_cache_dtype": "fp8"}, "KV cache"),
+        (DP_RAY | {"pipeline_parallel_size": 2}, "with --data-parallel-backend ray a replica is one rank"),
+        (DP_RAY | {"tensor_parallel_size": 2}, "with --data-parallel-backend ray a replica is one rank"),
+        (DP_RAY | {"speculative_config": NGRAM}, "speculative decoding is not served with --data-parallel-backend ray"),
+        (DP | {"data_parallel_size_local": 0}, "--data-parallel-size-local 0 is not supported"),
+        (DP | {"data_parallel_size_local": 1}, "replicas on other machines need --data-parallel-backend ray"),
+        (
+            DP_RAY | {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True},
+            "--data-parallel-hybrid-lb and --data-parallel-external-lb are not supported",
+        ),
+    ],
+)
 def test_what_cannot_run_is_refused_at_configuration(tiny: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^Tandem's vLLM platform: .*{words}"):
         configured(tiny, **options)
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "'whisper' is not supported"),
-    ({"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}, "deepseek_v41 is not supported: its"),
-    ({"model_type": "no_such", "architectures": ["NoSuchForCausalLM"]}, "'no_such' is not supported"),
-])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}, "'whisper' is not supported"),
+        ({"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}, "deepseek_v41 is not supported: its"),
+        ({"model_type": "no_such", "architectures": ["NoSuchForCausalLM"]}, "'no_such' is not supported"),
+    ],
+)
 def test_what_tandem_lacks_is_refused_before_vllm_looks_at_it(
-        tmp_path: Path, config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path: Path, config: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=words):
         configured(tmp_path)
@@ -99,25 +108,29 @@ def test_replicas_on_this_machine_are_taken(tiny: Path) -> None:
     assert (parallel.data_parallel_size, parallel.world_size) == (2, 2)
 
 
-def test_variables_of_vllm_metal_are_known(
-        tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_vllm_metal_are_known(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from vllm.engine.arg_utils import EngineArgs as E; import sys; E(sys.argv[1]).create_engine_config()"
-    for name, value in (("MEMORY_FRACTION", "0.5"), ("RING_BASE_PORT", "32323"), ("VISIBLE_DEVICES", "0"),
-                        ("USE_PAGED_ATTENTION", "1"), ("NO_SUCH", "1")):
+    for name, value in (
+        ("MEMORY_FRACTION", "0.5"),
+        ("RING_BASE_PORT", "32323"),
+        ("VISIBLE_DEVICES", "0"),
+        ("USE_PAGED_ATTENTION", "1"),
+        ("NO_SUCH", "1"),
+    ):
         monkeypatch.setenv(f"VLLM_METAL_{name}", value)
-    done = subprocess.run([sys.executable, "-c", code, str(tiny)], capture_output=True, text=True, timeout=240,
-                          check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(tiny)], capture_output=True, text=True, timeout=240, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
-    assert [line.rsplit(": ", 1)[1] for line in said.splitlines() if "Unknown vLLM environment" in line] == [
-        "VLLM_METAL_NO_SUCH"]
+    assert [line.rsplit(": ", 1)[1] for line in said.splitlines() if "Unknown vLLM environment" in line] == ["VLLM_METAL_NO_SUCH"]
     assert said.count("VLLM_METAL_USE_PAGED_ATTENTION has no effect: the KV cache is Tandem's own") == 1
 
 
 def test_the_sentence_is_the_last_of_the_log(tiny: Path) -> None:
-    done = subprocess.run([str(VLLM), "serve", str(tiny), "--enable-lora"], capture_output=True, text=True, timeout=400,
-                          check=False)
+    done = subprocess.run(
+        [str(VLLM), "serve", str(tiny), "--enable-lora"], capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "vllm: Tandem's vLLM platform: LoRA adapters are not supported; merge the adapter into the model")
+        "vllm: Tandem's vLLM platform: LoRA adapters are not supported; merge the adapter into the model"
+    )
     assert "Traceback" not in done.stdout + done.stderr

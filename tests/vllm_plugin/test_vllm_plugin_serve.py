@@ -27,14 +27,24 @@ def served(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with server(log, port, str(demo), "--served-model-name", "demo", "--max-model-len", "1024",
-                "--pipeline-parallel-size", "2", "--host", "127.0.0.1") as one:
+    with server(
+        log,
+        port,
+        str(demo),
+        "--served-model-name",
+        "demo",
+        "--max-model-len",
+        "1024",
+        "--pipeline-parallel-size",
+        "2",
+        "--host",
+        "127.0.0.1",
+    ) as one:
         yield one
 
 
 def test_completions_are_those_of_tandem(served: Server, demo: Path) -> None:
-    answer = served.post("/v1/completions", model="demo", prompt=SENTENCE, max_tokens=16, temperature=0,
-                         return_token_ids=True)
+    answer = served.post("/v1/completions", model="demo", prompt=SENTENCE, max_tokens=16, temperature=0, return_token_ids=True)
     choice = answer["choices"][0]
     assert choice["text"].startswith(" Paris")
     [wanted] = expected_tokens(demo, [choice["prompt_token_ids"]], 16)["served"]
@@ -43,10 +53,20 @@ def test_completions_are_those_of_tandem(served: Server, demo: Path) -> None:
 
 def test_chat_with_a_form_and_with_what_is_not_supported(served: Server) -> None:
     messages = [{"role": "user", "content": "Name a colour."}]
-    schema = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"],
-              "additionalProperties": False}
-    answer = served.post("/v1/chat/completions", model="demo", messages=messages, max_tokens=64, temperature=0,
-                         response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}})
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "green"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    }
+    answer = served.post(
+        "/v1/chat/completions",
+        model="demo",
+        messages=messages,
+        max_tokens=64,
+        temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "c", "schema": schema}},
+    )
     assert json.loads(answer["choices"][0]["message"]["content"])["colour"] in ("red", "green")
     status, text = served.status("/v1/completions", model="demo", prompt=SENTENCE, max_tokens=4, bad_words=["Paris"])
     assert status == 400
@@ -54,9 +74,31 @@ def test_chat_with_a_form_and_with_what_is_not_supported(served: Server) -> None
 
 
 def test_bench_serve(served: Server, demo: Path, tmp_path: Path) -> None:
-    command = [str(VLLM), "bench", "serve", "--base-url", served.base, "--model", "demo", "--tokenizer", str(demo),
-               "--dataset-name", "random", "--random-input-len", "16", "--random-output-len", "8", "--num-prompts", "8",
-               "--ignore-eos", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    command = [
+        str(VLLM),
+        "bench",
+        "serve",
+        "--base-url",
+        served.base,
+        "--model",
+        "demo",
+        "--tokenizer",
+        str(demo),
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        "16",
+        "--random-output-len",
+        "8",
+        "--num-prompts",
+        "8",
+        "--ignore-eos",
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "r.json",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads((tmp_path / "r.json").read_text())

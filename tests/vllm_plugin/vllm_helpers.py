@@ -26,16 +26,26 @@ KINDS = {
 }
 """Types besides Llama's with which `vllm serve` is tried, their architecture and layout: for docs/models-list.md."""
 SEES = {
-    "gemma3": "Gemma3ForConditionalGeneration", "gemma3n": "Gemma3nForConditionalGeneration",
-    "gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
-    "kimi_k25": "KimiK25ForConditionalGeneration", "kimi_k3": "KimiK3ForConditionalGeneration",
-    "kimi_vl": "KimiVLForConditionalGeneration", "lfm2-vl": "Lfm2VlForConditionalGeneration",
-    "llama4": "Llama4ForConditionalGeneration", "llava": "LlavaForConditionalGeneration",
-    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
-    "muse_glimmer": "MuseGlimmerForConditionalGeneration", "pixtral": "PixtralForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3n": "Gemma3nForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "kimi_k3": "KimiK3ForConditionalGeneration",
+    "kimi_vl": "KimiVLForConditionalGeneration",
+    "lfm2-vl": "Lfm2VlForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "muse_glimmer": "MuseGlimmerForConditionalGeneration",
+    "pixtral": "PixtralForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 """Types that see or hear, and the architecture that their checkpoints name, for which `vllm serve` refuses them."""
 
@@ -72,8 +82,14 @@ print(json.dumps({"served": served, "mlx_lm": plain}))
 
 def expected_tokens(model: Path, prompts: Sequence[Sequence[int]], count: int) -> dict[str, list[list[int]]]:
     """Greedy tokens of `tandem` (one process) and of mlx-lm, from a process of their own: vLLM forks this one."""
-    run = subprocess.run([sys.executable, "-c", _REFERENCE], input=json.dumps([str(model), list(prompts), count]),
-                         capture_output=True, text=True, timeout=300, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", _REFERENCE],
+        input=json.dumps([str(model), list(prompts), count]),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     found: dict[str, list[list[int]]] = json.loads(run.stdout.splitlines()[-1])
     return found
@@ -83,8 +99,11 @@ def generate(llm: Any, prompts: Sequence[Sequence[int]], count: int) -> list[lis
     """Greedy tokens from vLLM."""
     from vllm import SamplingParams
 
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts],
-                           SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+        use_tqdm=False,
+    )
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -140,8 +159,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self.base}{path}", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{self.base}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
@@ -161,12 +179,16 @@ class Server:
 
 
 @contextmanager
-def server(log: Path, port: int, *arguments: str, env: dict[str, str] | None = None,
-           host: str = "127.0.0.1") -> Iterator[Server]:
+def server(log: Path, port: int, *arguments: str, env: dict[str, str] | None = None, host: str = "127.0.0.1") -> Iterator[Server]:
     """Start `vllm serve`, wait until it is healthy, and end it with everything below it."""
     with log.open("wb") as output:
-        process = subprocess.Popen([str(VLLM), "serve", *arguments, "--port", str(port)], stdout=output,
-                                   stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True)
+        process = subprocess.Popen(
+            [str(VLLM), "serve", *arguments, "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
     one = Server(process, log, f"http://{host}:{port}")
     try:
         deadline = time.monotonic() + START_S

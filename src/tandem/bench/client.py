@@ -110,16 +110,25 @@ async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
 async def _stream(target: Target, job: Job, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
     prompt = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
-    body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
-            "stream_options": {"include_usage": True}, **target.body}
+    body = {
+        "model": target.model,
+        **prompt,
+        "max_tokens": job.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **target.body,
+    }
     data = json.dumps(body).encode()
     url = urlsplit(target.base_url)
     secure = url.scheme == "https"
-    reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80),
-                                                   ssl=ssl.create_default_context() if secure else None)
+    reader, writer = await asyncio.open_connection(
+        url.hostname, url.port or (443 if secure else 80), ssl=ssl.create_default_context() if secure else None
+    )
     key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
-    head = (f"POST {url.path.rstrip('/')}{target.endpoint} HTTP/1.1\r\nHost: {url.netloc}\r\n{key}Accept: */*\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n")
+    head = (
+        f"POST {url.path.rstrip('/')}{target.endpoint} HTTP/1.1\r\nHost: {url.netloc}\r\n{key}Accept: */*\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+    )
     try:
         answer.sent = time.perf_counter()
         writer.write(head.encode() + data)

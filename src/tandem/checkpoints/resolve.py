@@ -19,9 +19,7 @@ from tandem.system.files import file_trouble
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
-def resolve(
-    model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True
-) -> ModelFiles:
+def resolve(model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True) -> ModelFiles:
     """Make `model` available as a local directory.
 
     `model` is a directory, a .gguf file (converted once into the cache directory), `demo` or a hub id (org/name,

@@ -98,9 +98,7 @@ def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise ModelError(
-            f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE"
-        ) from error
+        raise ModelError(f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE") from error
     using = in_use_by_us(temporary)
     try:
         yield temporary

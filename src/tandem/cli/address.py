@@ -32,8 +32,11 @@ def server_url(arguments: argparse.Namespace) -> str:
 
 def named_url(arguments: argparse.Namespace) -> str | None:
     """Return the address that the options or the variable name; None where they name none. Raises UsageError."""
-    named = [flag for flag, value in (("--url", arguments.url), ("--port", arguments.server_port),
-                                      ("--name", arguments.server_name)) if value is not None]
+    named = [
+        flag
+        for flag, value in (("--url", arguments.url), ("--port", arguments.server_port), ("--name", arguments.server_name))
+        if value is not None
+    ]
     if len(named) > 1:
         raise UsageError(f"{named[0]} and {named[1]} both name a server; give one", param="url")
     if arguments.url is not None:
@@ -43,8 +46,9 @@ def named_url(arguments: argparse.Namespace) -> str | None:
     if arguments.server_name is not None:
         record = running(arguments.server_name)
         if record is None:
-            raise UsageError(f"--name {arguments.server_name}: no server of that name runs; `tandem status` shows those"
-                             " that do", param="name")
+            raise UsageError(
+                f"--name {arguments.server_name}: no server of that name runs; `tandem status` shows those that do", param="name"
+            )
         return record_url(record)
     text = variable(VARIABLE)
     return checked_url(text, VARIABLE) if text is not None else None

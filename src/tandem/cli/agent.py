@@ -63,21 +63,38 @@ def _checked_address(host: str) -> None:
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
     """Print ports and paired heads, and a code where there is no paired head yet."""
     paired = trust.peers()
-    say(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
-        f"{', '.join(paired) or 'nobody'}")
+    say(
+        f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
+        f"{', '.join(paired) or 'nobody'}"
+    )
     if pair or not paired:
         code = agent.pairing.open()
-        say(f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
-            f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)")
+        say(
+            f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
+            f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)"
+        )
 
 
 def _announcement(agent: Agent, host: str) -> Announcement:
     facts = gather(GatherFacts())
-    links = [(interface.name, network, interface.kind)
-             for interface in interfaces(facts) for network in interface.networks
-             if interface.kind != "loopback" and not is_virtual(interface.name)]
+    links = [
+        (interface.name, network, interface.kind)
+        for interface in interfaces(facts)
+        for network in interface.networks
+        if interface.kind != "loopback" and not is_virtual(interface.name)
+    ]
     addresses = [str(network.ip) for _, network, _ in links] if host == "0.0.0.0" else [host]
-    return Announcement(agent.name, agent.port, {
-        "public": agent.public, "pair_port": str(agent.pair_port), "chip": facts.chip, "system": facts.system,
-        "memory": str(facts.memory_bytes), "version": __version__,
-        "links": ", ".join(f"{name} {network} {kind}".strip() for name, network, kind in links)}, addresses)
+    return Announcement(
+        agent.name,
+        agent.port,
+        {
+            "public": agent.public,
+            "pair_port": str(agent.pair_port),
+            "chip": facts.chip,
+            "system": facts.system,
+            "memory": str(facts.memory_bytes),
+            "version": __version__,
+            "links": ", ".join(f"{name} {network} {kind}".strip() for name, network, kind in links),
+        },
+        addresses,
+    )

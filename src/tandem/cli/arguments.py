@@ -25,9 +25,15 @@ from tandem.printable import printable
 
 log = logging.getLogger("tandem.cli")
 
-TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and memory",
-          "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
-          "models": "several models"}
+TITLES = {
+    "model": "model",
+    "parallel": "layout",
+    "scheduler": "scheduling and memory",
+    "speculation": "speculative decoding",
+    "server": "server",
+    "process": "processes and logs",
+    "models": "several models",
+}
 _PREFIX = "setting_"
 METAVARS = {int: "N", float: "X"}
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -40,7 +46,7 @@ def _nearest(flag: str, known: Collection[str]) -> str | None:
     """Return the known flag that was probably meant; `--pipline` may also be the beginning of one with more words."""
     meant = {name: name for name in known}
     for name in list(meant):
-        meant.setdefault("-".join(name.split("-")[:flag.count("-") + 1]), name)
+        meant.setdefault("-".join(name.split("-")[: flag.count("-") + 1]), name)
     near = difflib.get_close_matches(flag, known, 1, 0.8) or difflib.get_close_matches(flag, meant, 1, 0.7)
     return meant[near[0]] if near else None
 
@@ -145,12 +151,10 @@ class _HelpAll(argparse.Action):
 _HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
 
 
-def add_command(commands: argparse._SubParsersAction[Parser], name: str, text: str, *,
-                hidden: bool = False) -> Parser:
+def add_command(commands: argparse._SubParsersAction[Parser], name: str, text: str, *, hidden: bool = False) -> Parser:
     """Add and return a command's parser; a hidden one is an alias that `--help` does not list."""
     listed: dict[str, Any] = {} if hidden else {"help": text}
-    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False,
-                                         **listed)
+    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False, **listed)
     return parser
 
 
@@ -174,19 +178,41 @@ class Later:
         except ModuleNotFoundError as error:
             if error.name not in ("zeroconf", "spake2"):
                 raise
-            raise UsageError(f"`tandem {arguments.command}` needs the package {error.name}: pip install "
-                             "'mlx-tandem[agent]', or '.[agent]' in a checkout") from None
+            raise UsageError(
+                f"`tandem {arguments.command}` needs the package {error.name}: pip install "
+                "'mlx-tandem[agent]', or '.[agent]' in a checkout"
+            ) from None
         return run(arguments)
 
 
 SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
 """Sections of the settings of `tandem serve`, and of other commands that start a server."""
-OFTEN = frozenset({
-    "served_name", "max_context", "generation_config", "adapter_path", "pipeline_parallel_size",
-    "tensor_parallel_size", "data_parallel_size", "layer_split", "hostfile", "max_batch_size", "kv_tokens",
-    "memory_fraction", "draft_model", "host", "port", "api_key_file", "default_max_tokens", "journal", "log_level",
-    "also", "lora_modules", "unload_after",
-})
+OFTEN = frozenset(
+    {
+        "served_name",
+        "max_context",
+        "generation_config",
+        "adapter_path",
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "layer_split",
+        "hostfile",
+        "max_batch_size",
+        "kv_tokens",
+        "memory_fraction",
+        "draft_model",
+        "host",
+        "port",
+        "api_key_file",
+        "default_max_tokens",
+        "journal",
+        "log_level",
+        "also",
+        "lora_modules",
+        "unload_after",
+    }
+)
 """Names of the settings that `--help` shows."""
 
 
@@ -196,11 +222,18 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
     text = field_docs(section_class("model"))["model"]
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
     general = parser.add_argument_group("configuration")
-    general.add_argument("--config", metavar="FILE", help="TOML file with tables [model] [parallel] [scheduler] "
-                         "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
-                         "over the file.")
-    general.add_argument("--profile", choices=PROFILES, help="also read the environment variables of another system. "
-                         "(Measured speeds: --hardware-profile.)")
+    general.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with tables [model] [parallel] [scheduler] "
+        "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
+        "over the file.",
+    )
+    general.add_argument(
+        "--profile",
+        choices=PROFILES,
+        help="also read the environment variables of another system. (Measured speeds: --hardware-profile.)",
+    )
     for section in sections:
         group = parser.add_argument_group(TITLES[section])
         for option in options():
@@ -216,8 +249,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
     target = _PREFIX + option.name
     if option.base is bool:
         text += f" {_off(flags)[0]} turns it off." if option.default else ""
-        action: argparse.Action = group.add_argument(*flags, dest=target, action="append_const", const="true",
-                                                     help=text)
+        action: argparse.Action = group.add_argument(*flags, dest=target, action="append_const", const="true", help=text)
         group.add_argument(*_off(flags), dest=target, action="append_const", const="false", help=argparse.SUPPRESS)
         return action
     metavar = METAVARS.get(option.base, "TEXT")
@@ -231,21 +263,30 @@ def add_as_for_serve(parser: _Options, *names: str) -> None:
     """Add the options of a few settings to another command, with the same help, values and defaults."""
     for name in names:
         option = by_name()[name]
-        parser.add_argument(option.flag, type=option.base, choices=option.choices or None, default=option.default,
-                            metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
-                            help=option.help.replace("%", "%%") + _default(option))
+        parser.add_argument(
+            option.flag,
+            type=option.base,
+            choices=option.choices or None,
+            default=option.default,
+            metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
+            help=option.help.replace("%", "%%") + _default(option),
+        )
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a server."""
     group = parser.add_argument_group("server")
-    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
-                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
-    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
-                       "machine.")
+    group.add_argument(
+        "--url",
+        "--base-url",
+        metavar="URL",
+        help=f"the server; else --port, --name, TANDEM_BASE_URL, the one that `tandem up` started, else {DEFAULT_URL}.",
+    )
+    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this machine.")
     group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
-    group.add_argument("--api-key-file", metavar="FILE",
-                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
+    group.add_argument(
+        "--api-key-file", metavar="FILE", help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used."
+    )
 
 
 def _off(flags: Sequence[str]) -> list[str]:
@@ -305,8 +346,7 @@ def exit_code(run: Callable[[], int]) -> int:
     except RuntimeError as error:
         if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
             raise
-        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
-                    "set HOME")
+        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or set HOME")
     except KeyboardInterrupt:
         return 130
 

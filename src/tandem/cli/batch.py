@@ -109,8 +109,7 @@ def answered(path: Path, known: set[str]) -> set[str]:
             message = f"{path}, line {number}: not a batch's answer; give another file"
             raise UsageError(message, param="output") from None
     if strangers := done - known:
-        raise UsageError(f"{path} holds answers to other requests ('{min(strangers)}'); give another file",
-                         param="output")
+        raise UsageError(f"{path} holds answers to other requests ('{min(strangers)}'); give another file", param="output")
     if raw and not raw.endswith(b"\n"):
         with path.open("r+b") as file:
             file.truncate(raw.rfind(b"\n") + 1)

@@ -53,8 +53,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
     parser = Parser()
     add_selftest(parser)
-    words = [word for flag in ("hostfile", "model") if (value := getattr(arguments, flag))
-             for word in (f"--{flag}", value)]
+    words = [word for flag in ("hostfile", "model") if (value := getattr(arguments, flag)) for word in (f"--{flag}", value)]
     return selftest(parser.parse_args(words))
 
 
@@ -65,17 +64,24 @@ def _question(arguments: argparse.Namespace) -> Question:
     nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
     hosts = hostfile_hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, PROBE, token=token))
-                                 for node in nodes})
+        hosts = hosts_of(
+            nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, PROBE, token=token)) for node in nodes}
+        )
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
         parse_layout(arguments.layout)  # said at once, not after all has been gathered
     return Question(
-        hosts=hosts, ray=nodes, backend=backend,
+        hosts=hosts,
+        ray=nodes,
+        backend=backend,
         variables=dict(file.envs) if file else {},
-        model=arguments.model, weights_from_head=arguments.weights_from == "head", full_hash=arguments.full_hash,
-        plan=PlanRequest(arguments.layout, arguments.context, arguments.streams), port=arguments.port,
-        ports=parse_ports(arguments.ports))
+        model=arguments.model,
+        weights_from_head=arguments.weights_from == "head",
+        full_hash=arguments.full_hash,
+        plan=PlanRequest(arguments.layout, arguments.context, arguments.streams),
+        port=arguments.port,
+        ports=parse_ports(arguments.ports),
+    )
 
 
 def parse_ports(text: str | None) -> list[int]:
@@ -88,15 +94,17 @@ def parse_ports(text: str | None) -> list[int]:
     except ValueError:
         ports = []
     if not ports or len(ports) > _MOST_PORTS or not 1 <= ports[0] <= ports[-1] <= 65535:
-        raise ConfigError(f"--ports {text}: write one port or a range such as 32323-32330, at most {_MOST_PORTS} ports",
-                          param="ports")
+        raise ConfigError(
+            f"--ports {text}: write one port or a range such as 32323-32330, at most {_MOST_PORTS} ports", param="ports"
+        )
     return ports
 
 
 def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> None:
     console = screen(highlight=False)
-    table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(host.name for host in evidence.hosts)}",
-                  title_justify="left")
+    table = Table(
+        title=f"{len(evidence.hosts)} machine(s): {', '.join(host.name for host in evidence.hosts)}", title_justify="left"
+    )
     table.add_column("Check")
     table.add_column("")
     table.add_column("Where", overflow="fold")
@@ -119,10 +127,14 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
 
 
 def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
-    links = [{"from": a, "to": b, "error": link.error, "latency_s": link.latency_s, "bytes_per_s": link.bandwidth}
-             for (a, b), link in evidence.links.items()]
-    return {"ok": not any(line.verdict == "fail" for line in lines),
-            "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
-            "findings": [dataclasses.asdict(line) for line in lines], "links": links,
-            "all_sum": {name: {"error": times.error, "latency_s": times.latency_s}
-                        for name, times in evidence.collected.items()}}
+    links = [
+        {"from": a, "to": b, "error": link.error, "latency_s": link.latency_s, "bytes_per_s": link.bandwidth}
+        for (a, b), link in evidence.links.items()
+    ]
+    return {
+        "ok": not any(line.verdict == "fail" for line in lines),
+        "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
+        "findings": [dataclasses.asdict(line) for line in lines],
+        "links": links,
+        "all_sum": {name: {"error": times.error, "latency_s": times.latency_s} for name, times in evidence.collected.items()},
+    }

@@ -65,8 +65,11 @@ def run_restart(arguments: argparse.Namespace) -> int:
     if had.keys:
         keys = tuple(filter(None, (variables().get("TANDEM_API_KEY") or "").split(",")))
         if len(keys) != had.keys:
-            raise UsageError(f"{place.name} was started with {had.keys} API key(s), which are not kept: set "
-                             "TANDEM_API_KEY again, or start it with --api-key-file", param="api_key")
+            raise UsageError(
+                f"{place.name} was started with {had.keys} API key(s), which are not kept: set "
+                "TANDEM_API_KEY again, or start it with --api-key-file",
+                param="api_key",
+            )
         settings = replace(settings, server=replace(settings.server, api_key=keys))
     run_down(arguments)
     return _start(place, settings, wait=not arguments.no_wait)
@@ -108,9 +111,16 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
     place.forget()
     with place.fresh_log() as log:
         # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.
-        process = subprocess.Popen(module_command(MODULE, "server", place.name, str(lock)), stdin=subprocess.PIPE,
-                                   stdout=log, stderr=log, pass_fds=[lock], start_new_session=True,
-                                   env={**variables(), "PYTHONUNBUFFERED": "1"}, cwd=os.getcwd())
+        process = subprocess.Popen(
+            module_command(MODULE, "server", place.name, str(lock)),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],
+            start_new_session=True,
+            env={**variables(), "PYTHONUNBUFFERED": "1"},
+            cwd=os.getcwd(),
+        )
     os.close(lock)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
@@ -143,8 +153,7 @@ def run_down(arguments: argparse.Namespace) -> int:
     place = _place(arguments)
     if not place.runs():
         place.forget()
-        others = "".join(f"; {name} runs: `{Background(name).down}` ends it" for name in known_names()
-                         if Background(name).runs())
+        others = "".join(f"; {name} runs: `{Background(name).down}` ends it" for name in known_names() if Background(name).runs())
         print(f"no server named {place.name} runs{others}")
         return 0
     seen: Look = look_at(place, 0.0)

@@ -55,66 +55,108 @@ def _version(arguments: argparse.Namespace) -> int:
     return 0
 
 
-CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
-               sampling.add_chat, Later("talk.chat:run_chat"))
+CHAT = Command(
+    "Talk in this terminal to a running server, or to a model loaded here.", sampling.add_chat, Later("talk.chat:run_chat")
+)
 SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
         "chat": CHAT,
-        "generate": Command("Complete a prompt in this terminal, by a running server or a model loaded here.",
-                            sampling.add_generate, Later("talk.chat:run_generate")),
-        "model": Command("Fetch models, see and remove those on this machine; load and unload those of a server.",
-                         servers.add_model, Later("model:run")),
+        "generate": Command(
+            "Complete a prompt in this terminal, by a running server or a model loaded here.",
+            sampling.add_generate,
+            Later("talk.chat:run_generate"),
+        ),
+        "model": Command(
+            "Fetch models, see and remove those on this machine; load and unload those of a server.",
+            servers.add_model,
+            Later("model:run"),
+        ),
     },
     "a server in the background": {
-        "up": Command("Start a server in the background, and wait until it is ready.", servers.add_up,
-                      Later("lifecycle:run_up")),
-        "status": Command("Show running servers: ranks, hosts, memory, tokens/s, restarts.", servers.add_status,
-                          Later("status:run")),
-        "logs": Command("Print the log of a server that `tandem up` started.", servers.add_logs,
-                        Later("lifecycle:run_logs")),
-        "restart": Command("End a server that `tandem up` started, and start it with the same settings.",
-                           servers.add_restart, Later("lifecycle:run_restart")),
+        "up": Command("Start a server in the background, and wait until it is ready.", servers.add_up, Later("lifecycle:run_up")),
+        "status": Command(
+            "Show running servers: ranks, hosts, memory, tokens/s, restarts.", servers.add_status, Later("status:run")
+        ),
+        "logs": Command("Print the log of a server that `tandem up` started.", servers.add_logs, Later("lifecycle:run_logs")),
+        "restart": Command(
+            "End a server that `tandem up` started, and start it with the same settings.",
+            servers.add_restart,
+            Later("lifecycle:run_restart"),
+        ),
         "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
-        "service": Command("Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
-                           servers.add_service, Later("service:run")),
+        "service": Command(
+            "Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
+            servers.add_service,
+            Later("service:run"),
+        ),
     },
     "several machines": {
-        "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
-                        machines.add_plan, Later("plan:run")),
-        "hosts": Command("Find machines, pair with them, write the hosts file, and install Tandem on them.",
-                         machines.add_hosts, Later("hosts.command:run")),
-        "agent": Command("Wait on this machine for heads that it is paired with, to run ranks for them.",
-                         machines.add_agent, Later("agent:run")),
-        "rank": Command("Run a rank on this machine for a `tandem serve --launcher manual` elsewhere; also under "
-                        "mlx.launch. Order does not matter: it waits for the head, and the head for it.",
-                        machines.add_rank, Later("rank:run")),
-        "doctor": Command("Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
-                          machines.add_doctor, _doctor),
+        "plan": Command(
+            "Compare the ways to spread a model over machines, before anything is loaded.", machines.add_plan, Later("plan:run")
+        ),
+        "hosts": Command(
+            "Find machines, pair with them, write the hosts file, and install Tandem on them.",
+            machines.add_hosts,
+            Later("hosts.command:run"),
+        ),
+        "agent": Command(
+            "Wait on this machine for heads that it is paired with, to run ranks for them.",
+            machines.add_agent,
+            Later("agent:run"),
+        ),
+        "rank": Command(
+            "Run a rank on this machine for a `tandem serve --launcher manual` elsewhere; also under "
+            "mlx.launch. Order does not matter: it waits for the head, and the head for it.",
+            machines.add_rank,
+            Later("rank:run"),
+        ),
+        "doctor": Command(
+            "Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
+            machines.add_doctor,
+            _doctor,
+        ),
         "selftest": Command(SELFTEST, machines.add_selftest, Later("selftest:run")),
-        "parity": Command("Compare a layout's logits and greedy tokens with those of a single process.",
-                          machines.add_parity, Later("parity:run")),
+        "parity": Command(
+            "Compare a layout's logits and greedy tokens with those of a single process.",
+            machines.add_parity,
+            Later("parity:run"),
+        ),
     },
     "a running server": {
-        "top": Command("Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
-                       bench.add_top, Later("top:run")),
-        "replica": Command("See, add and drain the replicas of a running `tandem serve`.", servers.add_replica,
-                           Later("lifecycle:run_replica")),
-        "cache": Command("See, warm and drop the prefixes that a running server keeps, in memory and on disk.",
-                         servers.add_cache, Later("cache.command:run")),
-        "batch": Command("Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch,
-                         Later("batch:run")),
-        "bench": Command("Measure a server, or what joins the ranks of this machine.", bench.add_bench,
-                         Later("bench.load:run")),
+        "top": Command(
+            "Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
+            bench.add_top,
+            Later("top:run"),
+        ),
+        "replica": Command(
+            "See, add and drain the replicas of a running `tandem serve`.", servers.add_replica, Later("lifecycle:run_replica")
+        ),
+        "cache": Command(
+            "See, warm and drop the prefixes that a running server keeps, in memory and on disk.",
+            servers.add_cache,
+            Later("cache.command:run"),
+        ),
+        "batch": Command(
+            "Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch, Later("batch:run")
+        ),
+        "bench": Command("Measure a server, or what joins the ranks of this machine.", bench.add_bench, Later("bench.load:run")),
     },
     "parts of a server, and of this command": {
-        "api": Command("Serve HTTP for an engine that runs by itself; it can be restarted at any time.",
-                       _with("model", "server", "process"), Later("processes:run_api_command")),
-        "engine": Command("Load a model and wait for `tandem api` on a Unix socket.", _with(*SERVE_SECTIONS[:-1]),
-                          Later("processes:run_engine_command")),
-        "completions": Command("Print a script that completes this command's words in a shell.",
-                               servers.add_completions, Later("completions:run")),
+        "api": Command(
+            "Serve HTTP for an engine that runs by itself; it can be restarted at any time.",
+            _with("model", "server", "process"),
+            Later("processes:run_api_command"),
+        ),
+        "engine": Command(
+            "Load a model and wait for `tandem api` on a Unix socket.",
+            _with(*SERVE_SECTIONS[:-1]),
+            Later("processes:run_engine_command"),
+        ),
+        "completions": Command(
+            "Print a script that completes this command's words in a shell.", servers.add_completions, Later("completions:run")
+        ),
         "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
     },
 }
@@ -122,18 +164,27 @@ COMMANDS = {
 OTHER_NAMES = {
     "run": CHAT,
     "firstlight": Command(SELFTEST, partial(machines.add_selftest, report="firstlight.md"), Later("selftest:run")),
-    **{name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
-       for name, action in servers.SHORT.items()},
-    "distributed_launcher": Command("As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts "
-                                    "of a hostfile.", vllm_mlx.add_launcher, Later("serve:run_launcher")),
+    **{
+        name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
+        for name, action in servers.SHORT.items()
+    },
+    "distributed_launcher": Command(
+        "As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts of a hostfile.",
+        vllm_mlx.add_launcher,
+        Later("serve:run_launcher"),
+    ),
 }
 """Aliases and other commands that help does not list."""
 
 
 def build_parser() -> Parser:
     """Return the parser of all commands; each sets `run`, a function that is imported when it is called."""
-    parser = Parser(prog="tandem", description="Serve one large language model over several machines.", epilog=EPILOG,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="tandem",
+        description="Serve one large language model over several machines.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     parser.groups = COMMANDS

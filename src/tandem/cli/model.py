@@ -60,16 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _list() -> int:
     table = Table("name", "kind", "size", "modified", box=None, pad_edge=False)
     for model in stored():
-        table.add_row(model.name, model.kind, size(model.nbytes),
-                      time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified)))
+        table.add_row(model.name, model.kind, size(model.nbytes), time.strftime("%Y-%m-%d %H:%M", time.localtime(model.modified)))
     if table.row_count:
         screen(markup=False).print(table)
     else:
         print("no model is on this machine; `tandem model get demo` fetches a small one")
     extra = [entry.nbytes for entry in kept() if entry.kind != "gguf"]
     if extra:
-        print(f"{size(sum(extra))} more are slices and headers of models from other machines "
-              "(tandem model prune)")
+        print(f"{size(sum(extra))} more are slices and headers of models from other machines (tandem model prune)")
     return 0
 
 
@@ -79,12 +77,17 @@ def _show(name: str) -> int:
     model = describe(files)
     quantised = f", {model.quantization.get('bits')} bits" if model.quantization else ""
     facts = {
-        "name": files.name, "type": model.family, "directory": str(files.path), "layers": str(model.num_layers),
-        "hidden size": str(model.hidden_size), "vocabulary": str(model.vocab_size),
-        "context": f"{model.max_context} tokens", "weights": f"{model.dtype}{quantised}",
+        "name": files.name,
+        "type": model.family,
+        "directory": str(files.path),
+        "layers": str(model.num_layers),
+        "hidden size": str(model.hidden_size),
+        "vocabulary": str(model.vocab_size),
+        "context": f"{model.max_context} tokens",
+        "weights": f"{model.dtype}{quantised}",
         "size": size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes),
-        "sampling": ", ".join(f"{key} {value}" for key, value in sampling_defaults(files.path, "auto",
-                                                                                   None).given().items()) or "-",
+        "sampling": ", ".join(f"{key} {value}" for key, value in sampling_defaults(files.path, "auto", None).given().items())
+        or "-",
     }
     for key, value in facts.items():
         print(f"{key:12} {value}")

@@ -30,8 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepared(arguments: argparse.Namespace, process_group: MlxRank | None = None) -> Comparison:
     settings = load_settings(arguments).settings
     set_up("WARNING")
-    options = Options(reference=arguments.reference, prompts=arguments.prompts, tokens=arguments.tokens,
-                      prefill_chunk=arguments.prefill_chunk, tolerance=arguments.tolerance)
+    options = Options(
+        reference=arguments.reference,
+        prompts=arguments.prompts,
+        tokens=arguments.tokens,
+        prefill_chunk=arguments.prefill_chunk,
+        tolerance=arguments.tolerance,
+    )
     return prepare(settings, options, process_group, lambda text: print(text, file=sys.stderr, flush=True))
 
 
@@ -53,8 +58,9 @@ def _try(arguments: argparse.Namespace) -> int:
     elif named in TINY:
         config = tiny_config(named)
     else:
-        raise ConfigError(f"--tiny {named}: is neither a directory with a config.json nor one of "
-                          f"{', '.join(sorted(TINY))}", param="tiny")
+        raise ConfigError(
+            f"--tiny {named}: is neither a directory with a config.json nor one of {', '.join(sorted(TINY))}", param="tiny"
+        )
     from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which else comes after the BLAS
     from tandem.testing import tiny_model
 

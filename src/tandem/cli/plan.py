@@ -36,9 +36,7 @@ _DISCLAIMER = (
 )
 
 
-def print_plan(
-    console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool
-) -> None:
+def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool) -> None:
     """The layouts compared, the one chosen and why, and how to serve with it."""
     streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
     machines = cluster.machines
@@ -116,9 +114,15 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read_profile(arguments.profile) if arguments.profile else None
     model = _model(arguments)
     request = _request(arguments, model.description)
-    cluster = cluster_of(_hosts(arguments, profile), arguments.link or [], description=model.description,
-                         request=request, fast=arguments.fast_sync != "off", profile=profile,
-                         source=str(arguments.profile))
+    cluster = cluster_of(
+        _hosts(arguments, profile),
+        arguments.link or [],
+        description=model.description,
+        request=request,
+        fast=arguments.fast_sync != "off",
+        profile=profile,
+        source=str(arguments.profile),
+    )
     if model.note:
         cluster.notes.insert(0, model.note)
     try:
@@ -189,9 +193,19 @@ def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, r
     named = Named(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Named)})
     if arguments.json:
         serve = None if answer.chosen is None else serve_flags(answer, request, named)
-        print(json.dumps({"model": named.model, "machines": [dataclasses.asdict(m) for m in machines],
-                          "links": [dataclasses.asdict(link) for link in cluster.links],
-                          **plan_json(answer, machines), "serve": serve, "notes": cluster.notes}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "model": named.model,
+                    "machines": [dataclasses.asdict(m) for m in machines],
+                    "links": [dataclasses.asdict(link) for link in cluster.links],
+                    **plan_json(answer, machines),
+                    "serve": serve,
+                    "notes": cluster.notes,
+                },
+                indent=2,
+            )
+        )
         return
     console = screen(highlight=False)
     print_plan(console, answer, cluster, request, named, all_rows=arguments.all)

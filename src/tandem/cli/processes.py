@@ -64,10 +64,14 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
     settings = prepared(arguments)
     count = settings.parallel.data_parallel_size
     if settings.models != ModelsSettings() or settings.named:
-        raise UsageError("several models ([models], --extra-models) are for `tandem serve`; an engine has one", param="extra_models")
+        raise UsageError(
+            "several models ([models], --extra-models) are for `tandem serve`; an engine has one", param="extra_models"
+        )
     if count > 1:
-        raise UsageError(f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
-                         param="data_parallel_size")
+        raise UsageError(
+            f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
+            param="data_parallel_size",
+        )
     import_models_only()
     return run_engine(settings)
 
@@ -116,14 +120,14 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
         settings = replace(settings, server=replace(settings.server, warmup_prompts=()))
 
     def replicas(model: Settings, link: SupervisorLink | None = None) -> Replicas:
-        return Replicas(Router(affinity=model.scheduler.prefix_cache > 0), link=link,
-                        patience_s=model.scheduler.start_timeout)
+        return Replicas(Router(affinity=model.scheduler.prefix_cache > 0), link=link, patience_s=model.scheduler.start_timeout)
 
     engines: Replicas | ModelPool
     if settings.named:
         models = [settings_of(settings, named) for named in settings.named]
-        engines = ModelPool([Served(model, replicas(model)) for model in models], SupervisorLink(control),
-                            max_loaded=settings.models.max_loaded)
+        engines = ModelPool(
+            [Served(model, replicas(model)) for model in models], SupervisorLink(control), max_loaded=settings.models.max_loaded
+        )
     else:
         engines = replicas(settings, SupervisorLink(control))
 
@@ -154,10 +158,19 @@ def _server(settings: Settings, name: str) -> int:
 
     def write_down(bound: Settings) -> None:
         file = bound.server.api_key_file or ""
-        place.write(Record(os.getpid(), bound.server.host, bound.server.port,
-                           ", ".join(model.name for model in bound.named) or bound.model.model, time.time(),
-                           bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https",
-                           digest(settings), file and os.path.abspath(file)))
+        place.write(
+            Record(
+                os.getpid(),
+                bound.server.host,
+                bound.server.port,
+                ", ".join(model.name for model in bound.named) or bound.model.model,
+                time.time(),
+                bound.process.drain_timeout,
+                "http" if bound.server.tls_cert is None else "https",
+                digest(settings),
+                file and os.path.abspath(file),
+            )
+        )
 
     try:
         return exit_code(partial(serve, settings, write_down))
@@ -185,8 +198,11 @@ def main() -> int:
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
     wait = float(sys.argv[4]) if kind == "api" else 0.0
     try:
-        return (_engine_child(settings, lending) if kind == "engine" else
-                _api_child(settings, keys, int(sys.argv[3]), served=wait > 0))
+        return (
+            _engine_child(settings, lending)
+            if kind == "engine"
+            else _api_child(settings, keys, int(sys.argv[3]), served=wait > 0)
+        )
     except UsageError as error:
         _last_words(error.message)
         code = fail(error.message)

@@ -27,23 +27,30 @@ def _received() -> HostPayload:
     try:
         return msgspec.json.decode(receive_payload(), type=HostPayload)
     except (NoPayload, msgspec.DecodeError):
-        raise ConfigError("--stdin: is for Tandem's launchers, which write what to do there; use --join and "
-                          "--token-file") from None
+        raise ConfigError(
+            "--stdin: is for Tandem's launchers, which write what to do there; use --join and --token-file"
+        ) from None
 
 
 def _payload(arguments: argparse.Namespace) -> HostPayload:
     if arguments.join is None or arguments.token_file is None:
-        raise ConfigError("--join HOST[:PORT] and --token-file FILE are needed: the head's address, and a copy of its "
-                          "token file", param="join")
+        raise ConfigError(
+            "--join HOST[:PORT] and --token-file FILE are needed: the head's address, and a copy of its token file", param="join"
+        )
     if not 0 < arguments.join_timeout < math.inf:
-        raise ConfigError(f"--join-timeout: {arguments.join_timeout:g} is out of range: must be above 0",
-                          param="join_timeout")
+        raise ConfigError(f"--join-timeout: {arguments.join_timeout:g} is out of range: must be above 0", param="join_timeout")
     slot = arguments.rank if arguments.rank is not None else launched_process_group().rank
     if slot is not None and slot < 0:
         raise ConfigError(f"--rank: {slot} is out of range: must be 0 or more", param="rank")
-    return HostPayload(keys=read_token(arguments.token_file), endpoints=[_endpoint(arguments.join)], slot=slot,
-                       address=arguments.address, join_timeout=arguments.join_timeout, rejoin=True,
-                       log_level=arguments.log_level)
+    return HostPayload(
+        keys=read_token(arguments.token_file),
+        endpoints=[_endpoint(arguments.join)],
+        slot=slot,
+        address=arguments.address,
+        join_timeout=arguments.join_timeout,
+        rejoin=True,
+        log_level=arguments.log_level,
+    )
 
 
 def _endpoint(text: str) -> str:

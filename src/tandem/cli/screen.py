@@ -19,8 +19,11 @@ from tandem.printable import printable
 
 SLOW = 3.0
 """Slowdown of a rank from which it is shown."""
-_COLOURS = dict.fromkeys(("healthy", "ready", "running", "loaded"), "green") | dict.fromkeys(
-    ("recovering", "starting", "draining", "loading"), "yellow") | dict.fromkeys(("unloaded", "unloading", "?"), "")
+_COLOURS = (
+    dict.fromkeys(("healthy", "ready", "running", "loaded"), "green")
+    | dict.fromkeys(("recovering", "starting", "draining", "loading"), "yellow")
+    | dict.fromkeys(("unloaded", "unloading", "?"), "")
+)
 Json = Mapping[str, Any]
 """A replica, a rank, a model or an event, with the fields of /v1/status, /health and /v1/events."""
 
@@ -81,14 +84,21 @@ def replicas_table(replicas: Sequence[Json]) -> Table:
     rows: list[dict[str, RenderableType | None]] = []
     for replica in replicas:
         used, total, rate = (replica.get(name) for name in ("kv_tokens_used", "kv_tokens_total", "tokens_per_s"))
-        rows.append({
-            "replica": str(replica["replica"]), "role": replica["role"], "state": coloured(replica["state"]),
-            "pid": _text(replica.get("pid")), "ranks": _text(replica.get("ranks")),
-            "running": _text(replica.get("running")), "waiting": _text(replica.get("queued")),
-            "KV tokens": None if used is None else f"{used}/{total}",
-            " ": None if used is None else bar(used, total or 0),
-            "tokens/s": None if rate is None else f"{rate:.1f}",
-            "restarts": str(replica.get("process_restarts", 0) + replica.get("restarts", 0))})
+        rows.append(
+            {
+                "replica": str(replica["replica"]),
+                "role": replica["role"],
+                "state": coloured(replica["state"]),
+                "pid": _text(replica.get("pid")),
+                "ranks": _text(replica.get("ranks")),
+                "running": _text(replica.get("running")),
+                "waiting": _text(replica.get("queued")),
+                "KV tokens": None if used is None else f"{used}/{total}",
+                " ": None if used is None else bar(used, total or 0),
+                "tokens/s": None if rate is None else f"{rate:.1f}",
+                "restarts": str(replica.get("process_restarts", 0) + replica.get("restarts", 0)),
+            }
+        )
     return narrow_table(rows)
 
 
@@ -99,24 +109,43 @@ def ranks_table(ranks: Sequence[Json]) -> Table:
     for rank in ranks:
         stages[rank["replica"]] = max(stages[rank["replica"]], rank["stage"] + 1)
     wired = any(rank.get("wired_bytes") for rank in ranks)
-    return narrow_table([{
-        "rank": str(rank["rank"]), "repl": str(rank["replica"]),
-        "stage": f"{rank['stage'] + 1}/{stages[rank['replica']]}",
-        "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}", "host": rank["host"], "pid": str(rank["pid"]),
-        "weights": size(rank["weight_bytes"]), "wired": size(rank["wired_bytes"]) if wired else None,
-        "KV": size(rank["kv_bytes"]), "peak": size(rank["peak_bytes"]), " ": bar(rank["peak_bytes"], most),
-        "ms/step": f"{1000 * rank['step_s']:.1f}",
-        "pace": _pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)),
-    } for rank in ranks])
+    return narrow_table(
+        [
+            {
+                "rank": str(rank["rank"]),
+                "repl": str(rank["replica"]),
+                "stage": f"{rank['stage'] + 1}/{stages[rank['replica']]}",
+                "layers": f"{rank['layers'][0]}-{rank['layers'][1] - 1}",
+                "host": rank["host"],
+                "pid": str(rank["pid"]),
+                "weights": size(rank["weight_bytes"]),
+                "wired": size(rank["wired_bytes"]) if wired else None,
+                "KV": size(rank["kv_bytes"]),
+                "peak": size(rank["peak_bytes"]),
+                " ": bar(rank["peak_bytes"], most),
+                "ms/step": f"{1000 * rank['step_s']:.1f}",
+                "pace": _pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)),
+            }
+            for rank in ranks
+        ]
+    )
 
 
 def models_table(models: Sequence[Json]) -> Table:
     """Return a row for each model."""
-    return narrow_table([{
-        "model": model["id"], "state": coloured(model.get("state", "?")),
-        "replicas": model.get("replicas"), "memory": size(max(model["needs"].values())) if model.get("needs") else None,
-        "context": _text(model.get("max_model_len") or None), "detail": model.get("detail") or None,
-    } for model in models])
+    return narrow_table(
+        [
+            {
+                "model": model["id"],
+                "state": coloured(model.get("state", "?")),
+                "replicas": model.get("replicas"),
+                "memory": size(max(model["needs"].values())) if model.get("needs") else None,
+                "context": _text(model.get("max_model_len") or None),
+                "detail": model.get("detail") or None,
+            }
+            for model in models
+        ]
+    )
 
 
 def event_lines(events: Sequence[Json]) -> list[Text]:

@@ -52,25 +52,34 @@ def run(arguments: argparse.Namespace) -> int:
     task, name = _task(arguments, directory)
     for path in (task.directory, task.model, task.hostfile):
         if not path.isprintable():  # bytes that are no UTF-8 are none
-            raise ConfigError(f"{path!r}: no path that checks can be told; move it, or name another directory "
-                              "(TANDEM_STATE_DIR for that of the runs)")
+            raise ConfigError(
+                f"{path!r}: no path that checks can be told; move it, or name another directory "
+                "(TANDEM_STATE_DIR for that of the runs)"
+            )
     try:
         with _alone(directory):
             keep_awake()  # nobody may touch the machine for all these minutes
             return _run(arguments, only, output, file, task, name)
     except OSError as error:
-        raise ConfigError(f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
-                          "directory with TANDEM_STATE_DIR") from None
+        raise ConfigError(
+            f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
+            "directory with TANDEM_STATE_DIR"
+        ) from None
 
 
-def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task,
-         name: str) -> int:
+def _run(
+    arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task, name: str
+) -> int:
     if only is not None and task.random:
         only.append(MODEL)  # nothing else makes it
     checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
     here = facts()
-    question: dict[str, object] = {"tandem": __version__, "model": task.model, "facts": here,
-                "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else ""}
+    question: dict[str, object] = {
+        "tandem": __version__,
+        "model": task.model,
+        "facts": here,
+        "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else "",
+    }
     journal = Journal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
     journal.reopen([check.name for check in checks])
     _note(_beginning(journal, checks, name))
@@ -82,8 +91,15 @@ def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, fi
     # The journal has those of earlier runs too, and may have some of checks that are no more.
     outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
     wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
-    report = make_report(outcomes, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
-                         hosts=len(file.hosts) if file else 0, names=_names(file))
+    report = make_report(
+        outcomes,
+        wanted=len(wanted),
+        date=datetime.date.today().isoformat(),
+        facts=here,
+        model=name,
+        hosts=len(file.hosts) if file else 0,
+        names=_names(file),
+    )
     return _write(report, output)
 
 
@@ -91,10 +107,17 @@ def _output(name: str) -> Path:
     """Return the file for the page. Raises ConfigError for one that cannot be written, before minutes are spent."""
     output = Path(name).expanduser()
     other = output.with_suffix(".json") if output.name else output
-    why = ("is a directory" if output.is_dir() else
-           f"there is no directory {output.parent}; make it" if not output.parent.is_dir() else
-           "is the place of the JSON that stands beside the page" if other == output else
-           f"{other} is a directory" if other.is_dir() else _unwritable(output) or _unwritable(other))
+    why = (
+        "is a directory"
+        if output.is_dir()
+        else f"there is no directory {output.parent}; make it"
+        if not output.parent.is_dir()
+        else "is the place of the JSON that stands beside the page"
+        if other == output
+        else f"{other} is a directory"
+        if other.is_dir()
+        else _unwritable(output) or _unwritable(other)
+    )
     if why:
         raise ConfigError(f"--output {output}: {why}; name another file, such as selftest.md", param="output")
     return output
@@ -119,8 +142,9 @@ def _alone(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another `tandem selftest` runs in {directory}; wait for it, or name another "
-                              "directory with TANDEM_STATE_DIR") from None
+            raise ConfigError(
+                f"another `tandem selftest` runs in {directory}; wait for it, or name another directory with TANDEM_STATE_DIR"
+            ) from None
         yield
 
 
@@ -149,8 +173,9 @@ def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
         if arguments.model != "demo":
             raise
         _note("the demo model is not on this machine (`tandem model get demo`): a tiny one with random weights is made")
-        return Task(entry="", result="", directory=str(directory), model=str(directory / TINY), hostfile=hostfile,
-                    random=True), "tiny, with random weights"
+        return Task(
+            entry="", result="", directory=str(directory), model=str(directory / TINY), hostfile=hostfile, random=True
+        ), "tiny, with random weights"
     return Task(entry="", result="", directory=str(directory), model=str(files.path), hostfile=hostfile), files.name
 
 
@@ -191,8 +216,11 @@ def _write(report: Report, output: Path) -> int:
         output.write_text(text)
         other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}; give the command again "
-                          "with --minutes 0.001 and another file: what was found is kept", param="output") from None
+        raise ConfigError(
+            f"--output {output}: cannot be written: {error.strerror or error}; give the command again "
+            "with --minutes 0.001 and another file: what was found is kept",
+            param="output",
+        ) from None
     _note(f"written to {output} and {other}")
     if report.code == 3:
         _note(f"{report.wanted - len(report.checks)} checks are left: give the same command again")

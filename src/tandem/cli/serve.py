@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 def run_launcher(arguments: argparse.Namespace) -> int:
     """Serve as vllm-mlx's launcher does, with a rank of one stage on each host; print the command that does it. Raises
     UsageError."""
-    words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1:])
+    words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1 :])
     if arguments.setting_hostfile is None and variable("MLX_RANK") is not None:
         raise vllm_mlx.by_hand((arguments.setting_model or ["MODEL"])[-1])
     if arguments.setting_hostfile is not None and arguments.setting_tensor_parallel_size is None:
@@ -127,8 +127,9 @@ class Supervisor:
         self._settings = settings
         self._listener = listener
         self._history = History()
-        self._engines: EngineSet | EnginePool = (EnginePool(settings, history=self._history) if several(settings)
-                                            else EngineSet(settings, history=self._history))
+        self._engines: EngineSet | EnginePool = (
+            EnginePool(settings, history=self._history) if several(settings) else EngineSet(settings, history=self._history)
+        )
         self._api = ApiProcess(settings, listener, self._history)
         self._over = ""
         """Reason why no engine will be started any more."""
@@ -165,10 +166,16 @@ class Supervisor:
         if isinstance(request, supervisor.ListReplicas):
             if self._api.heard(request.api):
                 self._reached = request.reached
-            models, budget = ((self._engines.models(), self._engines.budget) if isinstance(self._engines, EnginePool)
-                              else ([], {}))
-            return supervisor.ReplicaList(self._engines.infos(), models, budget, self._over, self._engines.announced,
-                                          self._history.after(request.events_after), request.number)
+            models, budget = (self._engines.models(), self._engines.budget) if isinstance(self._engines, EnginePool) else ([], {})
+            return supervisor.ReplicaList(
+                self._engines.infos(),
+                models,
+                budget,
+                self._over,
+                self._engines.announced,
+                self._history.after(request.events_after),
+                request.number,
+            )
         if isinstance(request, supervisor.NoteEvent):
             self._history.take([request.event])
             return supervisor.Done()
@@ -212,8 +219,7 @@ class Supervisor:
             replicas = f", the first of {len(self._engines.models())} models"
         else:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
-        say(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
-            f"{engines[0].stages} stage(s){replicas})")
+        say(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), {engines[0].stages} stage(s){replicas})")
         stop = "Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up started it"
         say(farewell(address, self._settings.server, stop=stop))
 
@@ -237,8 +243,11 @@ class Supervisor:
 
     def _end(self, code: int) -> int:
         """Drain the api, then end the engines; a second signal ends everything at once."""
-        self._history.note("server_draining", self._over or "the server was told to end: it finishes what it has",
-                           level="error" if self._over else "info")
+        self._history.note(
+            "server_draining",
+            self._over or "the server was told to end: it finishes what it has",
+            level="error" if self._over else "info",
+        )
         self._ends_at = time.monotonic()
         if self._api.child is not None:
             self._end_all([self._api.child], self._while_draining)
@@ -255,8 +264,10 @@ class Supervisor:
         left = sum(status.running + status.queued for status in self._engines.statuses().values() if status is not None)
         if left:
             self._told = True
-            say(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
-                "Ctrl-C again ends now")
+            say(
+                f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
+                "Ctrl-C again ends now"
+            )
 
     def _end_all(self, children: list[ChildProcess], meanwhile: Callable[[], None] = lambda: None) -> None:
         for child in children:

@@ -54,13 +54,23 @@ def launchd_label(name: str) -> str:
 
 def launchd_agent(service: Service) -> bytes:
     """Return the property list. `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone."""
-    return plistlib.dumps({
-        "Label": launchd_label(service.name), "ProgramArguments": list(service.command),
-        "WorkingDirectory": str(service.directory), "EnvironmentVariables": dict(service.variables),
-        "RunAtLoad": True, "KeepAlive": {"SuccessfulExit": False}, "ThrottleInterval": PAUSE_S,
-        "ProcessType": "Interactive", "ExitTimeOut": service.stop_s,
-        "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES}, "HardResourceLimits": {"NumberOfFiles": OPEN_FILES},
-        "StandardOutPath": str(service.log), "StandardErrorPath": str(service.log)})
+    return plistlib.dumps(
+        {
+            "Label": launchd_label(service.name),
+            "ProgramArguments": list(service.command),
+            "WorkingDirectory": str(service.directory),
+            "EnvironmentVariables": dict(service.variables),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": PAUSE_S,
+            "ProcessType": "Interactive",
+            "ExitTimeOut": service.stop_s,
+            "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
+            "HardResourceLimits": {"NumberOfFiles": OPEN_FILES},
+            "StandardOutPath": str(service.log),
+            "StandardErrorPath": str(service.log),
+        }
+    )
 
 
 def systemd_unit(service: Service) -> str:
@@ -103,15 +113,21 @@ def _specifiers(text: str) -> str:
 _TOOL_S = 60.0
 _END_S, _POLL_S = 30.0, 0.5
 """Seconds that launchd may take beyond a service's own time to end, and between two checks."""
-NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
-          "`tandem up`")
+NOBODY = "Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use `tandem up`"
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
 
 
 def _ran(*words: str, timeout_s: float | None = _TOOL_S) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run([find_tool(words[0]) or words[0], *words[1:]], capture_output=True, text=True,
-                              timeout=timeout_s, env=child_environment(), stdin=subprocess.DEVNULL, check=False)
+        return subprocess.run(
+            [find_tool(words[0]) or words[0], *words[1:]],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{' '.join(words)}: {error}") from error
 
@@ -133,8 +149,10 @@ class Launchd:
     """launchd agents of the user, in the session at the screen if there is one, else in the background session."""
 
     tool = "launchctl"
-    hint = ("launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
-            "run on other machines too")
+    hint = (
+        "launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
+        "run on other machines too"
+    )
 
     def file(self, name: str) -> Path:
         """Return the file that describes the service."""
@@ -229,8 +247,10 @@ def manager() -> Manager:
     """Return this system's service manager. Raises UsageError where there is none."""
     chosen = Launchd() if sys.platform == "darwin" else Systemd()
     if find_tool(chosen.tool) is None:
-        raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
-                         "`tandem up` starts a server in the background")
+        raise UsageError(
+            f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
+            "`tandem up` starts a server in the background"
+        )
     return chosen
 
 
@@ -267,12 +287,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     if arguments.setting_api_key:
-        raise UsageError("--api-key: every user of this machine could read it in the service's arguments; give "
-                         "--api-key-file", param="api_key")
+        raise UsageError(
+            "--api-key: every user of this machine could read it in the service's arguments; give --api-key-file", param="api_key"
+        )
     settings = checked(prepared(arguments))
     if variable("TANDEM_API_KEY") and settings.server.api_key_file is None:
-        raise UsageError("TANDEM_API_KEY: keys of the environment do not go along, and the service would let everybody "
-                         "in; give --api-key-file, or unset it", param="api_key")
+        raise UsageError(
+            "TANDEM_API_KEY: keys of the environment do not go along, and the service would let everybody "
+            "in; give --api-key-file, or unset it",
+            param="api_key",
+        )
     if settings.model.model:
         expect(settings.model.model)
     environment = _environment()
@@ -286,8 +310,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
     except OSError as error:
-        raise UsageError(f"{error.filename}: cannot be written: {error.strerror or error}; {name} is not installed"
-                         ) from None
+        raise UsageError(f"{error.filename}: cannot be written: {error.strerror or error}; {name} is not installed") from None
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
     print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")
     print(holder.hint)
@@ -302,15 +325,16 @@ def _environment() -> dict[str, str]:
     kept = {key: value for key, value in variables().items() if key in known}
     for key, value in kept.items():
         if _PASSWORD.search(value):
-            raise UsageError(f"{key}: has a password in it, which would stand in the service's file; unset it, or take "
-                             "the password out")
+            raise UsageError(
+                f"{key}: has a password in it, which would stand in the service's file; unset it, or take the password out"
+            )
     return kept
 
 
 def serve_words(words: Sequence[str]) -> list[str]:
     """Return the options for `tandem serve` in the words `service install ...`."""
     kept: list[str] = []
-    rest = iter(words[list(words).index("install") + 1:])
+    rest = iter(words[list(words).index("install") + 1 :])
     for word in rest:
         if word == "--name":
             next(rest, None)

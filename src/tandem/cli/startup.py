@@ -40,8 +40,7 @@ def progress_lines() -> Iterator[Show]:
     from rich.filesize import decimal
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30),
-               TextColumn("{task.fields[size]}"))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), TextColumn("{task.fields[size]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as lines:
         starting = lines.add_task("starting", total=None, size="")
         tasks: dict[str, TaskID] = {}
@@ -49,8 +48,12 @@ def progress_lines() -> Iterator[Show]:
 
         def show(engines: Mapping[int, Starting | None]) -> None:
             several = len(engines) > 1
-            loading = {f"{f'replica {number}, ' if several else ''}rank {part.rank}: {PHASES[part.phase]}": part
-                       for number, status in engines.items() if status is not None for part in status.loading}
+            loading = {
+                f"{f'replica {number}, ' if several else ''}rank {part.rank}: {PHASES[part.phase]}": part
+                for number, status in engines.items()
+                if status is not None
+                for part in status.loading
+            }
             details = [status.detail for status in engines.values() if status is not None and status.detail]
             lines.update(starting, description=details[0] if details else "starting", visible=not loading)
             for text in tasks.keys() - loading.keys():
@@ -66,8 +69,10 @@ def progress_lines() -> Iterator[Show]:
 
 def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
     """Return what can be done with a server that is ready, a line each."""
-    key = " -H \"Authorization: Bearer $TANDEM_API_KEY\"" if server.api_key or server.api_key_file else ""
+    key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
-    return (f"  page  {address}/ui\n"
-            f"  try   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
-            f"  stop  {stop}")
+    return (
+        f"  page  {address}/ui\n"
+        f"  try   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  stop  {stop}"
+    )

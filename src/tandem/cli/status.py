@@ -164,8 +164,10 @@ def _fill(look: Look, port: int, interval: float) -> None:
     look.models, look.announced, look.events = reply.models, reply.announced, reply.events
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
-        look.replicas = [Replica(info, probes[info.replica].ask(PROBE_S) if info.replica in probes else None,
-                                 time.monotonic()) for info in reply.replicas]
+        look.replicas = [
+            Replica(info, probes[info.replica].ask(PROBE_S) if info.replica in probes else None, time.monotonic())
+            for info in reply.replicas
+        ]
         if interval:
             _count(look.replicas, probes, interval)
     finally:
@@ -189,20 +191,30 @@ def as_json(look: Look) -> dict[str, Any]:
     """Return all facts about a server, as `--json` prints them."""
     replicas = []
     for replica in look.replicas:
-        entry: dict[str, Any] = {"replica": replica.info.replica, "model": replica.info.model or look.model,
-                                 "role": replica.info.role,
-                                 "state": replica.state, "pid": replica.info.pid,
-                                 "process_restarts": replica.info.restarts, "tokens_per_s": replica.tokens_per_s,
-                                 "detail": replica.detail}
+        entry: dict[str, Any] = {
+            "replica": replica.info.replica,
+            "model": replica.info.model or look.model,
+            "role": replica.info.role,
+            "state": replica.state,
+            "pid": replica.info.pid,
+            "process_restarts": replica.info.restarts,
+            "tokens_per_s": replica.tokens_per_s,
+            "detail": replica.detail,
+        }
         if (status := replica.status) is not None:
-            entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
-                                                               "kv_tokens_total", "restarts", "stages")}
-            entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
-                              for rank in status.ranks]
+            entry |= {
+                name: getattr(status, name)
+                for name in ("running", "queued", "kv_tokens_used", "kv_tokens_total", "restarts", "stages")
+            }
+            entry["ranks"] = [
+                {name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"} for rank in status.ranks
+            ]
         replicas.append(entry)
     facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models", "events")}
-    models = [{name: getattr(model, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
-              for model in look.models]
+    models = [
+        {name: getattr(model, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
+        for model in look.models
+    ]
     names = ("number", "at", "kind", "level", "text", "remedy", "replica", "rank", "model", "request_id")
     events = [{name: getattr(event, name) for name in names} for event in look.events]
     return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
@@ -227,10 +239,14 @@ def _picture(look: Look) -> Group:
 def _model(look: Look, model: ModelInfo) -> dict[str, Any]:
     mine = [replica for replica in look.replicas if replica.info.model == model.model]
     loaded = "loaded" if all(replica.state == "ready" for replica in mine) else "loading"
-    return {"id": model.model, "state": loaded if model.state == "running" else model.state, "needs": model.needs,
-            "detail": model.detail,
-            "replicas": ", ".join(str(replica.info.replica) for replica in mine) or "-",
-            "max_model_len": model.max_context}
+    return {
+        "id": model.model,
+        "state": loaded if model.state == "running" else model.state,
+        "needs": model.needs,
+        "detail": model.detail,
+        "replicas": ", ".join(str(replica.info.replica) for replica in mine) or "-",
+        "max_model_len": model.max_context,
+    }
 
 
 def _span(seconds: float) -> str:

@@ -54,8 +54,7 @@ def look(server: ServerClient) -> Look:
         if not (isinstance(health["status"], str) and isinstance(status["replicas"], list)):
             raise TypeError
     except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{server.url} does not answer as a Tandem server; is --url right?",
-                         param="base_url") from None
+        raise UsageError(f"{server.url} does not answer as a Tandem server; is --url right?", param="base_url") from None
     metrics: dict[str, float] = {}
     with contextlib.suppress(UsageError, ValueError):  # metrics may be switched off: the rest is worth showing
         for family in text_string_to_metric_families(server.get("/metrics").decode()):
@@ -97,8 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def picture(url: str, before: Look, now: Look) -> RenderableType:
     """Return everything on one screen; rates are of the time between the two looks."""
-    parts: list[RenderableType] = [_head(url, before, now), replicas_table(now.status["replicas"]),
-                                   ranks_table(now.health.get("ranks", []))]
+    parts: list[RenderableType] = [
+        _head(url, before, now),
+        replicas_table(now.status["replicas"]),
+        ranks_table(now.health.get("ranks", [])),
+    ]
     if len(now.status.get("models", ())) > 1:
         parts.insert(1, models_table(now.status["models"]))
     if now.status["requests"]:
@@ -110,14 +112,18 @@ def _head(url: str, before: Look, now: Look) -> RenderableType:
     health, status = now.health, now.status
     state = str(health["status"])
     engine = status.get("engine") or {}
-    line = Text.assemble((f"{status.get('model', '')} ", "bold"), coloured(state),
-                         f" at {url}  up {_duration(status.get('uptime_seconds', 0))}  "
-                         f"restarts {health.get('restarts', 0)}")
+    line = Text.assemble(
+        (f"{status.get('model', '')} ", "bold"),
+        coloured(state),
+        f" at {url}  up {_duration(status.get('uptime_seconds', 0))}  restarts {health.get('restarts', 0)}",
+    )
     hits, asked = engine.get("prefix_hits", 0), engine.get("prefix_queries", 0)
-    counts = (f"tokens/s {_rate(before, now, 'tandem_generation_tokens_total')} out, "
-              f"{_rate(before, now, 'tandem_prompt_tokens_total')} in   TTFT {_mean(before, now)}   "
-              f"running {status.get('num_running', 0)}   waiting {status.get('num_waiting', 0)}   "
-              f"prefix hits {hits}/{asked}")
+    counts = (
+        f"tokens/s {_rate(before, now, 'tandem_generation_tokens_total')} out, "
+        f"{_rate(before, now, 'tandem_prompt_tokens_total')} in   TTFT {_mean(before, now)}   "
+        f"running {status.get('num_running', 0)}   waiting {status.get('num_waiting', 0)}   "
+        f"prefix hits {hits}/{asked}"
+    )
     if drafts := engine.get("draft_tokens", 0):
         counts += f"   drafts accepted {engine.get('accepted_tokens', 0)}/{drafts}"
     detail = Text(str(health.get("detail") or ""), "yellow")
@@ -143,10 +149,18 @@ def _mean(before: Look, now: Look) -> str:
 def _requests(now: Look) -> Table:
     """Return a row for each of this key's requests, the oldest first."""
     requests = sorted(now.status["requests"], key=lambda request: -float(request["elapsed_seconds"]))
-    table = narrow_table([{
-        "request": request["request_id"], "route": request["route"], "prompt": str(request["prompt_tokens"]),
-        "tokens": str(request["completion_tokens"]), "seconds": f"{request['elapsed_seconds']:.1f}",
-    } for request in requests[:MAX_REQUESTS]])
+    table = narrow_table(
+        [
+            {
+                "request": request["request_id"],
+                "route": request["route"],
+                "prompt": str(request["prompt_tokens"]),
+                "tokens": str(request["completion_tokens"]),
+                "seconds": f"{request['elapsed_seconds']:.1f}",
+            }
+            for request in requests[:MAX_REQUESTS]
+        ]
+    )
     if len(requests) > MAX_REQUESTS:
         table.add_row(f"and {len(requests) - MAX_REQUESTS} more")
     return table

@@ -38,8 +38,7 @@ def preload_blas(choice: str) -> str | None:
             return name
         except OSError as error:
             if choice != "auto":
-                raise ConfigError(f"--blas {choice}: {error}; give auto, none or a library's path",
-                                  param="blas") from error
+                raise ConfigError(f"--blas {choice}: {error}; give auto, none or a library's path", param="blas") from error
     return None
 
 

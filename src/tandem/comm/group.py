@@ -42,8 +42,9 @@ def join_group(backend: str, size: int) -> mx.distributed.Group:
     # jaccl-ring is jaccl told by its environment to prefer a ring over a mesh.
     group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=True)
     if group.size() != size:
-        raise LayoutError(f"the {backend} group has {group.size()} ranks, the layout {size}; start as many ranks as "
-                          "the layout names")
+        raise LayoutError(
+            f"the {backend} group has {group.size()} ranks, the layout {size}; start as many ranks as the layout names"
+        )
     hosts = variable("MLX_HOSTFILE")
     if sys.platform == "linux" and hosts and len(os.sched_getaffinity(0)) < POLLING_CORES * size:
         _sleep_until_data(hosts)
@@ -59,7 +60,8 @@ def _sleep_until_data(hosts: str) -> None:
                 continue
             with socket.socket(fileno=os.dup(int(name))) as end:
                 if end.family == socket.AF_INET and addresses & {
-                        f"{ip}:{port}" for ip, port in (end.getsockname(), end.getpeername())}:
+                    f"{ip}:{port}" for ip, port in (end.getsockname(), end.getpeername())
+                }:
                     for timeout in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                         end.setsockopt(socket.SOL_SOCKET, timeout, struct.pack("ll", 0, _WAIT_US))
                     end.setblocking(True)

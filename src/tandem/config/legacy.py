@@ -36,7 +36,7 @@ NOT_MAPPED = {
     "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
     "WORKER_HOSTS": "use --hostfile, which names the machines of the ranks; `tandem hosts write` makes the file",
     "WORKER_SSH": "use --hostfile, which says how machines are reached; `tandem hosts write hosts.json 127.0.0.1 "
-                  "USER@HOST` makes the file",
+    "USER@HOST` makes the file",
     "KV_CACHE_RESERVED_MEMORY_MB": "use --memory-fraction or --kv-tokens, which limit the KV cache",
     "MAX_PROMPT_LEN_BYTES": "use --max-context, which counts tokens; prompts have no limit in bytes",
     "POLL_INTERVAL_SECONDS": "leave it out; nothing is polled",
@@ -83,9 +83,11 @@ def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, st
         # A name alone is right for python-dotenv, and sets nothing.
         if binding.error or (binding.key is not None and binding.value is None):
             line = binding.original.string
-            number = binding.original.line + line[:len(line) - len(line.lstrip())].count("\n")
+            number = binding.original.line + line[: len(line) - len(line.lstrip())].count("\n")
             start = line.strip().splitlines()[0].partition("=")[0][:40]
-            raise ConfigError(f"{path}, line {number}: {start!r} is not followed by a value: lines are NAME=VALUE, or "
-                              "begin with #", param="profile")
+            raise ConfigError(
+                f"{path}, line {number}: {start!r} is not followed by a value: lines are NAME=VALUE, or begin with #",
+                param="profile",
+            )
     values = dotenv_values(stream=io.StringIO(text))
     return {name: value for name, value in values.items() if value is not None and name not in environment}

@@ -128,9 +128,7 @@ def options() -> tuple[Option, ...]:
         texts = field_docs(settings_class)
         for field in dataclasses.fields(settings_class):
             shape = _shape(hints[field.name])
-            found.append(
-                Option(section=section, name=field.name, help=texts[field.name], default=field.default, **shape)
-            )
+            found.append(Option(section=section, name=field.name, help=texts[field.name], default=field.default, **shape))
     return tuple(found)
 
 

@@ -105,9 +105,10 @@ class ParallelSettings:
     """Address of this machine at which the ranks' machines reach it. By default worked out for each host."""
     join_port: int = 29650
     """Port at which `tandem rank` joins with the manual launcher; further replicas take the ports behind it."""
-    token_file: str | None = field(default=None, metadata={
-        "launcher": "manual",
-        "needed": "it is made if it is missing, and each machine needs a copy for `tandem rank`"})
+    token_file: str | None = field(
+        default=None,
+        metadata={"launcher": "manual", "needed": "it is made if it is missing, and each machine needs a copy for `tandem rank`"},
+    )
     """File with the keys that `tandem rank` needs to join; made if it is missing."""
     ray_address: str | None = field(default=None, metadata={"launcher": "ray"})
     """Ray cluster of the ray launcher: host:port of its head, auto (the one that runs on this machine), or new (one
@@ -262,12 +263,35 @@ class ServerSettings:
     keep_conversations: float = 0.0
     """Seconds for which a conversation is kept in memory after an answer: a chat request with its `conversation_id`
     goes on from what was said (docs/clients.md). 0: none is kept."""
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "cohere", "deepseek",
-                         "deepseek-dsml", "kimi", "kimi-k3", "minimax", "minimax-m3", "minicpm", "muse", "longcat",
-                         "pythonic", "glm", "solar", "qwen-coder", "seed", "gemma", "generic"] = "auto"
+    tool_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "llama3",
+        "mistral",
+        "harmony",
+        "cohere",
+        "deepseek",
+        "deepseek-dsml",
+        "kimi",
+        "kimi-k3",
+        "minimax",
+        "minimax-m3",
+        "minicpm",
+        "muse",
+        "longcat",
+        "pythonic",
+        "glm",
+        "solar",
+        "qwen-coder",
+        "seed",
+        "gemma",
+        "generic",
+    ] = "auto"
     """How the model writes tool calls. auto: told from its chat template; none: requests with tools are refused."""
-    reasoning_parser: Literal["auto", "none", "think", "brackets", "longcat", "minimax-m3", "seed", "gemma", "cohere",
-                              "solar", "kimi-k3", "harmony"] = "auto"
+    reasoning_parser: Literal[
+        "auto", "none", "think", "brackets", "longcat", "minimax-m3", "seed", "gemma", "cohere", "solar", "kimi-k3", "harmony"
+    ] = "auto"
     """How the model marks its reasoning, which answers then carry as `reasoning_content`: between <think> tags, between
     [THINK] brackets, between the tags of a family, or on harmony's channels. auto: told from the chat template; none:
     it stays content."""

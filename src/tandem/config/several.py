@@ -15,8 +15,15 @@ _SECTIONS = ("model", "parallel", "scheduler", "speculation")
 _SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
 _NOT_OWN = ("served_name",)
 """The table's own name says that."""
-_LAYOUT = ("pipeline_parallel_size", "tensor_parallel_size", "parallel", "tensor_split", "expert_parallel",
-           "layer_split", "micro_batches")
+_LAYOUT = (
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+    "parallel",
+    "tensor_split",
+    "expert_parallel",
+    "layer_split",
+    "micro_batches",
+)
 """A model that says one of these has a layout of its own."""
 
 
@@ -44,8 +51,11 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     names = [settings.model.served_name, *(one.name for one in found)]
     for one in found:
         if not _NAME.fullmatch(one.name) or one.name == "default":
-            raise ConfigError(f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
-                              "and not `default`, which means the first", param="extra_models")
+            raise ConfigError(
+                f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
+                "and not `default`, which means the first",
+                param="extra_models",
+            )
         if names.count(one.name) > 1:
             raise ConfigError(f"{one.source}: there are two models of the name {one.name}", param="extra_models")
         if not (one.values.get("model") or settings.model.model):
@@ -56,8 +66,7 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
 def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
     name, equals, value = text.partition("=")
     if not (equals and value):
-        raise ConfigError(f"{flag} {text}: must be NAME={field.upper()}, such as {example}",
-                          param=flag[2:].replace("-", "_"))
+        raise ConfigError(f"{flag} {text}: must be NAME={field.upper()}, such as {example}", param=flag[2:].replace("-", "_"))
     return NamedModel(name=name, values={field: value}, source=f"{flag} {name}")
 
 
@@ -71,8 +80,7 @@ def settings_of(settings: Settings, one: NamedModel) -> Settings:
         sections["parallel"] |= {name: by_name()[name].default for name in _LAYOUT}
     for option in _allowed():
         if option.name in one.values and option.section in sections:
-            sections[option.section][option.name] = option.convert(one.values[option.name],
-                                                                   label=one.label(option.name))
+            sections[option.section][option.name] = option.convert(one.values[option.name], label=one.label(option.name))
     sections["model"]["served_name"] = one.name
     replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
     return alone(dataclasses.replace(settings, **replaced))
@@ -91,5 +99,8 @@ def unload_after(settings: Settings, one: NamedModel) -> float | None:
 
 def _allowed() -> list[Option]:
     """Options that a table [models.NAME] may have, beside `keep`."""
-    return [option for option in by_name().values() if option.name not in _NOT_OWN and (
-        option.section in _SECTIONS or option.name in (*_SERVER, "unload_after"))]
+    return [
+        option
+        for option in by_name().values()
+        if option.name not in _NOT_OWN and (option.section in _SECTIONS or option.name in (*_SERVER, "unload_after"))
+    ]

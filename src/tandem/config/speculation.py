@@ -13,8 +13,13 @@ from tandem.errors import ConfigError
 MOST_DRAFTS = 32
 """Positions more than that cost more than any guess is worth, and sliding windows keep room for them all."""
 MOST_LOOKUP = 64
-_NAMES = {"method": "speculative_method", "model": "draft_model", "num_speculative_tokens": "num_speculative_tokens",
-          "prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
+_NAMES = {
+    "method": "speculative_method",
+    "model": "draft_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+}
 """vLLM's key -> our field."""
 
 
@@ -30,13 +35,11 @@ def with_speculative_config(settings: SpeculationSettings, label: str = "--specu
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{label}: is not JSON: {error}", param="speculative_config") from None
     if not isinstance(entries, dict):
-        raise ConfigError(f"{label}: must be a JSON object, such as {{\"method\": \"ngram\"}}",
-                          param="speculative_config")
+        raise ConfigError(f'{label}: must be a JSON object, such as {{"method": "ngram"}}', param="speculative_config")
     values: dict[str, Any] = {}
     for key, value in entries.items():
         if key not in _NAMES:
-            raise ConfigError(f"{label}: there is no {key!r}; known are {', '.join(_NAMES)}",
-                              param="speculative_config")
+            raise ConfigError(f"{label}: there is no {key!r}; known are {', '.join(_NAMES)}", param="speculative_config")
         option = by_name()[_NAMES[key]]
         values[option.name] = option.convert(value, label=f"{label} {key}")
     return _resolved(replace(settings, speculative_config=None, **values))
@@ -48,9 +51,12 @@ def _resolved(settings: SpeculationSettings) -> SpeculationSettings:
     if method == "auto":
         method = "draft_model" if model else "none"
     if method == "draft_model" and not model:
-        raise ConfigError("--speculative-method draft_model: needs --draft-model MODEL, a small model with the same "
-                          "tokenizer", param="draft_model")
+        raise ConfigError(
+            "--speculative-method draft_model: needs --draft-model MODEL, a small model with the same tokenizer",
+            param="draft_model",
+        )
     if model and method != "draft_model":
-        raise ConfigError(f"--draft-model {model}: is not used by --speculative-method {method}; leave one out",
-                          param="draft_model")
+        raise ConfigError(
+            f"--draft-model {model}: is not used by --speculative-method {method}; leave one out", param="draft_model"
+        )
     return replace(settings, speculative_method=method)

@@ -75,10 +75,30 @@ _RANGES: dict[str, tuple[float, float]] = {
     "unload_after": _POSITIVE,
     "max_loaded": _AT_LEAST_ONE,
 }
-_NOT_EMPTY = ("served_name", "revision", "chat_template", "generation_config", "override_generation_config", "blas",
-              "host", "api_key_file", "journal", "engine_socket", "hostfile", "hardware_profile",
-              "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path", "kv_disk",
-              "tls_cert", "tls_key", "warmup_prompts")
+_NOT_EMPTY = (
+    "served_name",
+    "revision",
+    "chat_template",
+    "generation_config",
+    "override_generation_config",
+    "blas",
+    "host",
+    "api_key_file",
+    "journal",
+    "engine_socket",
+    "hostfile",
+    "hardware_profile",
+    "remote_python",
+    "draft_model",
+    "head_address",
+    "token_file",
+    "ray_address",
+    "adapter_path",
+    "kv_disk",
+    "tls_cert",
+    "tls_key",
+    "warmup_prompts",
+)
 
 
 def default_label(name: str) -> str:
@@ -94,8 +114,10 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
             _check_item(option.name, item, label)
     wired_bytes(settings.scheduler.wired, label("wired"))
     if settings.scheduler.kv_disk is not None and settings.scheduler.prefix_cache == 0:
-        raise ConfigError(f"{label('kv_disk')}: is about the prefix cache, which {label('prefix_cache')} 0 turns off; "
-                          "leave one out", param="kv_disk")
+        raise ConfigError(
+            f"{label('kv_disk')}: is about the prefix cache, which {label('prefix_cache')} 0 turns off; leave one out",
+            param="kv_disk",
+        )
     _check_socket(settings.process.engine_socket, label)
     _check_layer_split(settings, label)
     _check_roles(settings, label)
@@ -111,8 +133,11 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
 def client_limits(settings: Settings) -> ClientLimits:
     """Default limits of a client."""
     server = settings.server
-    return ClientLimits(max_concurrent_requests=server.max_concurrent_requests,
-                        requests_per_minute=server.requests_per_minute, tokens_per_minute=server.tokens_per_minute)
+    return ClientLimits(
+        max_concurrent_requests=server.max_concurrent_requests,
+        requests_per_minute=server.requests_per_minute,
+        tokens_per_minute=server.tokens_per_minute,
+    )
 
 
 def api_keys(settings: Settings, *, label: str = "--api-key-file") -> dict[str, ClientLimits]:
@@ -155,8 +180,11 @@ def _check_item(name: str, value: Any, label: Label) -> None:
 def _check_socket(path: str | None, label: Label) -> None:
     """Check the socket's path. It must do on every system, so the shortest limit counts."""
     if path is not None and (length := len(os.fsencode(path))) > LONGEST_SOCKET:
-        raise ConfigError(f"{label('engine_socket')}: {path} has {length} bytes, and macOS takes {LONGEST_SOCKET} with "
-                          "room for a replica's number; choose a shorter path", param="engine_socket")
+        raise ConfigError(
+            f"{label('engine_socket')}: {path} has {length} bytes, and macOS takes {LONGEST_SOCKET} with "
+            "room for a replica's number; choose a shorter path",
+            param="engine_socket",
+        )
 
 
 def _check_layer_split(settings: Settings, label: Label) -> None:
@@ -180,17 +208,23 @@ def _check_roles(settings: Settings, label: Label) -> None:
         return
     given = f"{label('roles')}: {','.join(roles)}"
     if len(roles) != count:
-        raise ConfigError(f"{given} is for {len(roles)} replica(s), but {label('data_parallel_size')} asks for "
-                          f"{count}; name one role for each", param="roles")
+        raise ConfigError(
+            f"{given} is for {len(roles)} replica(s), but {label('data_parallel_size')} asks for {count}; name one role for each",
+            param="roles",
+        )
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
         if set(roles) == {role}:
             raise ConfigError(f"{given} has nobody to {other}; make one of them {other} or both", param="roles")
     if set(roles) != {"both"} and settings.scheduler.kv_disk is None:
-        raise ConfigError(f"{given} needs {label('kv_disk')} DIR, over which prompts go from replica to replica; "
-                          "add it, or leave roles out", param="roles")
+        raise ConfigError(
+            f"{given} needs {label('kv_disk')} DIR, over which prompts go from replica to replica; add it, or leave roles out",
+            param="roles",
+        )
     if set(roles) != {"both"} and settings.speculation.draft_model is not None:
-        raise ConfigError(f"{given} with {label('draft_model')}: a draft model's KV does not go from replica to "
-                          "replica; leave one out", param="roles")
+        raise ConfigError(
+            f"{given} with {label('draft_model')}: a draft model's KV does not go from replica to replica; leave one out",
+            param="roles",
+        )
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
@@ -200,11 +234,13 @@ def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
         taker, needed = field.metadata.get("launcher", chosen), field.metadata.get("needed")
         given = getattr(parallel, field.name) is not None
         if taker == chosen and needed and not given:
-            raise ConfigError(f"{label('launcher')} {chosen}: needs {by_name()[field.name].flag} FILE: {needed}",
-                              param=field.name)
+            raise ConfigError(
+                f"{label('launcher')} {chosen}: needs {by_name()[field.name].flag} FILE: {needed}", param=field.name
+            )
         if taker != chosen and given:
-            raise ConfigError(f"{label(field.name)}: is for {label('launcher')} {taker}, not {chosen}; leave one out",
-                              param=field.name)
+            raise ConfigError(
+                f"{label(field.name)}: is for {label('launcher')} {taker}, not {chosen}; leave one out", param=field.name
+            )
 
 
 def _check_speculation(settings: Settings, label: Label) -> None:
@@ -214,9 +250,11 @@ def _check_speculation(settings: Settings, label: Label) -> None:
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             _check_item(name, getattr(chosen, name), lambda name: f"{label('speculative_config')} {name}")
     if chosen.prompt_lookup_min > chosen.prompt_lookup_max:
-        raise ConfigError(f"{label('prompt_lookup_min')}: {chosen.prompt_lookup_min} is more than the "
-                          f"{chosen.prompt_lookup_max} of {label('prompt_lookup_max')}; lower it",
-                          param="prompt_lookup_min")
+        raise ConfigError(
+            f"{label('prompt_lookup_min')}: {chosen.prompt_lookup_min} is more than the "
+            f"{chosen.prompt_lookup_max} of {label('prompt_lookup_max')}; lower it",
+            param="prompt_lookup_min",
+        )
 
 
 def _check_names(settings: Settings, label: Label) -> None:
@@ -224,19 +262,27 @@ def _check_names(settings: Settings, label: Label) -> None:
     server = settings.server
     for host in server.allowed_host:
         if not host or any(mark in host for mark in "/ @") or (host.count(":") == 1):
-            raise ConfigError(f"{label('allowed_host')}: {host!r} is not the name of a host; write it without scheme "
-                              "and port, such as gpu.example.com", param="allowed_host")
+            raise ConfigError(
+                f"{label('allowed_host')}: {host!r} is not the name of a host; write it without scheme "
+                "and port, such as gpu.example.com",
+                param="allowed_host",
+            )
     for origin in server.allowed_origin:
         scheme, separator, rest = origin.rstrip("/").partition("://")
         if origin != "*" and not (scheme and separator and rest and "/" not in rest):
-            raise ConfigError(f"{label('allowed_origin')}: {origin!r} is not a web origin; write scheme and host, and "
-                              "the port if it has one, such as https://chat.example.com", param="allowed_origin")
+            raise ConfigError(
+                f"{label('allowed_origin')}: {origin!r} is not a web origin; write scheme and host, and "
+                "the port if it has one, such as https://chat.example.com",
+                param="allowed_origin",
+            )
     for proxy in server.trusted_proxies:
         try:
             ipaddress.ip_network(proxy)
         except ValueError as error:
-            raise ConfigError(f"{label('trusted_proxies')}: {error}; name proxies by address or network, such as "
-                              "10.0.0.2 or 10.0.0.0/24", param="trusted_proxies") from None
+            raise ConfigError(
+                f"{label('trusted_proxies')}: {error}; name proxies by address or network, such as 10.0.0.2 or 10.0.0.0/24",
+                param="trusted_proxies",
+            ) from None
     if server.tls_key is not None and server.tls_cert is None:
         raise ConfigError(f"{label('tls_key')}: needs --tls-cert FILE, the certificate of the key", param="tls_cert")
 

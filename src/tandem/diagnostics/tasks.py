@@ -150,15 +150,17 @@ class TaskProcess(ChildProcess):
     A context manager that ends the process.
     """
 
-    def __init__(self, task: Task | TimingTask, *, name: str, variables: Mapping[str, str] | None = None,
-                 module: str = MODULE) -> None:
+    def __init__(
+        self, task: Task | TimingTask, *, name: str, variables: Mapping[str, str] | None = None, module: str = MODULE
+    ) -> None:
         """Start it with `variables` added to the environment. Raises SpawnError."""
         self.result = Path(task.result)
         self._log = self.result.with_suffix(".log")
         self.result.unlink(missing_ok=True)
         with self._log.open("wb") as output:
-            super().__init__(module, msgspec.json.encode(task), env=child_environment(variables), name=name,
-                             output=output.fileno())
+            super().__init__(
+                module, msgspec.json.encode(task), env=child_environment(variables), name=name, output=output.fileno()
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -185,8 +187,10 @@ class TaskProcess(ChildProcess):
         if finding := self.answer(Finding):
             return finding
         words = f": {last}" if (last := self.last_words()) else ""
-        return Finding(verdict="no answer", detail=(f"its process {self.describe_exit()}" if ended else
-                                                    f"it did not come back within {deadline_s:g} s") + words)
+        return Finding(
+            verdict="no answer",
+            detail=(f"its process {self.describe_exit()}" if ended else f"it did not come back within {deadline_s:g} s") + words,
+        )
 
 
 def leave(answer: Finding | RankTimes, result: str) -> None:
@@ -203,10 +207,14 @@ def check_parts(entry: str, options: Sequence[dict[str, object]], variables: Seq
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-selftest-"))
-        tasks = [Task(entry=entry, result=f"{directory}/{number}.json", directory=directory, model="", options=own)
-                 for number, own in enumerate(options)]
-        yield [stack.enter_context(TaskProcess(task, name=f"{entry} {number}", variables=own))
-               for number, (task, own) in enumerate(zip(tasks, variables, strict=True))]
+        tasks = [
+            Task(entry=entry, result=f"{directory}/{number}.json", directory=directory, model="", options=own)
+            for number, own in enumerate(options)
+        ]
+        yield [
+            stack.enter_context(TaskProcess(task, name=f"{entry} {number}", variables=own))
+            for number, (task, own) in enumerate(zip(tasks, variables, strict=True))
+        ]
 
 
 @contextmanager
@@ -223,12 +231,17 @@ def timing_group(task: TimingTask, addresses: Sequence[str], ports: Sequence[int
     """Return the task of each rank of a group, which listens at its address and port."""
     keys, count = ClusterKeys.generate(), len(addresses)
     ends = [f"tcp://{address}:{port}" for address, port in zip(addresses, ports, strict=True)]
-    return [msgspec.structs.replace(task, rank=rank, ranks=count, keys=keys, listen=(addresses[rank], ports[rank]),
-                                    following=ends[(rank + 1) % count]) for rank in range(count)]
+    return [
+        msgspec.structs.replace(
+            task, rank=rank, ranks=count, keys=keys, listen=(addresses[rank], ports[rank]), following=ends[(rank + 1) % count]
+        )
+        for rank in range(count)
+    ]
 
 
-def run_ranks(tasks: Sequence[TimingTask], variables: Sequence[Mapping[str, str]], timeout_s: float,
-              module: str = MODULE) -> list[RankTimes]:
+def run_ranks(
+    tasks: Sequence[TimingTask], variables: Sequence[Mapping[str, str]], timeout_s: float, module: str = MODULE
+) -> list[RankTimes]:
     """Run timing tasks side by side, each with its variables. All end when one fails, or after `timeout_s` seconds."""
     answers: dict[int, RankTimes] = {}
     deadline = time.monotonic() + timeout_s
@@ -237,10 +250,8 @@ def run_ranks(tasks: Sequence[TimingTask], variables: Sequence[Mapping[str, str]
         processes = []
         for task, own in zip(tasks, variables, strict=True):
             task = msgspec.structs.replace(task, result=f"{directory}/{task.rank}.json")
-            processes.append(stack.enter_context(
-                TaskProcess(task, name=f"rank {task.rank}", variables=own, module=module)))
-        while (len(answers) < len(tasks) and time.monotonic() < deadline
-               and not any(answer.error for answer in answers.values())):
+            processes.append(stack.enter_context(TaskProcess(task, name=f"rank {task.rank}", variables=own, module=module)))
+        while len(answers) < len(tasks) and time.monotonic() < deadline and not any(answer.error for answer in answers.values()):
             time.sleep(POLL_S)
             for rank, process in enumerate(processes):
                 if rank not in answers and process.poll() is not None:

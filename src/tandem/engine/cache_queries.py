@@ -60,8 +60,9 @@ class CacheQueryHandler:
         now = time.monotonic()
         for question in [question for question in self._questions if now > question.until]:
             silent = sorted({ready.rank for ready in self._rank_group.ready} - set(question.seen))
-            self._answer(question, scheduler, f"the disk of rank {', '.join(map(str, silent))} has not answered for "
-                         f"{PATIENCE_S:.0f} s")
+            self._answer(
+                question, scheduler, f"the disk of rank {', '.join(map(str, silent))} has not answered for {PATIENCE_S:.0f} s"
+            )
 
     def give_up(self) -> None:
         """Answer all open queries with an error: the ranks are gone."""
@@ -77,12 +78,27 @@ class CacheQueryHandler:
         hashes = block_hashes(query.tokens)
         kept = prefixes.kept()
         report = CacheReport(
-            query.query_id, trouble=trouble, serves=prefixes.serves, kv_disk=self._report.kv_disk, count=len(kept),
-            prefixes=[CachedPrefixState(cached_prefix.length, min(disk.has(cached_prefix.hashes), cached_prefix.length), cached_prefix.hits)
-                      for cached_prefix in kept[:MOST_PREFIXES]],
-            tokens=prefixes.positions, limit_tokens=prefixes.budget, nbytes=self._report.prefix_bytes,
-            queries=prefixes.queries, hits=prefixes.hits, hit_tokens=prefixes.hit_tokens,
-            memory_has=prefixes.peek(hashes), disk_has=disk.has(hashes), dropped_tokens=question.dropped_tokens)
+            query.query_id,
+            trouble=trouble,
+            serves=prefixes.serves,
+            kv_disk=self._report.kv_disk,
+            count=len(kept),
+            prefixes=[
+                CachedPrefixState(
+                    cached_prefix.length, min(disk.has(cached_prefix.hashes), cached_prefix.length), cached_prefix.hits
+                )
+                for cached_prefix in kept[:MOST_PREFIXES]
+            ],
+            tokens=prefixes.positions,
+            limit_tokens=prefixes.budget,
+            nbytes=self._report.prefix_bytes,
+            queries=prefixes.queries,
+            hits=prefixes.hits,
+            hit_tokens=prefixes.hit_tokens,
+            memory_has=prefixes.peek(hashes),
+            disk_has=disk.has(hashes),
+            dropped_tokens=question.dropped_tokens,
+        )
         if not question.seen:
             question.reply(report)
             return
@@ -93,6 +109,22 @@ class CacheQueryHandler:
         spec, counts, drops = self._rank_group.layout.ranks[0], disk.counts, query.drop == "all"
         nbytes = sum(seen.nbytes for seen in (question.seen if drops else machines).values())
         total = sum(seen.total_bytes for seen in machines.values())
-        question.reply(replace(report, dropped_bytes=nbytes if drops else 0, disk=DiskReport(
-            spec.kv_disk, spec.kv_disk_bytes, disk.positions, 0 if drops else nbytes, total, len(machines),
-            counts.hit_tokens, counts.read_bytes, counts.read_s, counts.written_bytes, counts.failures)))
+        question.reply(
+            replace(
+                report,
+                dropped_bytes=nbytes if drops else 0,
+                disk=DiskReport(
+                    spec.kv_disk,
+                    spec.kv_disk_bytes,
+                    disk.positions,
+                    0 if drops else nbytes,
+                    total,
+                    len(machines),
+                    counts.hit_tokens,
+                    counts.read_bytes,
+                    counts.read_s,
+                    counts.written_bytes,
+                    counts.failures,
+                ),
+            )
+        )

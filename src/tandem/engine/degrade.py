@@ -174,10 +174,14 @@ class Alternatives:
 
     def _layouts(self, present: Sequence[int]) -> Iterator[ActiveLayout]:
         settings, full = self._settings, self._full
-        wanted = Request(context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context),
-                         goal="latency", dtype=settings.model.dtype, dequantize=settings.model.dequantize,
-                         kv_dtype=settings.scheduler.kv_dtype,
-                         memory_fraction=settings.scheduler.memory_fraction)
+        wanted = Request(
+            context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context),
+            goal="latency",
+            dtype=settings.model.dtype,
+            dequantize=settings.model.dequantize,
+            kv_dtype=settings.scheduler.kv_dtype,
+            memory_fraction=settings.scheduler.memory_fraction,
+        )
         cluster = self._cluster(present, wanted)
         try:
             candidates = plan(full.description, cluster.machines, cluster.links, wanted).candidates
@@ -189,11 +193,17 @@ class Alternatives:
                 continue
             [stages] = candidate.layout.replicas
             sizes = tuple(len(stage.machines) for stage in stages)
-            parallel = replace(settings.parallel, parallel=sizes,
-                               expert_parallel=any(stage.whole_experts for stage in stages) or (
-                                   settings.parallel.expert_parallel and max(sizes) > 1),
-                               hardware_profile=None, pipeline_parallel_size=1, tensor_parallel_size=1,
-                               layer_split=tuple(stage.layers for stage in stages), tensor_split=None)
+            parallel = replace(
+                settings.parallel,
+                parallel=sizes,
+                expert_parallel=any(stage.whole_experts for stage in stages)
+                or (settings.parallel.expert_parallel and max(sizes) > 1),
+                hardware_profile=None,
+                pipeline_parallel_size=1,
+                tensor_parallel_size=1,
+                layer_split=tuple(stage.layers for stage in stages),
+                tensor_split=None,
+            )
             try:
                 layout = plan_layout(replace(settings, parallel=parallel))
             except UsageError as error:
@@ -204,13 +214,28 @@ class Alternatives:
     def _cluster(self, present: Sequence[int], wanted: Request) -> Cluster:
         """Machines and links to plan with: assumed speeds, and measured ones for machines that the profile knows."""
         parallel, full = self._settings.parallel, self._full
-        machines = [Machine(name=str(slot), memory=self._facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
-                            gpu=self._facts[slot].gpu, fence=METAL_FENCE if self._facts[slot].metal else 0.0)
-                    for slot in present]
-        cluster = with_profile(machines, [LINK], full.profile, description=full.description, request=wanted,
-                               fast=parallel.fast_sync != "off", backend=self._backend,
-                               names=[self._names[slot] for slot in present],
-                               source=str(parallel.hardware_profile))
+        machines = [
+            Machine(
+                name=str(slot),
+                memory=self._facts[slot].memory_bytes,
+                bandwidth=BANDWIDTH,
+                flops=FLOPS,
+                gpu=self._facts[slot].gpu,
+                fence=METAL_FENCE if self._facts[slot].metal else 0.0,
+            )
+            for slot in present
+        ]
+        cluster = with_profile(
+            machines,
+            [LINK],
+            full.profile,
+            description=full.description,
+            request=wanted,
+            fast=parallel.fast_sync != "off",
+            backend=self._backend,
+            names=[self._names[slot] for slot in present],
+            source=str(parallel.hardware_profile),
+        )
         for note in cluster.notes:
             if note not in self._said:
                 self._said.add(note)

@@ -78,14 +78,14 @@ class _Standstill:
 class Engine:
     """Used by one thread, which with the inline executor owns all MLX work."""
 
-    def __init__(self, settings: Settings, layout: RankGroupLayout, executor: Executor | None = None,
-                 lending: ClusterKeys | None = None) -> None:
+    def __init__(
+        self, settings: Settings, layout: RankGroupLayout, executor: Executor | None = None, lending: ClusterKeys | None = None
+    ) -> None:
         """Store the collaborators; `start` launches ranks. `executor` is for tests. `lending`: keys with which ranks of
         all engines of the model fetch KV from one another's disks."""
         self.settings = settings
         self.metrics = EngineMetrics()
-        self.rank_group = RankGroup(settings, layout, executor or make_executor(settings, layout, lending),
-                         self.metrics)
+        self.rank_group = RankGroup(settings, layout, executor or make_executor(settings, layout, lending), self.metrics)
         self._report = StatusReport(self.rank_group, self.metrics)
         self._cache_queries = CacheQueryHandler(self.rank_group, self._report)
         self._result_collector = ResultCollector()
@@ -136,8 +136,11 @@ class Engine:
         if self._scheduler is None or self.state in ("draining", "failed"):
             raise UnavailableError(f"the engine is {self.state}: {self.rank_group.detail or 'try again later'}")
         if request.pooling is None and not self.layout.description.generates:
-            raise RequestError(f"{self.layout.served_name} has no output projection, so it only embeds; use "
-                               "/v1/embeddings", param="model", code="model_cannot_generate")
+            raise RequestError(
+                f"{self.layout.served_name} has no output projection, so it only embeds; use /v1/embeddings",
+                param="model",
+                code="model_cannot_generate",
+            )
         seed = request.params.seed
         try:
             self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
@@ -166,8 +169,10 @@ class Engine:
         """Which ranks of other replicas lend KV."""
         if neighbours.remote_stores != self.rank_group.neighbours:
             self.rank_group.neighbours = neighbours.remote_stores
-            log.info("Remote KV available from %d directories of other replicas",
-                     len(self.rank_group.remote_stores.keys() - self.rank_group.lends.keys()))
+            log.info(
+                "Remote KV available from %d directories of other replicas",
+                len(self.rank_group.remote_stores.keys() - self.rank_group.lends.keys()),
+            )
             if self._scheduler is not None:
                 self._scheduler.disk.use_remote_stores(self.rank_group.remote_stores.items())
 
@@ -190,6 +195,7 @@ class Engine:
 
     def serve(self, source: MessageSource) -> None:
         """Run until the source raises EngineStopped or `pump` raises; exchange messages during recovery too."""
+
         def exchange() -> None:
             source.deliver(self.take_messages())
             source.take(replacing=True)
@@ -246,8 +252,9 @@ class Engine:
             if isinstance(message, Output):
                 if message.cached_tokens:
                     self.metrics.cached(message.cached_tokens, message.disk_tokens)
-                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason,
-                                      embedded=bool(message.vector))
+                self.metrics.produced(
+                    message.request_id, len(message.tokens), message.finish_reason, embedded=bool(message.vector)
+                )
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)
@@ -278,16 +285,14 @@ class Engine:
         migrations = self.scheduler.migrations
         self._out += migrations.depart()
         if self._writing.seconds(migrations.progress, now) > WRITE_S:
-            log.warning("KV disk wrote nothing for %.0f s: migrating requests of a drain without it, "
-                        "keeping others", WRITE_S)
+            log.warning("KV disk wrote nothing for %.0f s: migrating requests of a drain without it, keeping others", WRITE_S)
             migrations.lose_patience()
 
     def _await_grammars(self, now: float) -> None:
         """End a request whose grammar takes too long to compile."""
         sequence = self.scheduler.compiling
         if self._compiling.seconds(sequence, now) > GRAMMAR_S and sequence is not None:
-            log.error("Grammar not compiled in %.0f s: ending request %s with an error", GRAMMAR_S,
-                      sequence.request_id)
+            log.error("Grammar not compiled in %.0f s: ending request %s with an error", GRAMMAR_S, sequence.request_id)
             self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
 
     def _take(self, report: Report) -> None:

@@ -30,8 +30,7 @@ DOUBT_S = 2.0
 """Seconds without a message after which an api is sent one: sending fails if its end of the socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
-           | control.Detach)
+Inbound = control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours | control.Detach
 
 
 class IPCServer:
@@ -52,8 +51,10 @@ class IPCServer:
             raise
         except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
             self._context.destroy(0)
-            raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket, or more open "
-                             "files with `ulimit -n`", param="engine_socket") from error
+            raise UsageError(
+                f"cannot listen on {self.path}: {error}; choose another --engine-socket, or more open files with `ulimit -n`",
+                param="engine_socket",
+            ) from error
         self._seen: dict[Client, float] = {}
         """When each api was last heard of."""
         self._asked: dict[Client, float] = {}
@@ -72,8 +73,9 @@ class IPCServer:
         self._router.sndhwm = 0
         self._router.router_mandatory = True  # sending to an api that is gone raises
         if self.path.exists() and is_heard(self.path):
-            raise UsageError(f"an engine is listening on {self.path} already; end it, or choose another "
-                             "--engine-socket", param="engine_socket")
+            raise UsageError(
+                f"an engine is listening on {self.path} already; end it, or choose another --engine-socket", param="engine_socket"
+            )
         self._file = SocketFile(self._router, self.path)
 
     # --- the engine's thread ---

@@ -71,21 +71,37 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
     parallel, model = with_layout(settings.parallel), settings.model
     if parallel.data_parallel_size > 1:
-        raise LayoutError(f"--data-parallel-size {parallel.data_parallel_size}: only `tandem serve` runs several "
-                          "replicas; leave it out", param="data_parallel_size")
+        raise LayoutError(
+            f"--data-parallel-size {parallel.data_parallel_size}: only `tandem serve` runs several replicas; leave it out",
+            param="data_parallel_size",
+        )
     files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
     description = describe(files)
     require_dry_run(files.path, description)
     if description.left_out:
-        log.warning("%s: its text model alone is served, %s left out; requests with other than text are refused",
-                    files.name, " and ".join(description.left_out))
+        log.warning(
+            "%s: its text model alone is served, %s left out; requests with other than text are refused",
+            files.name,
+            " and ".join(description.left_out),
+        )
     sizes = stage_sizes(parallel)
-    ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,
-                          memory=stage_memory(parallel, sizes), explicit=parallel.layer_split, uncut=description.uncut)
+    ranges = split_layers(
+        description.num_layers,
+        len(sizes),
+        layer_bytes=description.layer_bytes,
+        memory=stage_memory(parallel, sizes),
+        explicit=parallel.layer_split,
+        uncut=description.uncut,
+    )
     for size in set(sizes) - {1}:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
-        plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no",
-                    expert_parallel=parallel.expert_parallel)
+        plan_shards(
+            description,
+            size,
+            weights=parallel.tensor_split,
+            dequantize=model.dequantize != "no",
+            expert_parallel=parallel.expert_parallel,
+        )
     _check_adapter(model, description)
     _check_gpu_options(parallel, settings.scheduler.wired)
     profile = read_profile(parallel.hardware_profile, "--hardware-profile") if parallel.hardware_profile else None
@@ -96,14 +112,17 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     context = description.max_context
     if model.max_context is not None:
         if model.max_context > context:
-            raise ConfigError(f"--max-context {model.max_context}: the model was made for {context}; choose at most "
-                              "that", param="max_context")
+            raise ConfigError(
+                f"--max-context {model.max_context}: the model was made for {context}; choose at most that", param="max_context"
+            )
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
     if drafts and description.no_drafts:
-        raise ConfigError(f"{description.family} takes no drafts: {description.no_drafts}; serve it without "
-                          "speculative decoding", param="speculative_method")
+        raise ConfigError(
+            f"{description.family} takes no drafts: {description.no_drafts}; serve it without speculative decoding",
+            param="speculative_method",
+        )
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = _find_draft_model(settings, files, description)
@@ -111,32 +130,56 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
     specs = [
         StageSpec(
-            model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
-            stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
-            micro_batches=micro_batches, dtype=model.dtype, dequantize=model.dequantize,
-            attention=model.attention, fuse_projections=model.fuse_projections,
+            model_path=str(files.path),
+            model_name=model.served_name or files.name,
+            rank=sum(sizes[:stage]) + part,
+            stage_sizes=sizes,
+            layers=(layers.start, layers.stop),
+            tensor_split=parallel.tensor_split,
+            micro_batches=micro_batches,
+            dtype=model.dtype,
+            dequantize=model.dequantize,
+            attention=model.attention,
+            fuse_projections=model.fuse_projections,
             vocab_size=description.vocab_size,
-            memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
+            memory_share=settings.scheduler.memory_fraction / sum(sizes),
+            eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
-            backend=parallel.backend, blas=parallel.blas, device=parallel.device,
-            fast_sync=parallel.fast_sync, wired=wired_bytes(settings.scheduler.wired),
+            backend=parallel.backend,
+            blas=parallel.blas,
+            device=parallel.device,
+            fast_sync=parallel.fast_sync,
+            wired=wired_bytes(settings.scheduler.wired),
             log_level=settings.process.log_level,
-            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
+            weights_from=model.weights_from,
+            hub=files.hub,
+            trust_remote_code=model.trust_remote_code,
+            drafts=drafts,
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
-            draft_path=str(draft.path) if draft else "", expert_parallel=parallel.expert_parallel,
-            kv_disk=kv_disk, kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
-            kv_dtype=settings.scheduler.kv_dtype, kv_space=kv_space(model, files) if kv_disk else "")
-        for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return RankGroupLayout(files, description, tuple(specs), context, micro_batches, pooling_of(files.path, model.pooling), defaults,
-                      profile)
+            draft_path=str(draft.path) if draft else "",
+            expert_parallel=parallel.expert_parallel,
+            kv_disk=kv_disk,
+            kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
+            kv_dtype=settings.scheduler.kv_dtype,
+            kv_space=kv_space(model, files) if kv_disk else "",
+        )
+        for stage, layers in enumerate(ranges)
+        for part in range(sizes[stage])
+    ]
+    return RankGroupLayout(
+        files, description, tuple(specs), context, micro_batches, pooling_of(files.path, model.pooling), defaults, profile
+    )
 
 
 def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
     """Log one line for an option that has no effect in this layout."""
     backend = settings.parallel.backend
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
-        log.warning("--backend %s does nothing here; it joins the ranks of a stage, and each stage has one rank "
-                    "(--tensor-parallel-size gives it more)", backend)
+        log.warning(
+            "--backend %s does nothing here; it joins the ranks of a stage, and each stage has one rank "
+            "(--tensor-parallel-size gives it more)",
+            backend,
+        )
     if layout.profile is not None and launcher_kind(settings.parallel).here:
         log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")
 
@@ -145,8 +188,11 @@ def kv_space(model: ModelSettings, files: ModelFiles) -> str:
     """Name of all that KV depends on beside tokens, type of computation and versions, which ranks know: model, adapter,
     and weights made whole. Raises ConfigError."""
     if files.headers is not None:
-        raise ConfigError("--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
-                          "download the model (tandem model get), or leave it out", param="kv_disk")
+        raise ConfigError(
+            "--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
+            "download the model (tandem model get), or leave it out",
+            param="kv_disk",
+        )
     directories = [files.path, *([Path(model.adapter_path).expanduser()] if model.adapter_path else [])]
     digest = fingerprint(*directories)
     return f"{digest}-{model.dequantize}"
@@ -157,22 +203,27 @@ def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
     if model.adapter_path is None:
         return
     if model.weights_from == "head":
-        raise ConfigError("--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
-                          "every machine, and leave out --weights-from head", param="adapter_path")
+        raise ConfigError(
+            "--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
+            "every machine, and leave out --weights-from head",
+            param="adapter_path",
+        )
     read_adapter(model.adapter_path, description)
 
 
-def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription,
-                draft: ModelFiles | None) -> None:
+def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription, draft: ModelFiles | None) -> None:
     """Raises ConfigError for a replica that shares its work with others, where sequences cannot go to them."""
     if (role := role_of(parallel)) == "both":
         return
     if kv_disk is None:
-        raise ConfigError(f"role {role}: sequences go from replica to replica over --kv-disk DIR, which is not given",
-                          param="roles")
+        raise ConfigError(
+            f"role {role}: sequences go from replica to replica over --kv-disk DIR, which is not given", param="roles"
+        )
     if draft is not None:
-        raise ConfigError(f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; "
-                          "leave one out", param="roles")
+        raise ConfigError(
+            f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; leave one out",
+            param="roles",
+        )
     if not description.kept_by_position:
         raise UnsupportedModel(no_disk_blocks(role, description.family), param="roles")
 
@@ -180,20 +231,26 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: Mo
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
     """Raises ConfigError for fast fences and wired weights where no rank can have them."""
     if parallel.device == "cpu" and wired_bytes(wired):
-        raise ConfigError(f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one "
-                          "out", param="wired")
+        raise ConfigError(
+            f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out", param="wired"
+        )
     no_mac = sys.platform != "darwin" and launcher_kind(parallel).here
     if no_mac and wired_bytes(wired):
-        raise ConfigError(f"--wired {wired}: is about the GPUs of Macs, and all ranks run on this machine, which is "
-                          "none; leave it out", param="wired")
+        raise ConfigError(
+            f"--wired {wired}: is about the GPUs of Macs, and all ranks run on this machine, which is none; leave it out",
+            param="wired",
+        )
     if parallel.fast_sync != "on":
         return
     if parallel.device == "cpu":
-        raise ConfigError("--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out",
-                          param="fast_sync")
+        raise ConfigError(
+            "--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out", param="fast_sync"
+        )
     if no_mac:
-        raise ConfigError("--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is "
-                          "none; leave it out", param="fast_sync")
+        raise ConfigError(
+            "--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is none; leave it out",
+            param="fast_sync",
+        )
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
@@ -204,22 +261,33 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
     else:
         sizes = parallel.parallel
         if stages not in (1, len(sizes)) or ranks != 1:
-            raise LayoutError(f"--parallel {','.join(map(str, sizes))} says all there is to say; leave out "
-                              "--pipeline-parallel-size and --tensor-parallel-size", param="parallel")
+            raise LayoutError(
+                f"--parallel {','.join(map(str, sizes))} says all there is to say; leave out "
+                "--pipeline-parallel-size and --tensor-parallel-size",
+                param="parallel",
+            )
     if not sizes or min(sizes) < 1:
         raise LayoutError("every stage needs at least one rank", param="parallel")
     if parallel.executor == "inline" and not launcher_kind(parallel).here:
-        raise LayoutError("--executor inline: computes in the engine's process, not on the machines of --launcher "
-                          f"{parallel.chosen_launcher}; leave one out", param="executor")
+        raise LayoutError(
+            "--executor inline: computes in the engine's process, not on the machines of --launcher "
+            f"{parallel.chosen_launcher}; leave one out",
+            param="executor",
+        )
     if max(sizes) > 1 and len(sizes) > 1 and parallel.channel == "mlx":
-        raise LayoutError("--channel mlx joins stages of one rank each; use tcp with tensor parallelism",
-                          param="channel")
+        raise LayoutError("--channel mlx joins stages of one rank each; use tcp with tensor parallelism", param="channel")
     if parallel.expert_parallel and max(sizes) == 1:
-        raise LayoutError("--expert-parallel shares experts among the ranks of a stage, and each stage has one; give "
-                          "--tensor-parallel-size, or leave it out", param="expert_parallel")
+        raise LayoutError(
+            "--expert-parallel shares experts among the ranks of a stage, and each stage has one; give "
+            "--tensor-parallel-size, or leave it out",
+            param="expert_parallel",
+        )
     if parallel.tensor_split is not None and any(len(parallel.tensor_split) != size for size in sizes):
-        raise LayoutError(f"--tensor-split names {len(parallel.tensor_split)} shares for stages of "
-                          f"{','.join(map(str, sizes))} ranks; give one for each rank of a stage", param="tensor_split")
+        raise LayoutError(
+            f"--tensor-split names {len(parallel.tensor_split)} shares for stages of "
+            f"{','.join(map(str, sizes))} ranks; give one for each rank of a stage",
+            param="tensor_split",
+        )
     return sizes
 
 
@@ -232,8 +300,11 @@ def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterK
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
         if settings.parallel.standby_ranks:
-            raise LayoutError("--standby-ranks is for ranks in processes of their own, and this one is the engine's; leave it "
-                              "out, or give --executor cluster", param="standby_ranks")
+            raise LayoutError(
+                "--standby-ranks is for ranks in processes of their own, and this one is the engine's; leave it "
+                "out, or give --executor cluster",
+                param="standby_ranks",
+            )
         from tandem.comm.blas import preload_blas
 
         prepare_metal(layout.ranks[0].fast_fences)
@@ -245,12 +316,16 @@ def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterK
     from tandem.executors.cluster import ClusterExecutor
 
     told = settings.parallel.layer_split or told_memory(settings.parallel)
-    return ClusterExecutor(list(layout.ranks), make_launcher(settings),
-                           start_timeout_s=settings.scheduler.start_timeout,
-                           step_timeout_s=settings.scheduler.step_timeout,
-                           rejoin_timeout_s=settings.scheduler.rejoin_timeout,
-                           fit=None if told else partial(fit_memory, layout.description),
-                           standbys=settings.parallel.standby_ranks > 0, lending=lending)
+    return ClusterExecutor(
+        list(layout.ranks),
+        make_launcher(settings),
+        start_timeout_s=settings.scheduler.start_timeout,
+        step_timeout_s=settings.scheduler.step_timeout,
+        rejoin_timeout_s=settings.scheduler.rejoin_timeout,
+        fit=None if told else partial(fit_memory, layout.description),
+        standbys=settings.parallel.standby_ranks > 0,
+        lending=lending,
+    )
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:
@@ -259,8 +334,9 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
     if specs[0].stages == 1 or not all(memory) or max(memory) < ALIKE * min(memory):
         return specs
     stages = [sum(memory[spec.rank] for spec in specs if spec.stage == stage) for stage in range(specs[0].stages)]
-    ranges = split_layers(description.num_layers, len(stages), layer_bytes=description.layer_bytes, memory=stages,
-                          uncut=description.uncut)
+    ranges = split_layers(
+        description.num_layers, len(stages), layer_bytes=description.layer_bytes, memory=stages, uncut=description.uncut
+    )
     log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
     return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]
 
@@ -274,15 +350,20 @@ def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelD
     if not name:
         return None
     if settings.model.weights_from == "head":
-        raise ConfigError(f"--draft-model {name}: is read from the machine of the rank that samples, which "
-                          "--weights-from head does not do; leave one out", param="draft_model")
+        raise ConfigError(
+            f"--draft-model {name}: is read from the machine of the rank that samples, which "
+            "--weights-from head does not do; leave one out",
+            param="draft_model",
+        )
     draft = resolve(name)
     ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
     theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
     for token in range(max(description.vocab_size, describe(draft).vocab_size)):
         mine, other = ours.token_bytes(token), theirs.token_bytes(token)
         if mine != other:
-            raise ConfigError(f"--draft-model {name}: has another tokenizer than {files.name}: token {token} is "
-                              f"{other!r} there and {mine!r} here; choose a smaller model of the same family",
-                              param="draft_model")
+            raise ConfigError(
+                f"--draft-model {name}: has another tokenizer than {files.name}: token {token} is "
+                f"{other!r} there and {mine!r} here; choose a smaller model of the same family",
+                param="draft_model",
+            )
     return draft

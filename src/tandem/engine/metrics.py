@@ -10,7 +10,7 @@ from tandem.kv.disk import DiskCounts
 from tandem.protocol.control import Stepped
 from tandem.speculation.proposers import SpeculationCounts
 
-LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SAMPLE_S = 1.0
 """Seconds between two samples."""
 MEMORY = 0.8
@@ -64,8 +64,7 @@ class EngineMetrics:
         self.spec_drafts = counter("spec_decode_num_drafts", "Times that a sequence's tokens were guessed.")
         self.spec_draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
         self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
-        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.",
-                                   "tier")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.", "tier")
         for tier in ("memory", "disk"):
             self.prefix_hits.labels(tier)
         self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of prefixes in the memory of a rank.", "rank")
@@ -81,15 +80,21 @@ class EngineMetrics:
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
         self.degraded = gauge("degraded", "1 while fewer machines serve than the layout names.")
         self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")
-        self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
-                              "rank")
+        self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.", "rank")
 
     def disk(self, counts: DiskCounts) -> None:
         """Count up to what has been read from disk and written there so far."""
-        self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
-                           self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
-                           self.disk_written_seconds: counts.written_s, self.disk_brought: counts.brought_bytes,
-                           self.disk_failures: counts.failures})
+        self._count_up_to(
+            {
+                self.disk_hits: counts.hit_tokens,
+                self.disk_read: counts.read_bytes,
+                self.disk_written: counts.written_bytes,
+                self.disk_seconds: counts.read_s,
+                self.disk_written_seconds: counts.written_s,
+                self.disk_brought: counts.brought_bytes,
+                self.disk_failures: counts.failures,
+            }
+        )
 
     def cached(self, tokens: int, from_disk: int) -> None:
         """Count a prompt's tokens that were not computed, and those of them that were read from disk."""
@@ -98,8 +103,14 @@ class EngineMetrics:
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
         """Count up to the scheduler's numbers: preempted sequences, and drafts."""
-        self._count_up_to({self.preemptions: preemptions, self.spec_drafts: counts.drafts,
-                           self.spec_draft_tokens: counts.draft_tokens, self.spec_accepted: counts.accepted_tokens})
+        self._count_up_to(
+            {
+                self.preemptions: preemptions,
+                self.spec_drafts: counts.drafts,
+                self.spec_draft_tokens: counts.draft_tokens,
+                self.spec_accepted: counts.accepted_tokens,
+            }
+        )
 
     def _count_up_to(self, counts: dict[Counter, float]) -> None:
         for counter, count in counts.items():

@@ -143,8 +143,9 @@ class RankGroup:
         for ready in self.ready:
             if ready.disk_trouble:
                 log.warning("Rank %d: %s; KV disk not used until the ranks start again", ready.rank, ready.disk_trouble)
-        scheduler.disk.begin((ready.disk_blocks for ready in self.ready), scheduler.waiting, scheduler.prefixes,
-                             self.remote_stores.items())
+        scheduler.disk.begin(
+            (ready.disk_blocks for ready in self.ready), scheduler.waiting, scheduler.prefixes, self.remote_stores.items()
+        )
 
     @property
     def lends(self) -> dict[str, str]:
@@ -155,8 +156,7 @@ class RankGroup:
     def remote_stores(self) -> dict[str, str]:
         """KV directories and endpoints that these ranks can use: those of the same model, type and version."""
         spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
-        return {store: endpoint for store, endpoint in self.neighbours
-                if store.rpartition("/")[2] in spaces} | self.lends
+        return {store: endpoint for store, endpoint in self.neighbours if store.rpartition("/")[2] in spaces} | self.lends
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()
@@ -185,8 +185,7 @@ class RankGroup:
         self.executor.keep_standbys()
 
     def _limits(self) -> Limits:
-        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded),
-                           halvings=self._memory.halvings)
+        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), halvings=self._memory.halvings)
 
     def _self_check(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
@@ -207,11 +206,17 @@ class RankGroup:
         """Halve the next ranks' limits after a GPU's memory was full; False for other failures, and after two times."""
         if failure.cause != "memory" or not self._memory.halve(time.monotonic()):
             return False
-        log.warning("GPU out of memory: halving batch and KV limits (%d of at most %d times)", self._memory.halvings,
-                    MOST_HALVINGS)
-        self.history.note("memory_full", "a device's memory was full; the ranks get half as much to do at once, "
-                          "and half the KV cache", level="warning", rank=failure.rank, remedy="A smaller --max-context "
-                          "or --memory-fraction leaves more room; so does ending other programs on that machine.")
+        log.warning(
+            "GPU out of memory: halving batch and KV limits (%d of at most %d times)", self._memory.halvings, MOST_HALVINGS
+        )
+        self.history.note(
+            "memory_full",
+            "a device's memory was full; the ranks get half as much to do at once, and half the KV cache",
+            level="warning",
+            rank=failure.rank,
+            remedy="A smaller --max-context "
+            "or --memory-fraction leaves more room; so does ending other programs on that machine.",
+        )
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
@@ -221,10 +226,15 @@ class RankGroup:
         scheduler.widen(self._limits())
         self._limits_for = (self.layout, self._memory.halvings)
         self._metrics.kv_total.set(scheduler.limits.kv_tokens)
-        log.info("No GPU out of memory for %.0f s: doubling limits, KV cache of %d tokens", self._memory.pause_s,
-                 scheduler.limits.kv_tokens)
-        self.history.note("memory_restored", f"no device has been full for {self._memory.pause_s:.0f} s; the ranks get "
-                          "twice as much to do again")
+        log.info(
+            "No GPU out of memory for %.0f s: doubling limits, KV cache of %d tokens",
+            self._memory.pause_s,
+            scheduler.limits.kv_tokens,
+        )
+        self.history.note(
+            "memory_restored",
+            f"no device has been full for {self._memory.pause_s:.0f} s; the ranks get twice as much to do again",
+        )
 
     def _blames(self, failure: RankFailure | None) -> bool:
         """True if the requests under way may have ended the ranks; a GPU's limits are blamed on none at first."""
@@ -249,9 +259,14 @@ class RankGroup:
         out += refused
         for refusal in refused:
             if isinstance(refusal, Refused):
-                self.history.note("request_refused", f"a request is not tried again: {refusal.message}", level="error",
-                                  request_id=refusal.request_id, group=groups.get(refusal.request_id, ""),
-                                  remedy="Send it shorter or changed; if it fails alike, report it with the log.")
+                self.history.note(
+                    "request_refused",
+                    f"a request is not tried again: {refusal.message}",
+                    level="error",
+                    request_id=refusal.request_id,
+                    group=groups.get(refusal.request_id, ""),
+                    remedy="Send it shorter or changed; if it fails alike, report it with the log.",
+                )
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         if failure is None:
@@ -268,10 +283,18 @@ class RankGroup:
             self.executor.close()
             if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
-                self.history.note("engine_failed", f"the ranks failed {self._failures_in_a_row} times in a row; the "
-                                  f"last: {failure.message}", level="error", rank=failure.rank, remedy=REMEDY)
-                raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
-                                  f"last: {failure.message}", rank=failure.rank, cause=failure.cause)
+                self.history.note(
+                    "engine_failed",
+                    f"the ranks failed {self._failures_in_a_row} times in a row; the last: {failure.message}",
+                    level="error",
+                    rank=failure.rank,
+                    remedy=REMEDY,
+                )
+                raise RankFailure(
+                    f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the last: {failure.message}",
+                    rank=failure.rank,
+                    cause=failure.cause,
+                )
             self._do_without(failure)
             if failure.cause != "host" and self._failures_in_a_row > 1:
                 self._pause(failure)
@@ -279,10 +302,12 @@ class RankGroup:
         self._mark_ready()
         self._begin(scheduler)
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
-        log.info("Ranks ready again after %.1f s: resuming %d requests", self._ready_at - noticed,
-                 len(scheduler.sequences))
-        self.history.note("ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after "
-                          f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on")
+        log.info("Ranks ready again after %.1f s: resuming %d requests", self._ready_at - noticed, len(scheduler.sequences))
+        self.history.note(
+            "ranks_replaced",
+            f"{len(self.layout.ranks)} rank(s) serve again after "
+            f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on",
+        )
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
         """Start the next ranks; returns why they could not start."""
@@ -304,9 +329,11 @@ class RankGroup:
         return None
 
     def _pause(self, failure: RankFailure) -> None:
-        seconds = min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S)
-        words = (f"the ranks cannot be replaced: {failure.message}; the next try in {seconds:.0f} s (failure "
-                 f"{self._failures_in_a_row} in a row, max_restarts is {self._settings.scheduler.max_restarts})")
+        seconds = min(BACKOFF_S * 2**self._failures_in_a_row, MAX_BACKOFF_S)
+        words = (
+            f"the ranks cannot be replaced: {failure.message}; the next try in {seconds:.0f} s (failure "
+            f"{self._failures_in_a_row} in a row, max_restarts is {self._settings.scheduler.max_restarts})"
+        )
         log.warning("%s", words)
         self._announce("recovering", words)
         deadline = time.monotonic() + seconds
@@ -321,8 +348,13 @@ class RankGroup:
         self._metrics.failures.labels(failure.cause).inc()
         log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
         self.lost = failure.rank
-        self.history.note("rank_lost", f"{failure.message}; all ranks are replaced", level="error", rank=failure.rank,
-                          remedy=REMEDIES.get(failure.cause, REMEDY))
+        self.history.note(
+            "rank_lost",
+            f"{failure.message}; all ranks are replaced",
+            level="error",
+            rank=failure.rank,
+            remedy=REMEDIES.get(failure.cause, REMEDY),
+        )
         self._announce("recovering", f"replacing the ranks after: {failure.message}")
 
     def _announce(self, state: str, detail: str) -> None:
@@ -342,8 +374,7 @@ class RankGroup:
             return
         self._excluded.note(failure, self._active.slots, time.monotonic())
         usable = self._excluded.usable(present)
-        lost = failure.cause in ("host", "gpu") or (failure.cause == "start"
-                                                    and bool(self.degraded or self._excluded.barred))
+        lost = failure.cause in ("host", "gpu") or (failure.cause == "start" and bool(self.degraded or self._excluded.barred))
         if not lost or not usable or len(usable) == len(self._full.layout.ranks):
             return
         smaller = self._plan_fallback(usable)
@@ -365,8 +396,7 @@ class RankGroup:
 
     def _go_back(self, before: ActiveLayout, failure: RankFailure) -> None:
         """Serve with the layout `before` again, as the full one could not start, and try that later."""
-        log.warning("All machines are back, but: %s; trying them again in %.0f s", failure.message,
-                    self._excluded.pause_s)
+        log.warning("All machines are back, but: %s; trying them again in %.0f s", failure.message, self._excluded.pause_s)
         self._metrics.failures.labels(failure.cause).inc()
         self.executor.close()
         self._excluded.full_layout_failed(failure, time.monotonic())
@@ -376,9 +406,12 @@ class RankGroup:
         if self.degraded != active.degraded:
             if active.degraded:
                 log.warning("Degraded: %s; answering more slowly until they are back", active.degraded)
-                self.history.note("layout_degraded", f"the model is laid out over fewer machines ({active.degraded}); "
-                                  "all is answered, slower", level="warning",
-                                  remedy="Bring the machine back; it is taken in again by itself.")
+                self.history.note(
+                    "layout_degraded",
+                    f"the model is laid out over fewer machines ({active.degraded}); all is answered, slower",
+                    level="warning",
+                    remedy="Bring the machine back; it is taken in again by itself.",
+                )
             else:
                 log.info("All machines are back")
                 self.history.note("layout_restored", "all machines are back; the model is laid out over them again")

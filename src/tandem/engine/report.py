@@ -117,40 +117,70 @@ class Report:
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
         self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(
-            query_id=0, state=rank_group.state, detail=rank_group.detail, model=layout.served_name, source=str(layout.files.path),
+            query_id=0,
+            state=rank_group.state,
+            detail=rank_group.detail,
+            model=layout.served_name,
+            source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,
-            vocab_size=layout.description.vocab_size, queued=queued, running=running, kv_tokens_used=used,
-            kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=rank_group.restarts,
+            vocab_size=layout.description.vocab_size,
+            queued=queued,
+            running=running,
+            kv_tokens_used=used,
+            kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0,
+            restarts=rank_group.restarts,
             prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
-            prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=rank_group.load_s, degraded=rank_group.degraded,
-            kv_disk=self.kv_disk, kv_store=_kv_store(rank_group.ready),
-            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_reach=_kv_reach(rank_group),
+            prefix_cache=scheduler.prefixes.serves if scheduler else "",
+            load_s=rank_group.load_s,
+            degraded=rank_group.degraded,
+            kv_disk=self.kv_disk,
+            kv_store=_kv_store(rank_group.ready),
+            disk_saves=scheduler.disk.saves if scheduler else 0.0,
+            kv_reach=_kv_reach(rank_group),
             lent_saves=scheduler.disk.lent_saves if scheduler else 0.0,
             lends=list(rank_group.lends.items()) if rank_group.state in ("ready", "draining") else [],
             prefix_room=scheduler.limits.prefix_tokens if scheduler else 0,
             prompt_tokens_s=_proven(scheduler.disk.beginning) if scheduler else 0.0,
             kv_dtype=_kv_dtype(layout, rank_group.ready),
             kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in rank_group.ready),
-            speculation=_speculation(layout), stages=layout.ranks[0].stages, micro_batches=layout.micro_batches,
+            speculation=_speculation(layout),
+            stages=layout.ranks[0].stages,
+            micro_batches=layout.micro_batches,
             generated_tokens=self._metrics.generated,
-            draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
-            hidden_size=layout.description.hidden_size, pooling=layout.pooling,
-            generates=layout.description.generates, defaults=layout.defaults, ttft_s=self._metrics.recent_ttft_s,
-            ranks=[self._rank(ready) for ready in rank_group.ready], num_layers=layout.description.num_layers,
-            events=rank_group.history.after())
+            draft_tokens=counts.draft_tokens,
+            accepted_tokens=counts.accepted_tokens,
+            hidden_size=layout.description.hidden_size,
+            pooling=layout.pooling,
+            generates=layout.description.generates,
+            defaults=layout.defaults,
+            ttft_s=self._metrics.recent_ttft_s,
+            ranks=[self._rank(ready) for ready in rank_group.ready],
+            num_layers=layout.description.num_layers,
+            events=rank_group.history.after(),
+        )
 
     def _rank(self, ready: Ready) -> RankInfo:
         spec = self._rank_group.layout.ranks[ready.rank]
         latest = self._latest.get(ready.rank) if self._layout is self._rank_group.layout else None
-        return RankInfo(rank=ready.rank, stage=spec.stage, layers=spec.layers, pid=ready.pid, host=ready.host,
-                        weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
-                        step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
-                        kv_bytes=latest.step.kv_bytes if latest else 0,
-                        slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes,
-                        wired_bytes=ready.wired_bytes, used_bytes=latest.used_bytes if latest else 0,
-                        state=self._state(ready.rank), stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0)
+        return RankInfo(
+            rank=ready.rank,
+            stage=spec.stage,
+            layers=spec.layers,
+            pid=ready.pid,
+            host=ready.host,
+            weight_bytes=ready.weight_bytes,
+            peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
+            step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
+            kv_bytes=latest.step.kv_bytes if latest else 0,
+            slowdown=self._slowdown(ready.rank),
+            memory_bytes=ready.memory_bytes,
+            wired_bytes=ready.wired_bytes,
+            used_bytes=latest.used_bytes if latest else 0,
+            state=self._state(ready.rank),
+            stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0,
+        )
 
     def _state(self, rank: int) -> str:
         if self._rank_group.state != "recovering":
@@ -170,9 +200,14 @@ class Report:
         if slowness.turned(slowdown, time.monotonic()):
             if slowness.told:
                 alone = len({ready.host for ready in self._rank_group.ready}) == 1
-                note("rank_slow", f"rank {rank} is slow: steps take {slowdown:.1f} times the usual time; no action is "
-                     "taken while it makes progress", level="info" if alone else "warning", rank=rank,
-                     remedy="See what else runs on that machine, and whether it is hot or saves power.")
+                note(
+                    "rank_slow",
+                    f"rank {rank} is slow: steps take {slowdown:.1f} times the usual time; no action is "
+                    "taken while it makes progress",
+                    level="info" if alone else "warning",
+                    rank=rank,
+                    remedy="See what else runs on that machine, and whether it is hot or saves power.",
+                )
             else:
                 note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
 

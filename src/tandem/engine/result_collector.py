@@ -30,8 +30,7 @@ class Disagreement(RankFailure):
     """Ranks hold different activations in one step."""
 
     def __init__(self, difference: str) -> None:
-        super().__init__(f"what was computed does not count: {difference}; see to the links (`tandem doctor`)",
-                         cause="link")
+        super().__init__(f"what was computed does not count: {difference}; see to the links (`tandem doctor`)", cause="link")
         self.difference = difference
 
 
@@ -70,13 +69,17 @@ def _difference(step_id: int, reports: Mapping[int, RankStep], ranks: Sequence[S
             continue
         if spec.tp_rank == 0:
             if spec.stage and arrived is not None and digest[0] != arrived[1]:
-                return (f"the activations that stage {spec.stage} sent in step {step_id} (digest {arrived[1]:08x}) are "
-                        f"not those that stage {spec.stage + 1} received ({digest[0]:08x})")
+                return (
+                    f"the activations that stage {spec.stage} sent in step {step_id} (digest {arrived[1]:08x}) are "
+                    f"not those that stage {spec.stage + 1} received ({digest[0]:08x})"
+                )
             arrived = leader = digest
         elif leader is not None and digest != leader:
-            return (f"rank {spec.rank} holds other activations in step {step_id} (digests {digest[0]:08x} "
-                    f"{digest[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage ({leader[0]:08x} "
-                    f"{leader[1]:08x})")
+            return (
+                f"rank {spec.rank} holds other activations in step {step_id} (digests {digest[0]:08x} "
+                f"{digest[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage ({leader[0]:08x} "
+                f"{leader[1]:08x})"
+            )
     return ""
 
 
@@ -98,8 +101,9 @@ class OfflineRun:
     """Number that the next plan for these ranks must have."""
 
 
-def run_offline(executor: Executor, limits: Limits, requests: Sequence[EngineRequest], ranks: Sequence[StageSpec], *,
-          first_step: int = 0) -> OfflineRun:
+def run_offline(
+    executor: Executor, limits: Limits, requests: Sequence[EngineRequest], ranks: Sequence[StageSpec], *, first_step: int = 0
+) -> OfflineRun:
     """Run `requests` to their end on the started `ranks`, without an engine, and leave nothing behind there.
 
     A scheduler of its own makes the plans, numbered from `first_step`. Raises RankFailure, also when the logits of a

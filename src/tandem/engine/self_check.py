@@ -48,8 +48,9 @@ class Outcome:
     """Number that the engine's next plan must have."""
 
 
-def send_self_check(executor: Executor, layout: RankGroupLayout, limits: Limits, ready: list[Ready],
-                first_step: int = 0) -> Outcome:
+def send_self_check(
+    executor: Executor, layout: RankGroupLayout, limits: Limits, ready: list[Ready], first_step: int = 0
+) -> Outcome:
     """Check the started ranks. Raises RankFailure, with what disagreed and by how much, when they must not serve.
 
     Leaves nothing behind on the ranks: its sequences are removed, and nothing is saved for later prompts.
@@ -57,16 +58,21 @@ def send_self_check(executor: Executor, layout: RankGroupLayout, limits: Limits,
     started = time.perf_counter()
     length = min(limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
     if length < 3:
-        log.warning("no self-check: a KV cache of %d tokens has no room for it; it serves unchecked (--kv-tokens)",
-                    limits.kv_tokens)
+        log.warning(
+            "no self-check: a KV cache of %d tokens has no room for it; it serves unchecked (--kv-tokens)", limits.kv_tokens
+        )
         return Outcome(0.0, first_step)
     chunk = max(1, length - BEYOND)
-    log.info("self-check: %d ranks compute a prompt of %d tokens in two ways (--no-self-check leaves it out)", len(ready),
-             length)
+    log.info("self-check: %d ranks compute a prompt of %d tokens in two ways (--no-self-check leaves it out)", len(ready), length)
     alone = _run_offline(executor, layout, _limits(limits, 1, chunk), _requests(limits, length, 1), first_step)
     # Twice as many sequences as micro-batches, so that the first one has a neighbour in its batch.
-    crowd = _run_offline(executor, layout, _limits(limits, limits.micro_batches, max(1, 2 * chunk // 3)),
-                   _requests(limits, length, 2 * limits.micro_batches), alone.next_step)
+    crowd = _run_offline(
+        executor,
+        layout,
+        _limits(limits, limits.micro_batches, max(1, 2 * chunk // 3)),
+        _requests(limits, length, 2 * limits.micro_batches),
+        alone.next_step,
+    )
     worst = _compare(alone.answers["self_check-0"], crowd.answers["self_check-0"], tolerance(layout, ready), limits.vocab_size)
     seconds = time.perf_counter() - started
     log.info("self-check passed: %d ranks agree, log probabilities to %.1e (%.2f s)", len(ready), worst, seconds)
@@ -78,13 +84,21 @@ def tolerance(layout: RankGroupLayout, ready: list[Ready]) -> float:
     chosen, least = layout.ranks[0].dtype, QUANTIZED_KV[layout.ranks[0].kv_dtype]
     if chosen != "auto":
         return max(TOLERANCE[chosen], least)
-    return max(least, *(TOLERANCE.get(layout.description.dtype, 1.0) if one.gpu else TOLERANCE["float32"]
-                        for one in ready))
+    return max(least, *(TOLERANCE.get(layout.description.dtype, 1.0) if one.gpu else TOLERANCE["float32"] for one in ready))
 
 
 def _limits(limits: Limits, micro_batches: int, chunk: int) -> Limits:
-    return replace(limits, micro_batches=micro_batches, prefill_chunk=chunk, max_batch_size=2 * micro_batches, prefix_tokens=0,
-                   speculation=None, digests=True, max_queued_requests=2 * micro_batches, max_queue_tokens=limits.kv_tokens * 2 * micro_batches)
+    return replace(
+        limits,
+        micro_batches=micro_batches,
+        prefill_chunk=chunk,
+        max_batch_size=2 * micro_batches,
+        prefix_tokens=0,
+        speculation=None,
+        digests=True,
+        max_queued_requests=2 * micro_batches,
+        max_queue_tokens=limits.kv_tokens * 2 * micro_batches,
+    )
 
 
 def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
@@ -99,8 +113,9 @@ def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
     return requests
 
 
-def _run_offline(executor: Executor, layout: RankGroupLayout, limits: Limits, requests: list[EngineRequest],
-           first_step: int) -> OfflineRun:
+def _run_offline(
+    executor: Executor, layout: RankGroupLayout, limits: Limits, requests: list[EngineRequest], first_step: int
+) -> OfflineRun:
     try:
         return run_offline(executor, limits, requests, layout.ranks, first_step=first_step)
     except Disagreement as failure:
@@ -117,15 +132,19 @@ def _compare(alone: OfflineResult, crowd: OfflineResult, allowed: float, vocab: 
         mine = {one.token: one.logprob, **dict(one.top)}
         worst = max((abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys()), default=float("inf"))
         if not worst <= allowed:
-            raise _wrong(f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
-                         f"alone and in other chunks beside other sequences (tolerance {allowed:g})")
+            raise _wrong(
+                f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
+                f"alone and in other chunks beside other sequences (tolerance {allowed:g})"
+            )
         largest = max(largest, worst)
         if alone.tokens[i] != crowd.tokens[i]:
             gap = abs(one.logprob - mine.get(crowd.tokens[i], -float("inf")))
             if not gap <= allowed:
-                raise _wrong(f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
-                             f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
-                             f"{allowed:g})")
+                raise _wrong(
+                    f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
+                    f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
+                    f"{allowed:g})"
+                )
             break  # a tie: from here on the two are different texts
     return largest
 
@@ -134,12 +153,13 @@ def _check_sound(answer: OfflineResult, how: str, allowed: float, vocab: int) ->
     """Tokens within the vocabulary that their own log probabilities bear out."""
     for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:
-            raise _wrong(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a "
-                         f"vocabulary of {vocab}")
+            raise _wrong(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a vocabulary of {vocab}")
         if entry.token != token or entry.top[0][1] > entry.logprob + allowed:
             raise _wrong(f"its token {i + 1} {how} is {token}, where token {entry.top[0][0]} is the most likely")
 
 
 def _wrong(what: str) -> RankFailure:
-    return RankFailure(f"the self-check failed: {what}; the ranks would give wrong answers. Check the links, and that all "
-                       "hosts are alike; --no-self-check serves all the same")
+    return RankFailure(
+        f"the self-check failed: {what}; the ranks would give wrong answers. Check the links, and that all "
+        "hosts are alike; --no-self-check serves all the same"
+    )

@@ -79,8 +79,13 @@ class EngineService:
         """
         try:
             self._engine.start(self._loading)
-            log.info("engine ready: %s, %d rank(s), %d micro-batch(s), KV cache of %d tokens", self._engine.layout.served_name,
-                     len(self._engine.layout.ranks), self._engine.layout.micro_batches, self._engine.status().kv_tokens_total)
+            log.info(
+                "engine ready: %s, %d rank(s), %d micro-batch(s), KV cache of %d tokens",
+                self._engine.layout.served_name,
+                len(self._engine.layout.ranks),
+                self._engine.layout.micro_batches,
+                self._engine.status().kv_tokens_total,
+            )
             self._serving = True
             self._publish()
             self._engine.serve(self)
@@ -160,8 +165,12 @@ class EngineService:
             self._engine.submit(request)
         except RequestError as error:
             self._engine.metrics.refused.labels(str(error.status)).inc()
-            self._ipc_server.send(client, control.Refused(request.request_id, error.status, error.message, error.code,
-                                               error.param, getattr(error, "retry_after", None)))
+            self._ipc_server.send(
+                client,
+                control.Refused(
+                    request.request_id, error.status, error.message, error.code, error.param, getattr(error, "retry_after", None)
+                ),
+            )
             return
         self._owners[request.request_id] = client
 
@@ -172,8 +181,9 @@ class EngineService:
         for message in messages:
             if not isinstance(message, control.Output | control.Refused | control.HandedOver | control.Trial):
                 continue
-            over = isinstance(message, control.Refused | control.HandedOver) or (isinstance(message, control.Output)
-                                                                 and message.finish_reason is not None)
+            over = isinstance(message, control.Refused | control.HandedOver) or (
+                isinstance(message, control.Output) and message.finish_reason is not None
+            )
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
             if isinstance(message, control.HandedOver) and owner is not None and self._engine.rank_group.lends:
@@ -225,8 +235,13 @@ class _Loading:
             self._history.note("download_done", f"rank {now.rank} has downloaded {size} of the model", rank=now.rank)
 
 
-def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None,
-               lending: ClusterKeys | None = None) -> int:
+def run_engine(
+    settings: Settings,
+    *,
+    lifeline: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+    lending: ClusterKeys | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
 
     `report` is called with the reason if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises

@@ -40,8 +40,9 @@ MARGIN = 0.03
 below it until all is well again."""
 
 
-def make_limits(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool,
-                halvings: int = 0) -> Limits:
+def make_limits(
+    settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool, halvings: int = 0
+) -> Limits:
     """Work out what the scheduler must keep to with these ranks. Raises OutOfMemory.
 
     `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `halvings`: how often to
@@ -53,19 +54,29 @@ def make_limits(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Rea
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     cached_prefix = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
     if 0 < prefix_tokens < cached_prefix + BLOCK_SIZE:
-        log.warning("prefix cache is off: a cached prefix of this model's states takes as much memory as %d tokens of KV, "
-                    "and %d are set aside; raise --kv-tokens or --prefix-cache", cached_prefix, prefix_tokens)
+        log.warning(
+            "prefix cache is off: a cached prefix of this model's states takes as much memory as %d tokens of KV, "
+            "and %d are set aside; raise --kv-tokens or --prefix-cache",
+            cached_prefix,
+            prefix_tokens,
+        )
     return Limits(
         prefix_extra=cached_prefix,
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
-        micro_batches=layout.micro_batches, max_batch_size=max(chosen.max_batch_size >> halvings, 1),
-        prefill_chunk=max(chunk >> halvings, 1), kv_tokens=kv_tokens,
+        micro_batches=layout.micro_batches,
+        max_batch_size=max(chosen.max_batch_size >> halvings, 1),
+        prefill_chunk=max(chunk >> halvings, 1),
+        kv_tokens=kv_tokens,
         prefill_time_s=None if chosen.prefill_time_ms is None else chosen.prefill_time_ms / 1000,
-        max_context=layout.max_context, max_queued_requests=chosen.max_queued_requests, max_queue_tokens=chosen.max_queue_tokens,
-        eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
+        max_context=layout.max_context,
+        max_queued_requests=chosen.max_queued_requests,
+        max_queue_tokens=chosen.max_queue_tokens,
+        eos_token_ids=frozenset(layout.description.eos_token_ids),
+        vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout.description, ranks),
-        digests=chosen.self_check and len(ranks) > 1)
+        digests=chosen.self_check and len(ranks) > 1,
+    )
 
 
 def require_quantized(layout: RankGroupLayout, ranks: Sequence[Ready]) -> None:
@@ -75,8 +86,7 @@ def require_quantized(layout: RankGroupLayout, ranks: Sequence[Ready]) -> None:
         raise UnsupportedModel(nothing_to_quantize(asked, layout.description.family), param="kv_dtype")
 
 
-def _speculation(settings: SpeculationSettings, model: ModelDescription,
-                 ranks: Sequence[Ready]) -> SpeculationLimits | None:
+def _speculation(settings: SpeculationSettings, model: ModelDescription, ranks: Sequence[Ready]) -> SpeculationLimits | None:
     chosen = with_speculative_config(settings)
     if chosen.speculative_method == "none":
         return None
@@ -85,12 +95,19 @@ def _speculation(settings: SpeculationSettings, model: ModelDescription,
         group = max(model.num_heads // max(model.num_kv_heads, 1), 1)
         drafts = min(drafts, METAL_QUERIES // group - 1)
     if drafts < chosen.num_speculative_tokens:
-        log.warning("Metal's fused attention does not take %d drafts at once with this model's heads; %d are made",
-                    chosen.num_speculative_tokens, max(drafts, 0))
+        log.warning(
+            "Metal's fused attention does not take %d drafts at once with this model's heads; %d are made",
+            chosen.num_speculative_tokens,
+            max(drafts, 0),
+        )
     if drafts < 1:
         return None
-    return SpeculationLimits(drafts=drafts, shortest=chosen.prompt_lookup_min,
-                             longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
+    return SpeculationLimits(
+        drafts=drafts,
+        shortest=chosen.prompt_lookup_min,
+        longest=chosen.prompt_lookup_max,
+        model=chosen.speculative_method == "draft_model",
+    )
 
 
 def _fixed(ready: Ready, sequences: int) -> int:
@@ -117,18 +134,25 @@ def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Read
         pools.setdefault(_device(ready), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
     sequences = held_sequences(chosen.max_batch_size, layout.micro_batches)
-    room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(_fixed(ready, sequences), _position(ready, ranks, prefixes)) for ready in together],
-                        kept=sum(ready.cache_bytes for ready in together))
-            for together in pools.values()]
+    room = [
+        kv_capacity(
+            together[0].memory_bytes,
+            chosen.memory_fraction,
+            [(_fixed(ready, sequences), _position(ready, ranks, prefixes)) for ready in together],
+            kept=sum(ready.cache_bytes for ready in together),
+        )
+        for together in pools.values()
+    ]
     useful = layout.max_context * chosen.max_batch_size
     tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens
     if shrink:
         tokens = min(*room, tokens)
     if tokens > min(room) or tokens < 2:
-        raise OutOfMemory(f"the KV cache has room for {min(room)} tokens beside the weights and would need "
-                          f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
-                          param="kv_tokens")
+        raise OutOfMemory(
+            f"the KV cache has room for {min(room)} tokens beside the weights and would need "
+            f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
+            param="kv_tokens",
+        )
     return tokens
 
 
@@ -155,14 +179,17 @@ class MemoryGuard:
         self._used[report.step.rank] = report.used_bytes
         share, where = self._fullest()
         if share >= self._ease and not scheduler.batches.pressed:
-            seldom.warning("the device's memory on %s is %.0f %% full: dropping cached prefixes and buffers, and "
-                           "requests wait; lower --memory-fraction or --kv-tokens if this goes on", where, 100 * share)
+            seldom.warning(
+                "the device's memory on %s is %.0f %% full: dropping cached prefixes and buffers, and "
+                "requests wait; lower --memory-fraction or --kv-tokens if this goes on",
+                where,
+                100 * share,
+            )
         scheduler.batches.pressed = share >= self._ease - (MARGIN if scheduler.batches.pressed else 0)
         # What the last one leaves shows once the steps that were under way are done.
         if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
             self._next = scheduler.next_step + scheduler.limits.micro_batches
-            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
-                           100 * share)
+            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where, 100 * share)
 
     def _fullest(self) -> tuple[float, str]:
         """The largest share of a device's memory that its ranks hold, and the name of its machine."""

@@ -86,8 +86,9 @@ class EngineThread:
         future: Future[T] = Future()
         self._calls.put(partial(self._do, work, future))
         if os.getpid() != self._pid:
-            raise UnavailableError("this LLM belongs to the process that this one was forked from; make another here, "
-                                   "or start processes by `spawn`")
+            raise UnavailableError(
+                "this LLM belongs to the process that this one was forked from; make another here, or start processes by `spawn`"
+            )
         if self._ended is not None:  # perhaps before the call was there
             raise _again(self._ended)
         return future

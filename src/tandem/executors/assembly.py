@@ -18,16 +18,7 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, Part, note_model
 from tandem.kv.remote import Lending
 from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
-from tandem.loading.memory import (
-    cache_bytes,
-    device_name,
-    limit_memory,
-    memory_bytes,
-    on_gpu,
-    on_metal,
-    peak_bytes,
-    wire_weights,
-)
+from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, on_metal, peak_bytes, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.adapter_files import read_adapter
@@ -49,8 +40,12 @@ from tandem.version import __version__
 log = logging.getLogger(__name__)
 
 
-def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = None,
-               group: StageGroup | None = None, files: ModelFiles | None = None) -> StageModel:
+def load_slice(
+    spec: StageSpec,
+    progress: Callable[[int, int], None] | None = None,
+    group: StageGroup | None = None,
+    files: ModelFiles | None = None,
+) -> StageModel:
     """Load the layers that `spec` names, from `files` or the directory that it names. Raises ModelError."""
     limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
@@ -59,9 +54,19 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     shard = shard_of(spec, description, dequantize)
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
-    stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
-                       progress=progress, shard=shard, tensor_parallel=group, kv_dtype=spec.kv_dtype, fuse=_fuses(spec),
-                       adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None)
+    stage = load_stage(
+        files,
+        description,
+        range(*spec.layers),
+        dtype=spec.dtype,
+        dequantize=dequantize,
+        progress=progress,
+        shard=shard,
+        tensor_parallel=group,
+        kv_dtype=spec.kv_dtype,
+        fuse=_fuses(spec),
+        adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None,
+    )
     log.info("Sharded model loaded successfully")
     log.info("computing on %s", device_name())
     return stage
@@ -80,15 +85,18 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
         raise OutOfMemory(
             f"{spec.label} of {spec.model_name} needs {need / 2**20:.0f} MiB for its weights, and may use "
             f"{allowed / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size), use a smaller or quantised model, "
-            "or raise --memory-fraction", param="memory_fraction")
+            "or raise --memory-fraction",
+            param="memory_fraction",
+        )
 
 
 def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
     """Return this rank's shard of heads and widths; None if it holds them whole. Raises LayoutError."""
     if spec.tp_size == 1:
         return None
-    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize,
-                         expert_parallel=spec.expert_parallel)
+    shards = plan_shards(
+        description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize, expert_parallel=spec.expert_parallel
+    )
     return shards[spec.tp_rank]
 
 
@@ -102,32 +110,57 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
         return None
     files = _draft_files(spec)
     description = describe(files)
-    stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
-                       dequantize=dequantizes(spec.dequantize, gpu=on_gpu()), fuse=_fuses(spec))
+    stage = load_stage(
+        files,
+        description,
+        range(description.num_layers),
+        dtype=spec.dtype,
+        dequantize=dequantizes(spec.dequantize, gpu=on_gpu()),
+        fuse=_fuses(spec),
+    )
     log.info("Draft model loaded: %s", files.name)
     return Drafter(stage, micro_batches=spec.micro_batches, drafts=spec.drafts, vocab_size=spec.vocab_size)
 
 
-def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
-                 files: ModelFiles | None = None, report: Callable[[Report], None] | None = None,
-                 lending: Lending | None = None) -> tuple[Runner, Ready]:
+def build_runner(
+    spec: StageSpec,
+    stage: StageModel,
+    link: StageLink | None,
+    group: StageGroup | None = None,
+    files: ModelFiles | None = None,
+    report: Callable[[Report], None] | None = None,
+    lending: Lending | None = None,
+) -> tuple[Runner, Ready]:
     """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
     from `files`, and `report`, which tells what is compiled; to keep prefixes on disk, `report`, which tells what was
     read and written, and `lending` where there are other disks."""
     vocabulary = None
     if spec.samples and files is not None and report is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
-        vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids,
-                                lambda request_id: report(GrammarReady(spec.rank, request_id)))
+        vocabulary = Vocabulary(
+            load, spec.vocab_size, spec.eos_token_ids, lambda request_id: report(GrammarReady(spec.rank, request_id))
+        )
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
-    runner = Runner(stage, micro_batches=spec.micro_batches, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
-                    group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
-                    drafter=load_drafter(spec), attention=chosen_attention(spec.attention), disk=disk)
+    runner = Runner(
+        stage,
+        micro_batches=spec.micro_batches,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        link=link,
+        group=group,
+        samples=spec.samples,
+        vocabulary=vocabulary,
+        drafts=spec.drafts,
+        drafter=load_drafter(spec),
+        attention=chosen_attention(spec.attention),
+        disk=disk,
+    )
     return runner, _ready(spec, runner, trouble)
 
 
-def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None],
-               lending: Lending | None) -> tuple[KVDisk | None, str]:
+def _open_disk(
+    spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None], lending: Lending | None
+) -> tuple[KVDisk | None, str]:
     """None where nothing is to be kept, or the model's caches cannot be; or with what is wrong with the disk."""
     caches = stage.make_caches()
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
@@ -141,13 +174,16 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Ca
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
     disk_block = DISK_BLOCK * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
     if KEPT * spec.kv_disk_bytes < disk_block:
-        return None, (f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK} tokens of this model's KV, which are kept "
-                      f"together, take {disk_block / 1e9:.2g}; give at least {2 * disk_block / 1e9:.2g}")
+        return None, (
+            f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK} tokens of this model's KV, which are kept "
+            f"together, take {disk_block / 1e9:.2g}; give at least {2 * disk_block / 1e9:.2g}"
+        )
     most = MOST_HEADER + DISK_BLOCK * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         as_bytes = spec.kv_dtype != "auto"
-        kept = DiskBlockFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most,
-                          kind_of(stage.cache_arrays, as_bytes=as_bytes))
+        kept = DiskBlockFiles(
+            Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most, kind_of(stage.cache_arrays, as_bytes=as_bytes)
+        )
         disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=as_bytes), report, lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
@@ -160,12 +196,25 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
     wired = wire_weights(spec.wired, spec.memory_share)
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
     per_token = sum(stage.cache_bytes.position for stage in stages)
-    return Ready(rank=spec.rank, weight_bytes=sum(stage.nbytes for stage in stages),
-                 kv_bytes_per_token=per_token, state_bytes=sum(stage.cache_bytes.state for stage in stages),
-                 memory_bytes=memory_bytes(),
-                 peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
-                 own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
-                 cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
-                 trimmable=trimmable(runner.stage.make_caches()), quantized_layers=runner.stage.quantized_layers,
-                 disk_blocks=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble,
-                 store=runner.disk.store_id if runner.disk else "", lends=runner.disk.lends if runner.disk else "")
+    return Ready(
+        rank=spec.rank,
+        weight_bytes=sum(stage.nbytes for stage in stages),
+        kv_bytes_per_token=per_token,
+        state_bytes=sum(stage.cache_bytes.state for stage in stages),
+        memory_bytes=memory_bytes(),
+        peak_bytes=peak_bytes(),
+        gpu=on_gpu(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        own_memory=on_gpu() and spec.gpu_share is not None,
+        machine=spec.machine,
+        cache_bytes=cache_bytes(spec.sharing),
+        wired_bytes=wired,
+        metal=on_metal(),
+        trimmable=trimmable(runner.stage.make_caches()),
+        quantized_layers=runner.stage.quantized_layers,
+        disk_blocks=runner.disk.names if runner.disk else None,
+        disk_trouble=disk_trouble,
+        store=runner.disk.store_id if runner.disk else "",
+        lends=runner.disk.lends if runner.disk else "",
+    )

@@ -73,9 +73,18 @@ Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 class ClusterExecutor(Executor):
     """One rank group at a time: if any rank fails all are ended, and `start` makes a new rank group with new keys and ports."""
 
-    def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
-                 rejoin_timeout_s: float, fit: Fit | None = None, standbys: bool = False,
-                 lending: ClusterKeys | None = None) -> None:
+    def __init__(
+        self,
+        specs: list[StageSpec],
+        launcher: Launcher,
+        *,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        rejoin_timeout_s: float,
+        fit: Fit | None = None,
+        standbys: bool = False,
+        lending: ClusterKeys | None = None,
+    ) -> None:
         """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
         is called once, when the first places are known. With `standbys` a process waits beside each rank. `lending`: keys
         of all rank groups whose ranks lend one another what they keep on disk; without them those of one rank group do where they
@@ -174,18 +183,26 @@ class ClusterExecutor(Executor):
             whole = spec.memory_share * len(self._specs)
             variables = {} if process_group is None else process_group[0].variables(process_group[1])
             sharing = machines[place.machine]
-            spec = replace(spec, memory_share=whole / sharing, gpu_share=whole if place.own_gpu else None,
-                           machine=place.machine, sharing=1 if place.own_gpu else sharing,
-                           backend=process_group[0].backend if process_group else spec.backend)
+            spec = replace(
+                spec,
+                memory_share=whole / sharing,
+                gpu_share=whole if place.own_gpu else None,
+                machine=place.machine,
+                sharing=1 if place.own_gpu else sharing,
+                backend=process_group[0].backend if process_group else spec.backend,
+            )
             payload = WorkerPayload(
-                spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
+                spec=spec,
+                keys=keys,
+                bus_endpoint=seen_from(place, self._bus.endpoint),
+                channel_host=place.address,
                 generation=self._generation,
                 weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "",
                 lending=lending if spec.kv_disk else None,
                 # Other machines may know the engine's by several addresses.
-                lending_host=ANY if self._lending and place.engine_address.startswith("127.") else place.address)
-            self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
-                                                        variables))
+                lending_host=ANY if self._lending and place.engine_address.startswith("127.") else place.address,
+            )
+            self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload), variables))
 
     def _make_process_groups(self) -> list[tuple[ProcessGroup, int] | None]:
         """Each rank's group and its number there: one MLX group for each stage of several ranks, or one over all
@@ -214,8 +231,10 @@ class ClusterExecutor(Executor):
         for rank, hello in hellos.items():
             for name, version in hello.versions.items():
                 if version != first.versions.get(name):
-                    raise UsageError(f"rank {rank} on {hello.host} runs {name} {version}, rank 0 on {first.host} "
-                                     f"{first.versions.get(name)}; install the same version on all hosts")
+                    raise UsageError(
+                        f"rank {rank} on {hello.host} runs {name} {version}, rank 0 on {first.host} "
+                        f"{first.versions.get(name)}; install the same version on all hosts"
+                    )
         return [hellos[rank] for rank in sorted(hellos)]
 
     def _gather_ready(self, progress: Progress | None) -> list[Ready]:
@@ -234,8 +253,9 @@ class ClusterExecutor(Executor):
                     progress(message.rank, message.done, message.total, message.phase)
             elif isinstance(message, Ready):
                 ready[message.rank] = message
-        self._watchdog.loaded(time.monotonic(), gpu=any(one.gpu for one in ready.values()),
-                              hosts=len({one.host for one in ready.values()}))
+        self._watchdog.loaded(
+            time.monotonic(), gpu=any(one.gpu for one in ready.values()), hosts=len({one.host for one in ready.values()})
+        )
         return [ready[rank] for rank in sorted(ready)]
 
     def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:
@@ -249,8 +269,9 @@ class ClusterExecutor(Executor):
             if message is not None:
                 return message
             if time.monotonic() > deadline:
-                raise RankFailure(f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s "
-                                  "(start_timeout)", cause="start")
+                raise RankFailure(
+                    f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s (start_timeout)", cause="start"
+                )
 
     # --- steps ---
 
@@ -265,8 +286,10 @@ class ClusterExecutor(Executor):
             self._broadcast(order)
             return
         for spec, place in zip(self._specs, self._recruited, strict=True):
-            remote_stores = [(store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
-                       for store, endpoint in order.remote_stores]
+            remote_stores = [
+                (store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
+                for store, endpoint in order.remote_stores
+            ]
             self._send(spec.rank, UseRemoteStores(remote_stores))
 
     def collect(self, timeout_s: float) -> list[Report]:
@@ -377,8 +400,9 @@ class ClusterExecutor(Executor):
 
     @staticmethod
     def _kept_waiting(rank: int, waiting: int, cause: str, words: str) -> RankFailure:
-        return RankFailure(f"rank {rank} {words}; the GPU of rank {waiting} waited for it until macOS ended that",
-                           rank=rank, cause=cause)
+        return RankFailure(
+            f"rank {rank} {words}; the GPU of rank {waiting} waited for it until macOS ended that", rank=rank, cause=cause
+        )
 
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -391,8 +415,7 @@ class ClusterExecutor(Executor):
     def _death(self, rank: int, process: RankProcess) -> RankFailure:
         """No request is to blame for a signal that only others send, nor for the death of a rank with nothing to do."""
         blame = self._watchdog.works(rank) and -(process.poll() or 0) not in SENT_BY_OTHERS
-        return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died",
-                           blame=blame)
+        return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died", blame=blame)
 
     def _hear_last_words(self) -> None:
         """Raise what a rank that is gone had said of it."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from tandem.errors import GpuSilent, RankFailure
 from tandem.system.metal import fault_of
 
-FULL = ("its GPU's memory is full: lower --max-batch-size, --prefill-chunk, --kv-tokens or --memory-fraction, or give "
-        "this machine fewer layers")
-WAITED = ("a command took its GPU longer than macOS allows; where it waited for another rank of its stage, that one "
-          "is slow, but answers")
+FULL = (
+    "its GPU's memory is full: lower --max-batch-size, --prefill-chunk, --kv-tokens or --memory-fraction, or give "
+    "this machine fewer layers"
+)
+WAITED = (
+    "a command took its GPU longer than macOS allows; where it waited for another rank of its stage, that one "
+    "is slow, but answers"
+)
 
 PORT_TAKEN = ("Couldn't bind socket", "Address already in use")
 """Words of MLX and NCCL for a port that was free a moment ago."""
@@ -21,8 +25,12 @@ def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankF
     that) say nothing against the requests that it worked on.
     """
     if any(sign in message for sign in PORT_TAKEN):
-        return RankFailure(f"rank {rank}: somebody took a port of the group before it did ({message}); it gets others",
-                           rank=rank, details=details, cause="link")
+        return RankFailure(
+            f"rank {rank}: somebody took a port of the group before it did ({message}); it gets others",
+            rank=rank,
+            details=details,
+            cause="link",
+        )
     if kind == GpuSilent.__name__:
         return RankFailure(f"rank {rank}: {message}", rank=rank, details=details, cause="gpu")
     fault = fault_of(message)

@@ -27,8 +27,12 @@ def probe_gpu(tell: Callable[[Exception], None]) -> None:
     """
     if not on_gpu():
         return
-    alarm = Timer(PROBE_S, lambda: tell(GpuSilent(
-        f"its GPU does not answer: a small product was not done after {PROBE_S:.0f} s; {REMEDY}", cause="gpu")))
+    alarm = Timer(
+        PROBE_S,
+        lambda: tell(
+            GpuSilent(f"its GPU does not answer: a small product was not done after {PROBE_S:.0f} s; {REMEDY}", cause="gpu")
+        ),
+    )
     alarm.daemon = True
     alarm.start()
     try:

@@ -60,8 +60,7 @@ class InlineExecutor(Executor):
         assert self._mailbox is not None
         probe_gpu(self._mailbox.put)
         # Whatever `weights_from` says: the engine's machine is this one.
-        files = obtain_files(self._spec, None, partial(progress, "fetch"),
-                             accept=partial(require_memory, self._spec))
+        files = obtain_files(self._spec, None, partial(progress, "fetch"), accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
 
@@ -111,8 +110,7 @@ class InlineExecutor(Executor):
                 raise EngineStuck(f"rank 0: {event.message}", rank=0, cause=event.cause)
             known = isinstance(event, RankFailure | UsageError)
             if not known:
-                log.error("rank 0 failed; it is loaded anew, and requests go on\n%s",
-                          "".join(traceback.format_exception(event)))
+                log.error("rank 0 failed; it is loaded anew, and requests go on\n%s", "".join(traceback.format_exception(event)))
             # Its pipeline models hold the model; another may be loaded while the error is handled.
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:

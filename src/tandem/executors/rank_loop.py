@@ -52,7 +52,9 @@ class RankLoop:
         self._runner: Runner | None = None
         self._begun = -1
         self._threads: tuple[LentThread | threading.Thread, ...] = (
-            LentThread(self._compute), start_thread(self._report, name="results"))
+            LentThread(self._compute),
+            start_thread(self._report, name="results"),
+        )
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; returns at once."""

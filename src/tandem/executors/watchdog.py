@@ -319,29 +319,41 @@ class Watchdog:
         elif rank.stopped_at is None:
             rank.stopped_at = now
         elif now - rank.stopped_at > STOPPED_S:
-            raise RankFailure(f"rank {number} stands still: its process is stopped (SIGSTOP, or a debugger)",
-                              rank=number, cause="stopped")
+            raise RankFailure(
+                f"rank {number} stands still: its process is stopped (SIGSTOP, or a debugger)", rank=number, cause="stopped"
+            )
 
     def _check_silence(self, number: int, rank: _Rank, now: float) -> None:
         limit = max(SILENT_S, ROUND_TRIPS * rank.round_trip) if self._loaded else LOADING_SILENT_S
         if rank.asked_at is not None and now - rank.asked_at > min(limit, self._step_timeout):
-            raise RankFailure(f"rank {number} has not answered for {now - rank.asked_at:.1f} s: its process does not "
-                              "run, or its machine cannot be reached", rank=number, cause="silent")
+            raise RankFailure(
+                f"rank {number} has not answered for {now - rank.asked_at:.1f} s: its process does not "
+                "run, or its machine cannot be reached",
+                rank=number,
+                cause="silent",
+            )
 
     def _check_pace(self, now: float) -> None:
         """Say what is slow but moves, and when that is over; it is left alone."""
         for number, rank in enumerate(self._ranks):
             if rank.tempo.turned(now):
                 if rank.tempo.slowness.told:
-                    log.log(self._level, "rank %d is slow: steps take %.1f times the usual time; no action is taken "
-                            "while it makes progress", number, rank.tempo.pace.slowdown)
+                    log.log(
+                        self._level,
+                        "rank %d is slow: steps take %.1f times the usual time; no action is taken while it makes progress",
+                        number,
+                        rank.tempo.pace.slowdown,
+                    )
                 else:
                     log.log(self._level, "rank %d is at its usual pace again", number)
         if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now):
             if self._tempo.slowness.told:
-                log.log(self._level, "steps take %.1f times the usual time, while ranks compute at their usual pace: a "
-                        "link between them is slow; no action is taken while something moves",
-                        self._tempo.pace.slowdown)
+                log.log(
+                    self._level,
+                    "steps take %.1f times the usual time, while ranks compute at their usual pace: a "
+                    "link between them is slow; no action is taken while something moves",
+                    self._tempo.pace.slowdown,
+                )
             else:
                 log.log(self._level, "steps take their usual time again")
 
@@ -359,25 +371,39 @@ class Watchdog:
         step, limit = self._steps[0], self.deadline_s()
         self._pace = Pace()  # if it was a false alarm, it is not raised again
         words, cause, ranks = self._explain(step, now)
-        raise RankFailure(f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
-                          rank=ranks[0], cause=cause)
+        raise RankFailure(
+            f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
+            rank=ranks[0],
+            cause=cause,
+        )
 
     def _explain(self, step: _Step, now: float) -> tuple[str, str, list[int]]:
         """Why a step does not end, in words and as a cause, and the ranks that are nearest to it."""
         missing = sorted(step.missing)
-        silent = [rank for rank in missing
-                  if (asked := self._ranks[rank].asked_at) is not None and now - asked > DOUBT_S]
+        silent = [rank for rank in missing if (asked := self._ranks[rank].asked_at) is not None and now - asked > DOUBT_S]
         if silent:
-            return (f"{_names(silent)} do{'es' if len(silent) == 1 else ''} not answer either: not running, or not to "
-                    "be reached"), "silent", silent
+            return (
+                (f"{_names(silent)} do{'es' if len(silent) == 1 else ''} not answer either: not running, or not to be reached"),
+                "silent",
+                silent,
+            )
         inside = [rank for rank in missing if self._ranks[rank].begun >= step.step_id]
         computing = [rank for rank in inside if not self._ranks[rank].waiting]
         if inside and not computing:
-            return (f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it "
-                    "brings nothing"), "link", inside
+            return (
+                (f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it brings nothing"),
+                "link",
+                inside,
+            )
         if len(computing) > 1:
-            return (f"{_names(computing)} answer, are inside it, and do not move: a collective is stuck, or the link "
-                    "between them is cut"), "stuck", computing
+            return (
+                (
+                    f"{_names(computing)} answer, are inside it, and do not move: a collective is stuck, or the link "
+                    "between them is cut"
+                ),
+                "stuck",
+                computing,
+            )
         idle = computing or missing
         return f"{_names(idle)} answer{_s(idle)}, but do{'es' if len(idle) == 1 else ''} not move", "stuck", idle
 

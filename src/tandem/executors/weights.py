@@ -27,14 +27,18 @@ class Head(Struct, frozen=True):
 
 def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
     """Serve config, tokenizer and weights of a model directory to the holders of `keys`. Raises `BrokenModel`."""
-    whole = [path for pattern in METADATA for path in directory.glob(pattern)
-             if path.is_file() and not path.name.startswith(".")]
+    whole = [path for pattern in METADATA for path in directory.glob(pattern) if path.is_file() and not path.name.startswith(".")]
     return BlobServer({*whole, *weight_files(directory)}, keys, host)
 
 
-def obtain_files(spec: StageSpec, head: Head | None, progress: Callable[[int, int], None], *,
-                 accept: Callable[[ModelFiles], None] = lambda files: None,
-                 patience_s: float = PATIENCE_S) -> ModelFiles:
+def obtain_files(
+    spec: StageSpec,
+    head: Head | None,
+    progress: Callable[[int, int], None],
+    *,
+    accept: Callable[[ModelFiles], None] = lambda files: None,
+    patience_s: float = PATIENCE_S,
+) -> ModelFiles:
     """Make the slice of the model that `spec` names available on this machine.
 
     With `head` it comes from there, and the directory that `spec` names is not looked at. `accept` is called when the

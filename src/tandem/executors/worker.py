@@ -87,8 +87,9 @@ class Worker:
         loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, memory_use)
         self._serve(loop, mailbox)
 
-    def _build(self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox[Event],
-               progress: Report) -> tuple[Runner, Ready]:
+    def _build(
+        self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox[Event], progress: Report
+    ) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, require_memory
@@ -104,8 +105,12 @@ class Worker:
         if not on_gpu():
             log.info("linear algebra: %s", self._blas or "MLX's own (slow: install OpenBLAS, or give --blas)")
         endpoint = self._payload.weights_endpoint
-        files = obtain_files(self._spec, Head(endpoint, self._payload.keys) if endpoint else None,
-                             partial(progress, "fetch"), accept=partial(require_memory, self._spec))
+        files = obtain_files(
+            self._spec,
+            Head(endpoint, self._payload.keys) if endpoint else None,
+            partial(progress, "fetch"),
+            accept=partial(require_memory, self._spec),
+        )
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
@@ -114,9 +119,13 @@ class Worker:
         return build_runner(self._spec, stage, link, group, files, mailbox.put, lending)
 
     def _greet(self, channel: TcpChannel | None) -> object:
-        hello = Hello(rank=self._spec.rank, pid=os.getpid(), host=socket.gethostname(),
-                      versions={"tandem": __version__, **{name: version(name) for name in VERSIONED}},
-                      endpoint=channel.endpoint if channel else "")
+        hello = Hello(
+            rank=self._spec.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            versions={"tandem": __version__, **{name: version(name) for name in VERSIONED}},
+            endpoint=channel.endpoint if channel else "",
+        )
         while True:
             self._bus.send(hello)
             command = self._bus.receive(HELLO_SECONDS)

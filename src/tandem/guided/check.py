@@ -50,8 +50,9 @@ class GrammarCheck:
     def require_bytes(self) -> None:
         """Raise ValueError when no grammar can be followed with this tokenizer."""
         if not self._has_bytes:
-            raise ValueError("the tokens of this model's tokenizer have no bytes of their own, so that no grammar can "
-                             "be followed")
+            raise ValueError(
+                "the tokens of this model's tokenizer have no bytes of their own, so that no grammar can be followed"
+            )
 
     def check(self, grammar: str) -> None:
         """Raise ValueError, saying why, when llguidance refuses the grammar or takes too long over it, and
@@ -94,10 +95,12 @@ class GrammarCheck:
                 if not isinstance(reply, TaskRefused):
                     how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.name}"
                 if how:
-                    log.error("a grammar could not be tried, its process %s; its request is refused with 503",
-                              how[-MAX_WORDS:])
-                raise UnavailableError("The grammar could not be tried now, as the machine is busy; try again shortly.",
-                                       retry_after=5.0, code="grammar_untried")
+                    log.error("a grammar could not be tried, its process %s; its request is refused with 503", how[-MAX_WORDS:])
+                raise UnavailableError(
+                    "The grammar could not be tried now, as the machine is busy; try again shortly.",
+                    retry_after=5.0,
+                    code="grammar_untried",
+                )
         with self._lock:
             self._known[grammar] = trouble
             while len(self._known) > REMEMBERED:

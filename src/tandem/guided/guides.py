@@ -50,7 +50,8 @@ class Guides:
         building = self._building[request_id] = self._vocabulary.matcher(form, produced)
         # One that was begun for an earlier insertion tells nothing of this one.
         building.add_done_callback(
-            lambda done: self._vocabulary.ready(request_id) if self._building.get(request_id) is done else None)
+            lambda done: self._vocabulary.ready(request_id) if self._building.get(request_id) is done else None
+        )
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence, if it is one of these."""
@@ -64,8 +65,10 @@ class Guides:
             return
         if token < 0 or token in self._vocabulary.eos or not matcher.consume_token(token):
             if matcher.is_error():
-                log.error("a token that the mask allows is not in the grammar: %s; its request goes on without; please "
-                          "report it", matcher.get_error())
+                log.error(
+                    "a token that the mask allows is not in the grammar: %s; its request goes on without; please report it",
+                    matcher.get_error(),
+                )
             self._matchers[request_id] = None
 
     def masks(self, ids: Sequence[str]) -> Masks:
@@ -85,8 +88,7 @@ class Guides:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
         for i, (row, matcher) in enumerate(live):
             if matcher.is_error():
-                log.warning("grammar given up: %s; its request ends with an error",
-                            matcher.get_error().partition("\n")[0][:200])
+                log.warning("grammar given up: %s; its request ends with an error", matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 given_up[row] = NO_CONTINUATION
             elif matcher.is_stopped():
@@ -99,7 +101,10 @@ def _built(future: Future[LLMatcher]) -> LLMatcher | None:
     """Return the matcher; None where it could not be built: one request must not end a rank."""
     error = future.exception()
     if error is not None:
-        log.error("a grammar that was accepted cannot be used: %s: %s; its request ends with an error",
-                  type(error).__name__, str(error)[:200])
+        log.error(
+            "a grammar that was accepted cannot be used: %s: %s; its request ends with an error",
+            type(error).__name__,
+            str(error)[:200],
+        )
         return None
     return future.result()

@@ -25,8 +25,9 @@ COMPILING = 2
 class Vocabulary:
     """Compiles grammars in threads of its own. The tokenizer is loaded for the first one."""
 
-    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int],
-                 ready: Callable[[str], object] = lambda _: None) -> None:
+    def __init__(
+        self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int], ready: Callable[[str], object] = lambda _: None
+    ) -> None:
         """`vocab_size` is the width of the logits, `eos` the ids that may follow where a grammar can end;
         those beyond the logits, which config.json may name, are left out. `ready` is called with a request's id, in any
         thread, when its matcher is built or cannot be."""

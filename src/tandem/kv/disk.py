@@ -163,8 +163,13 @@ class DiskTier:
         if longest <= NEAR:
             self.beginning.measure(count, seconds)
 
-    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Seeking], prefixes: PrefixIndex,
-              remote_stores: Iterable[tuple[str, str]] = ()) -> None:
+    def begin(
+        self,
+        kept: Iterable[list[bytes] | None],
+        waiting: Iterable[Seeking],
+        prefixes: PrefixIndex,
+        remote_stores: Iterable[tuple[str, str]] = (),
+    ) -> None:
         """Begin with new ranks and the disk blocks that each has on its disk; None from one that keeps none. `remote_stores`:
         directories of other ranks, and their endpoints."""
         names, others = list(kept), dict(remote_stores)
@@ -214,16 +219,22 @@ class DiskTier:
         here = prefixes.peek(hashes)
         # What came from another replica is read whatever the pace: it came so that this one need not compute it.
         came = sequence.request.kept >= DISK_BLOCK and bool(sequence.request.produced)
-        names = next((some for some in (names, self._own(names)) if len(some) * DISK_BLOCK - here >= DISK_BLOCK
-                      and (came or self._pays(some, len(some) * DISK_BLOCK - here))), [])
+        names = next(
+            (
+                some
+                for some in (names, self._own(names))
+                if len(some) * DISK_BLOCK - here >= DISK_BLOCK and (came or self._pays(some, len(some) * DISK_BLOCK - here))
+            ),
+            [],
+        )
         if not names:
             return
         gain = len(names) * DISK_BLOCK - here
         for asked in self._asked.values():
-            if asked.names[:len(names)] == names:
+            if asked.names[: len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[:len(names) * DISK_BLOCK // BLOCK_SIZE])
+            key = prefixes.reserve(hashes[: len(names) * DISK_BLOCK // BLOCK_SIZE])
             if key is None:
                 return
             # One that came would hold up others, were it computed here.
@@ -330,8 +341,11 @@ class DiskTier:
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Return the disk blocks of these prefixes that are not on all disks yet, to be written."""
-        return [StoreOp(key, missing) for key in keys
-                if self._ranks and (missing := self.missing(disk_block_names(prefixes.hashes(key))))]
+        return [
+            StoreOp(key, missing)
+            for key in keys
+            if self._ranks and (missing := self.missing(disk_block_names(prefixes.hashes(key))))
+        ]
 
     def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
         """Number and name of each of a prefix's disk blocks, from number `first` on, that is not on all disks."""

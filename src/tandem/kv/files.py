@@ -112,8 +112,9 @@ def open_directory(directory: Path, space: str) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_space(directory, space)
     except OSError as error:
-        raise UsageError(f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another "
-                         "directory", param="kv_disk") from error
+        raise UsageError(
+            f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another directory", param="kv_disk"
+        ) from error
 
 
 def _make_space(directory: Path, space: str) -> None:
@@ -160,8 +161,7 @@ def _identity(directory: Path, name: str = "") -> str:
 class DiskBlockFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int,
-                 kind: Kind | None = None) -> None:
+    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int, kind: Kind | None = None) -> None:
         """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. What is not
         of this `kind` counts as damaged; None: whatever files say. Raises UsageError."""
         open_directory(directory, space)
@@ -207,14 +207,15 @@ class DiskBlockFiles:
 
     def names(self, among: Iterable[bytes] | None = None) -> list[bytes]:
         """Disk blocks that this rank can put together, `among` these or of all."""
-        return [name for name in ({**self._parts, **self._lent} if among is None else among)
-                if self._sources(name) is not None]
+        return [name for name in ({**self._parts, **self._lent} if among is None else among) if self._sources(name) is not None]
 
     def lent(self, among: Iterable[bytes] | None = None) -> list[bytes]:
         """Return those blocks for which this rank needs remote files."""
-        return [name for name in (self._lent if among is None else among)
-                if any(part not in self._parts.get(name, ())
-                       for layer in self._sources(name) or () for part, _ in layer)]
+        return [
+            name
+            for name in (self._lent if among is None else among)
+            if any(part not in self._parts.get(name, ()) for layer in self._sources(name) or () for part, _ in layer)
+        ]
 
     def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
@@ -237,8 +238,14 @@ class DiskBlockFiles:
         layers = []
         for layer, taken in zip(self.need.layers, sources, strict=True):
             disk_blocks = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
-            layers.append(disk_blocks[0] if len(disk_blocks) == 1 else (np.concatenate([one[0] for one in disk_blocks], axis=1),
-                                                              np.concatenate([one[1] for one in disk_blocks], axis=1)))
+            layers.append(
+                disk_blocks[0]
+                if len(disk_blocks) == 1
+                else (
+                    np.concatenate([one[0] for one in disk_blocks], axis=1),
+                    np.concatenate([one[1] for one in disk_blocks], axis=1),
+                )
+            )
         types = {header.dtype for header, _ in files.values()}
         if len(types) > 1:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
@@ -252,10 +259,14 @@ class DiskBlockFiles:
                 borrowed = False
             data = self._bring(path.name) if borrowed else self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
-            header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
-            payload = memoryview(data)[_PREFIX.size + length:]
-            if magic != MAGIC or (header.space, header.name) != (self._space, name) \
-                    or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
+            header = msgspec.msgpack.decode(data[_PREFIX.size : _PREFIX.size + length], type=_Header)
+            payload = memoryview(data)[_PREFIX.size + length :]
+            if (
+                magic != MAGIC
+                or (header.space, header.name) != (self._space, name)
+                or len(header.shapes) != len(part.layers)
+                or zlib.crc32(payload) != header.checksum
+            ):
                 raise ValueError("it is not what it should be")
             layers = list(_arrays(payload, header, len(part.heads)))
             self._require_kind(header, part)
@@ -282,8 +293,9 @@ class DiskBlockFiles:
             if layer in part.layers:
                 keys, values = header.shapes[layer - part.layers.start]
                 if (keys[3], values[3]) != widths:
-                    raise ValueError(f"layer {layer} has widths {keys[3]}, {values[3]}, where the model has "
-                                     f"{widths[0]}, {widths[1]}")
+                    raise ValueError(
+                        f"layer {layer} has widths {keys[3]}, {values[3]}, where the model has {widths[0]}, {widths[1]}"
+                    )
 
     def _bring(self, file: str) -> bytes:
         """Fetch a file from another machine. Raises TransportError."""
@@ -308,8 +320,9 @@ class DiskBlockFiles:
         checksum = 0
         for block in blocks:
             checksum = zlib.crc32(block.data, checksum)
-        header = msgspec.msgpack.encode(_Header(self._space, name, [(list(keys.shape), list(values.shape))
-                                                                    for keys, values in layers], dtype, checksum))
+        header = msgspec.msgpack.encode(
+            _Header(self._space, name, [(list(keys.shape), list(values.shape)) for keys, values in layers], dtype, checksum)
+        )
         return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
     def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
@@ -441,8 +454,10 @@ def _sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list
     found = []
     for layer in need.layers:
         # What is here comes first, in smaller parts too.
-        if not (taken := _cover([part for part in own if layer in part.layers], need.heads)
-                or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)):
+        if not (
+            taken := _cover([part for part in own if layer in part.layers], need.heads)
+            or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)
+        ):
             return None
         found.append(taken)
     return found
@@ -465,12 +480,15 @@ def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
 def _heads(pair: Layer, part: Part, heads: range) -> Layer:
     if len(heads) == len(part.heads):
         return pair
-    return pair[0][:, heads.start:heads.stop], pair[1][:, heads.start:heads.stop]
+    return pair[0][:, heads.start : heads.stop], pair[1][:, heads.start : heads.stop]
 
 
 _NUMPY: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32),
-    "uint8": np.dtype(np.uint8)}
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "uint8": np.dtype(np.uint8),
+}
 
 
 def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
@@ -479,8 +497,9 @@ def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
     shapes = [shape for pair in header.shapes for shape in pair]
-    if any(shape[:3] != [1, heads, DISK_BLOCK] or len(shape) != 4 or shape[3] < 1 for shape in shapes) \
-            or sum(map(math.prod, shapes)) * dtype.itemsize != len(payload):
+    if any(shape[:3] != [1, heads, DISK_BLOCK] or len(shape) != 4 or shape[3] < 1 for shape in shapes) or sum(
+        map(math.prod, shapes)
+    ) * dtype.itemsize != len(payload):
         raise ValueError("its arrays are not those of a disk block")
     arrays = []
     for shape in shapes:

@@ -275,7 +275,7 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
     hashes: list[bytes] = []
     digest = b""
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        block = ",".join(map(str, tokens[start:start + BLOCK_SIZE])).encode()
+        block = ",".join(map(str, tokens[start : start + BLOCK_SIZE])).encode()
         digest = hashlib.blake2b(digest + block, digest_size=16).digest()
         hashes.append(digest)
     return hashes
@@ -284,7 +284,7 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 def disk_block_names(hashes: Sequence[bytes]) -> list[bytes]:
     """Names of the whole disk blocks of a prefix whose `block_hashes` these are."""
     blocks = DISK_BLOCK // BLOCK_SIZE
-    return list(hashes[blocks - 1::blocks])
+    return list(hashes[blocks - 1 :: blocks])
 
 
 class DiskBlockIndex:

@@ -65,8 +65,10 @@ class DiskBlockServer(BlobServer):
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
         """List the files with these stems, or all. Raises OSError."""
-        return [BlobFile(name, status.st_size, status.st_mtime_ns, "")
-                for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
+        return [
+            BlobFile(name, status.st_size, status.st_mtime_ns, "")
+            for name, status in islice(files_of(self._directory, stems), MOST_LISTED)
+        ]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
         """Return checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
@@ -85,8 +87,7 @@ class DiskBlockServer(BlobServer):
 
 def _is_name(name: str) -> bool:
     """True for the name of a disk block's file."""
-    return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
-            and "\0" not in name)
+    return name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
 class RemoteStores:
@@ -116,8 +117,11 @@ class RemoteStores:
             self._where.pop(stem, None)
         now = time.monotonic()
         some = None if stems is not None and len(stems) > MOST_STEMS else stems
-        asked = [(endpoint, client, client.ask(some)) for endpoint, client in self._clients.items()
-                 if self._resting.get(endpoint, 0.0) <= now]
+        asked = [
+            (endpoint, client, client.ask(some))
+            for endpoint, client in self._clients.items()
+            if self._resting.get(endpoint, 0.0) <= now
+        ]
         for endpoint, client, number in asked:
             try:
                 listed = client.listed(number, now + PATIENCE_S)
@@ -127,8 +131,11 @@ class RemoteStores:
             self._resting.pop(endpoint, None)
             for file in listed:
                 self._where.setdefault(file.name.partition(".")[0], {}).setdefault(file.name, (endpoint, file.size))
-        return [(name, size) for stem in (self._where if stems is None else stems)
-                for name, (_, size) in self._where.get(stem, {}).items()]
+        return [
+            (name, size)
+            for stem in (self._where if stems is None else stems)
+            for name, (_, size) in self._where.get(stem, {}).items()
+        ]
 
     def fetch(self, name: str) -> bytes:
         """Fetch a file. Raises TransportError."""
@@ -139,7 +146,7 @@ class RemoteStores:
         ranges = [Range(name, at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)]
         try:
             for index, data, _ in self._clients[endpoint].read(ranges):
-                whole[index * CHUNK:index * CHUNK + len(data)] = data
+                whole[index * CHUNK : index * CHUNK + len(data)] = data
         except NotServed:  # it has been deleted there
             raise
         except TransportError as error:

@@ -48,12 +48,12 @@ def takes_part(caches: Sequence[Cache]) -> bool:
 
 def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
     """Describe the KV of caches that have such arrays (`StageModel.cache_arrays`), one a layer."""
+
     def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
         return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
 
-    sides = [(layer[:len(layer) // 2], layer[len(layer) // 2:]) for layer in arrays]
-    return Kind("uint8" if as_bytes else dtype_name(arrays[0][0][1]),
-                [(width(keys), width(values)) for keys, values in sides])
+    sides = [(layer[: len(layer) // 2], layer[len(layer) // 2 :]) for layer in arrays]
+    return Kind("uint8" if as_bytes else dtype_name(arrays[0][0][1]), [(width(keys), width(values)) for keys, values in sides])
 
 
 class Layers:
@@ -96,8 +96,7 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
     groups = side.shape[-1] * 8 // (size * bits + 16 * dtype.size)
     codes, scales = groups * size * bits // 8, groups * dtype.size
     parts = side[..., :codes], side[..., codes : codes + scales], side[..., codes + scales :]
-    return tuple(mx.contiguous(part).view(kind_of) for part, kind_of in zip(parts, (mx.uint32, dtype, dtype),
-                                                                            strict=True))
+    return tuple(mx.contiguous(part).view(kind_of) for part, kind_of in zip(parts, (mx.uint32, dtype, dtype), strict=True))
 
 
 class _Arrived:
@@ -157,8 +156,7 @@ class _Span:
 class KVDisk:
     """`store` and `take` are for the thread that owns MLX, `take_order` for any."""
 
-    def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report,
-                 lending: Lending | None = None) -> None:
+    def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report, lending: Lending | None = None) -> None:
         """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -200,7 +198,7 @@ class KVDisk:
             return
         nbytes = sum(array.nbytes for pair in one for array in pair)
         with self._lock:
-            taken = disk_blocks[:max(WAITING_BYTES - self._waiting, 0) // nbytes]
+            taken = disk_blocks[: max(WAITING_BYTES - self._waiting, 0) // nbytes]
             self._waiting += len(taken) * nbytes
         if len(taken) < len(disk_blocks):
             seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
@@ -283,7 +281,7 @@ class KVDisk:
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
                 if late:
                     seldom.warning("KV comes more slowly than it could be computed; what has not come is computed")
-                    lost, arrived = order.names[number + 1:], None
+                    lost, arrived = order.names[number + 1 :], None
                     break
         except (Unusable, MemoryError, ValueError) as error:
             seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
@@ -291,8 +289,7 @@ class KVDisk:
             lost = order.names[number:] if isinstance(error, Unusable) else order.names
             arrived = None
         self._arrived[order.key] = arrived
-        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
-                             self._files.brought - before, late))
+        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes, self._files.brought - before, late))
 
     def _use_remote_stores(self, order: UseRemoteStores) -> None:
         if self._remote_stores is not None:
@@ -306,8 +303,17 @@ class KVDisk:
             nbytes = total = 0
         if order.wanted is None:
             self._files.take_gone()  # what is there says it too
-        self._report(Surveyed(self._rank, order.number, self._files.names(order.wanted), self._files.lent(order.wanted),
-                              nbytes, total, order.wanted))
+        self._report(
+            Surveyed(
+                self._rank,
+                order.number,
+                self._files.names(order.wanted),
+                self._files.lent(order.wanted),
+                nbytes,
+                total,
+                order.wanted,
+            )
+        )
 
     def _write(self, number: int, name: bytes, span: _Span, nbytes: int, awaited: bool) -> None:
         try:

@@ -89,8 +89,9 @@ class Launcher(ABC):
         """Address of this machine to which the engine's sockets bind; all of them: 0.0.0.0."""
 
     @abstractmethod
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
+    def recruit(
+        self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
+    ) -> list[Place]:
         """Find a place for each of `count` ranks; places of the last rank group are used again.
 
         With `slots` only those places are wanted, for ranks in that order. `deadline` is in seconds of the

@@ -36,16 +36,27 @@ def installed() -> dict[str, str | None]:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be alike on all machines; Python's without its last number."""
-    return {name: number or "missing" for name, number in
-            {**installed(), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}.items()}
+    return {
+        name: number or "missing"
+        for name, number in {**installed(), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}.items()
+    }
 
 
 def host_facts(address: str) -> HostFacts:
     """Describe this machine, which is reached at `address`."""
     return HostFacts(
-        name=socket.gethostname(), machine=machine_id(), pid=os.getpid(), address=address, versions=versions(),
-        system=f"{platform.system()} {platform.machine()}", chip=chip(), cores=os.cpu_count() or 1,
-        memory_bytes=machine_memory(), usable_bytes=usable_memory(), gpus=visible_gpus())
+        name=socket.gethostname(),
+        machine=machine_id(),
+        pid=os.getpid(),
+        address=address,
+        versions=versions(),
+        system=f"{platform.system()} {platform.machine()}",
+        chip=chip(),
+        cores=os.cpu_count() or 1,
+        memory_bytes=machine_memory(),
+        usable_bytes=usable_memory(),
+        gpus=visible_gpus(),
+    )
 
 
 def chip() -> str:
@@ -81,14 +92,22 @@ def launched_process_group() -> MlxProcessGroup:
     rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
     host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
     try:
-        return msgspec.convert({
-            "rank": int(rank) if rank is not None else None, "hostfile": _listed("MLX_HOSTFILE"),
-            "devices": _listed("MLX_IBV_DEVICES"), "coordinator": variable("MLX_JACCL_COORDINATOR") or "",
-            "prefers_ring": variable("MLX_JACCL_RING") is not None, "nccl": f"{host}:{port}" if host and port else "",
-            "mpi": variable("OMPI_COMM_WORLD_SIZE") is not None}, MlxProcessGroup)
+        return msgspec.convert(
+            {
+                "rank": int(rank) if rank is not None else None,
+                "hostfile": _listed("MLX_HOSTFILE"),
+                "devices": _listed("MLX_IBV_DEVICES"),
+                "coordinator": variable("MLX_JACCL_COORDINATOR") or "",
+                "prefers_ring": variable("MLX_JACCL_RING") is not None,
+                "nccl": f"{host}:{port}" if host and port else "",
+                "mpi": variable("OMPI_COMM_WORLD_SIZE") is not None,
+            },
+            MlxProcessGroup,
+        )
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"MLX_RANK is {str(rank)[:20]}, but what comes with it cannot be read: {error}; start with "
-                          "mlx.launch, or unset it") from error
+        raise ConfigError(
+            f"MLX_RANK is {str(rank)[:20]}, but what comes with it cannot be read: {error}; start with mlx.launch, or unset it"
+        ) from error
 
 
 def _listed(name: str) -> object:

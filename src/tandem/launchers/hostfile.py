@@ -97,8 +97,12 @@ class _Reader:
         for index, text in enumerate(envs):
             self._check("NAME=value", text, f"envs[{index}]")
         hosts = tuple(self._host(entry, f"host {index}", len(entries)) for index, entry in enumerate(entries))
-        return Hostfile(path=self._path, hosts=hosts, backend=fields.get("backend") or None,
-                        envs=tuple((name, value) for name, _, value in (text.partition("=") for text in envs)))
+        return Hostfile(
+            path=self._path,
+            hosts=hosts,
+            backend=fields.get("backend") or None,
+            envs=tuple((name, value) for name, _, value in (text.partition("=") for text in envs)),
+        )
 
     def _fields(self, values: dict[str, Any], fields: Sequence[str], where: str) -> dict[str, Any]:
         """Check names and values of an object of the file; leave out what MLX leaves empty."""
@@ -129,16 +133,18 @@ class _Reader:
         for address in ips:
             self._check("address", address, f"{where}: ips", "has", ssh=str(ssh))
         if rdma and len(rdma) != count:
-            self._fail(f"{where}: rdma has {len(rdma)} entries; must have one for each of the {count} hosts, null for "
-                       "itself")
+            self._fail(f"{where}: rdma has {len(rdma)} entries; must have one for each of the {count} hosts, null for itself")
         for device in rdma:
             self._check("device", device, f"{where}: rdma", "has")
         memory = fields.get("memory")
         return HostEntry(
-            ssh=str(ssh), ips=tuple(ips), python=fields.get("python"),
+            ssh=str(ssh),
+            ips=tuple(ips),
+            python=fields.get("python"),
             rdma=tuple(tuple(device) if isinstance(device, list) else device for device in rdma),
             memory_bytes=None if memory is None else memory_size(str(memory), f"{self._where}: {where}: memory"),
-            facts=tuple((name, str(fields[name])) for name in PLAN_FIELDS if name in fields))
+            facts=tuple((name, str(fields[name])) for name in PLAN_FIELDS if name in fields),
+        )
 
 
 def _is_text(value: object) -> TypeGuard[str]:
@@ -164,19 +170,23 @@ def _is_device(value: object) -> bool:
 CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "backend": (("", *BACKENDS).__contains__, f"one of {', '.join(BACKENDS)}"),
     "envs": (_is_list, 'a list of texts such as "NAME=value"'),
-    "NAME=value": (lambda text: _is_text(text) and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text) is not None,
-                   'a text such as "NAME=value"'),
+    "NAME=value": (
+        lambda text: _is_text(text) and re.match(r"[A-Za-z_][A-Za-z0-9_]*=", text) is not None,
+        'a text such as "NAME=value"',
+    ),
     "host": (lambda entry: isinstance(entry, dict), 'an object such as {{"ssh": "mac1", "ips": ["10.0.0.1"]}}'),
-    "ssh": (lambda text: _is_text(text) and not text.startswith("-") and " " not in text,
-            'what `ssh` is given to reach the host, such as "mac1.local" or "user@10.0.0.1"'),
+    "ssh": (
+        lambda text: _is_text(text) and not text.startswith("-") and " " not in text,
+        'what `ssh` is given to reach the host, such as "mac1.local" or "user@10.0.0.1"',
+    ),
     "python": (_is_text, "the path of that host's Python"),
     "ips": (_is_list, 'a list such as ["10.0.0.1"]'),
-    "address": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with "
-                             "`ssh {ssh} ifconfig`"),
+    "address": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
     "rdma": (_is_list, 'a list such as [null, "rdma_en2"]'),
     "device": (_is_device, 'a device such as "rdma_en2", a list of devices, or null'),
-    **dict.fromkeys(PLAN_FIELDS, (lambda value: isinstance(value, str | int | float) and not isinstance(value, bool),
-                                  "a text or a number")),
+    **dict.fromkeys(
+        PLAN_FIELDS, (lambda value: isinstance(value, str | int | float) and not isinstance(value, bool), "a text or a number")
+    ),
 }
 """Kind of a value, mostly its field -> its check, and what it must be."""
 
@@ -185,6 +195,7 @@ def hosts_of(hostfile: Hostfile, entries: Sequence[int] | None) -> tuple[HostEnt
     """Return the hosts with these numbers, in this order, or all. Raises ConfigError."""
     for number in entries or ():
         if number >= len(hostfile.hosts):
-            raise ConfigError(f"--host-entries {number}: {hostfile.path} has {len(hostfile.hosts)} hosts, counted from "
-                              "0", param="host_entries")
+            raise ConfigError(
+                f"--host-entries {number}: {hostfile.path} has {len(hostfile.hosts)} hosts, counted from 0", param="host_entries"
+            )
     return hostfile.hosts if entries is None else tuple(hostfile.hosts[number] for number in entries)

@@ -45,8 +45,16 @@ def copy_line(label: str, line: str) -> None:
 class HostsLauncher(Launcher):
     """Listens for node agents. Subclasses start them (`bring`) and end them (`release`)."""
 
-    def __init__(self, parallel: ParallelSettings, *, bind: str, port: int = 0, keys: ClusterKeys | None = None,
-                 tickets: bool = True, log_level: str = "INFO") -> None:
+    def __init__(
+        self,
+        parallel: ParallelSettings,
+        *,
+        bind: str,
+        port: int = 0,
+        keys: ClusterKeys | None = None,
+        tickets: bool = True,
+        log_level: str = "INFO",
+    ) -> None:
         """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
 
         With `tickets` each node agent must show the one of its latest invitation. `log_level` is theirs. Raises
@@ -60,8 +68,10 @@ class HostsLauncher(Launcher):
             self.membership = Membership(self.keys, bind, port, parallel.heartbeat_timeout, tickets=tickets)
         except TransportError as error:
             why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
-            raise UsageError(f"node agents cannot join at {bind}:{port}: {why}; choose another --join-port or "
-                             "--head-address", param="join_port") from error
+            raise UsageError(
+                f"node agents cannot join at {bind}:{port}: {why}; choose another --join-port or --head-address",
+                param="join_port",
+            ) from error
         self._members: list[JoinedHost] = []
         """Hosts by rank."""
         self._slots: list[int] = []
@@ -83,8 +93,15 @@ class HostsLauncher(Launcher):
         `address` and `join_timeout` as in `HostPayload`."""
         ticket = secrets.token_hex(16)
         self.membership.issue(slot, ticket)
-        return HostPayload(keys=self.keys, endpoints=[f"{head}:{self.membership.port}"], slot=slot, ticket=ticket,
-                           address=address, join_timeout=join_timeout, log_level=self._log_level)
+        return HostPayload(
+            keys=self.keys,
+            endpoints=[f"{head}:{self.membership.port}"],
+            slot=slot,
+            ticket=ticket,
+            address=address,
+            join_timeout=join_timeout,
+            log_level=self._log_level,
+        )
 
     # --- what subclasses do ---
 
@@ -127,8 +144,9 @@ class HostsLauncher(Launcher):
 
     # --- the launcher ---
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
+    def recruit(
+        self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
+    ) -> list[Place]:
         """Start the node agents and wait for them."""
         first = self._rank_groups == 0
         wanted = list(range(count)) if slots is None else list(slots)
@@ -153,9 +171,14 @@ class HostsLauncher(Launcher):
         together = self._together(member)
         memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # that of a GPU is not known here
         shared_out = bool(facts.gpus) and len({tuple(other.facts.gpus) for other in together}) == len(together) > 1
-        return Place(host=facts.name, machine=facts.machine, address=self._address(member),
-                     engine_address=member.join.head, memory_bytes=memory,
-                     own_gpu=shared_out or bool(self._gpu(member, together)))
+        return Place(
+            host=facts.name,
+            machine=facts.machine,
+            address=self._address(member),
+            engine_address=member.join.head,
+            memory_bytes=memory,
+            own_gpu=shared_out or bool(self._gpu(member, together)),
+        )
 
     def _together(self, member: JoinedHost) -> list[JoinedHost]:
         """Return the hosts on its machine, by rank."""
@@ -212,14 +235,16 @@ class HostsLauncher(Launcher):
         rows = [self.devices(slot) for slot in slots]
         if all(len(row) > max(slots) for row in rows):
             rows = [[row[slot] for slot in slots] for row in rows]
-        return jaccl_process_group(backend, names, rows,
-                           self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
+        return jaccl_process_group(backend, names, rows, self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
     def _mpi(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of ranks that inherit what mpirun gave to their hosts; mpirun lets them start once."""
         if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
-            raise LayoutError("--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
-                              "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`", param="backend")
+            raise LayoutError(
+                "--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
+                "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`",
+                param="backend",
+            )
         if self._rank_groups > 1:
             raise UsageError("--backend mpi: ranks cannot be replaced, for mpirun starts each but once; start anew")
         return ProcessGroup("mpi", [{}] * len(ranks))
@@ -248,8 +273,18 @@ class HostsLauncher(Launcher):
         """Have the rank's host start the rank."""
         member = self._members[rank]
         process = self.membership.begin(member)
-        self.membership.send(member, StartRank(process.number, rank, payload, self._variables(rank), extra_env,
-                                           self._files.get(rank, {}), len(self._together(member))))
+        self.membership.send(
+            member,
+            StartRank(
+                process.number,
+                rank,
+                payload,
+                self._variables(rank),
+                extra_env,
+                self._files.get(rank, {}),
+                len(self._together(member)),
+            ),
+        )
         return process
 
     def _variables(self, rank: int) -> dict[str, str]:

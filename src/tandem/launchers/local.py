@@ -91,12 +91,18 @@ class LocalLauncher(Launcher):
         """Loopback: nothing off this machine can connect."""
         return "127.0.0.1"
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
+    def recruit(
+        self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
+    ) -> list[Place]:
         """Return places on this machine, which has room for any number."""
         count = count if slots is None else len(slots)
-        here = Place(host="this machine", machine=machine_id(), address=self.bus_host, engine_address=self.bus_host,
-                     own_gpu=len(visible_gpus()) >= count > 1)
+        here = Place(
+            host="this machine",
+            machine=machine_id(),
+            address=self.bus_host,
+            engine_address=self.bus_host,
+            own_gpu=len(visible_gpus()) >= count > 1,
+        )
         return [here] * count
 
     def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
@@ -106,10 +112,12 @@ class LocalLauncher(Launcher):
         """
         gpus = len(visible_gpus()) if self._cuda else 0
         if 0 < gpus < len(ranks):
-            raise LayoutError(f"{len(ranks)} ranks that MLX joins (tensor-parallel ones, stages with --channel mlx) "
-                              f"need a GPU each, there are {gpus}; use pipeline stages with --channel tcp, which can "
-                              "share one (--pipeline-parallel-size), or --device cpu",
-                              param="tensor_parallel_size")
+            raise LayoutError(
+                f"{len(ranks)} ranks that MLX joins (tensor-parallel ones, stages with --channel mlx) "
+                f"need a GPU each, there are {gpus}; use pipeline stages with --channel tcp, which can "
+                "share one (--pipeline-parallel-size), or --device cpu",
+                param="tensor_parallel_size",
+            )
         if backend == "auto":
             backend = "nccl" if gpus > max(ranks) else "ring"
         return make_process_group(backend, len(ranks), ranks[0])

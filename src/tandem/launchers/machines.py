@@ -36,14 +36,20 @@ def with_layout(parallel: ParallelSettings) -> ParallelSettings:
     replicas = parallel.data_parallel_size
     if parallel.parallel is None and parallel.pipeline_parallel_size == parallel.tensor_parallel_size == 1:
         if len(hosts) % replicas:
-            raise LayoutError(f"--data-parallel-size {replicas}: {parallel.hostfile} has {len(hosts)} hosts, which "
-                              "cannot be shared out evenly; say how many ranks each has with "
-                              "--pipeline-parallel-size or --tensor-parallel-size", param="data_parallel_size")
+            raise LayoutError(
+                f"--data-parallel-size {replicas}: {parallel.hostfile} has {len(hosts)} hosts, which "
+                "cannot be shared out evenly; say how many ranks each has with "
+                "--pipeline-parallel-size or --tensor-parallel-size",
+                param="data_parallel_size",
+            )
         parallel = replace(parallel, pipeline_parallel_size=len(hosts) // replicas)
     if ranks_of(parallel) * replicas > len(hosts):
         copies = f"{replicas} times " if replicas > 1 else ""
-        raise LayoutError(f"the layout has {copies}{ranks_of(parallel)} ranks and {parallel.hostfile} has {len(hosts)} "
-                          "hosts; add hosts, or name one several times to run several ranks there", param="hostfile")
+        raise LayoutError(
+            f"the layout has {copies}{ranks_of(parallel)} ranks and {parallel.hostfile} has {len(hosts)} "
+            "hosts; add hosts, or name one several times to run several ranks there",
+            param="hostfile",
+        )
     return parallel
 
 
@@ -58,17 +64,17 @@ def replica_hosts(parallel: ParallelSettings, index: int) -> ParallelSettings:
     parallel = with_layout(parallel)
     entries = parallel.host_entries or tuple(range(len(hosts)))
     ranks = ranks_of(parallel)
-    mine = entries[index * ranks:(index + 1) * ranks]
+    mine = entries[index * ranks : (index + 1) * ranks]
     if len(mine) < ranks:
-        raise LayoutError(f"replica {index} needs {ranks} hosts, and {parallel.hostfile} has no more; add hosts to it",
-                          param="hostfile")
+        raise LayoutError(
+            f"replica {index} needs {ranks} hosts, and {parallel.hostfile} has no more; add hosts to it", param="hostfile"
+        )
     return replace(parallel, host_entries=mine)
 
 
 def ranks_of(parallel: ParallelSettings) -> int:
     """Return the number of ranks of one replica."""
-    return sum(parallel.parallel) if parallel.parallel else (
-        parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
+    return sum(parallel.parallel) if parallel.parallel else (parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
 
 
 def role_of(parallel: ParallelSettings) -> Role:
@@ -85,7 +91,7 @@ def told_memory(parallel: ParallelSettings) -> list[int]:
 def stage_memory(parallel: ParallelSettings, sizes: Sequence[int]) -> list[int]:
     """Return the weight of each stage in the layer split: its hosts' memory where the hostfile tells that of all, else
     its number of ranks."""
-    memory = told_memory(parallel)[:sum(sizes)]
+    memory = told_memory(parallel)[: sum(sizes)]
     if not memory:
         return list(sizes)
-    return [sum(memory[sum(sizes[:stage]):sum(sizes[:stage + 1])]) for stage in range(len(sizes))]
+    return [sum(memory[sum(sizes[:stage]) : sum(sizes[: stage + 1])]) for stage in range(len(sizes))]

@@ -27,24 +27,39 @@ class ManualLauncher(HostsLauncher):
     def __init__(self, parallel: ParallelSettings) -> None:
         """Read or make the token file, and listen. Raises UsageError without one, or when the port is taken."""
         if not parallel.token_file:
-            raise ConfigError("--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
-                              "machine for `tandem rank`", param="token_file")
+            raise ConfigError(
+                "--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
+                "machine for `tandem rank`",
+                param="token_file",
+            )
         self._token_file = parallel.token_file
         self._told = 0
-        super().__init__(parallel, bind=parallel.head_address or ALL_ADDRESSES, port=parallel.join_port,
-                         keys=make_token(self._token_file), tickets=False)
+        super().__init__(
+            parallel,
+            bind=parallel.head_address or ALL_ADDRESSES,
+            port=parallel.join_port,
+            keys=make_token(self._token_file),
+            tickets=False,
+        )
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         """Log once how to start node agents."""
         if self._told != len(missing):
             self._told = len(missing)
-            log.info("waiting for %d rank(s) to join: on each machine run `tandem rank --join THIS-MACHINE:%d "
-                     "--token-file %s` (a copy of that file)", len(missing), self.membership.port, self._token_file)
+            log.info(
+                "waiting for %d rank(s) to join: on each machine run `tandem rank --join THIS-MACHINE:%d "
+                "--token-file %s` (a copy of that file)",
+                len(missing),
+                self.membership.port,
+                self._token_file,
+            )
 
     def describe_missing(self, missing: list[int]) -> str:
         """Return a line with the number of node agents that did not join, and the remedy."""
-        return (f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
-                f"THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines")
+        return (
+            f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
+            f"THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines"
+        )
 
 
 def make_token(path: str) -> ClusterKeys:
@@ -68,13 +83,17 @@ def read_token(path: str) -> ClusterKeys:
         content, mode = read_regular(file, BY_HAND), file.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
-        raise ConfigError(f"--token-file: cannot read {path}: {reason}; copy it from the head, which makes it",
-                          param="token_file") from None
+        raise ConfigError(
+            f"--token-file: cannot read {path}: {reason}; copy it from the head, which makes it", param="token_file"
+        ) from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"--token-file: others can read {path}, and whoever has it may join; mend that with "
-                          f"`chmod 600 {path}`", param="token_file")
+        raise ConfigError(
+            f"--token-file: others can read {path}, and whoever has it may join; mend that with `chmod 600 {path}`",
+            param="token_file",
+        )
     try:
         return msgspec.json.decode(content, type=ClusterKeys)
     except UNREADABLE:
-        raise ConfigError(f"--token-file: {path} is not a token file; delete it, and let the head make a new one",
-                          param="token_file") from None
+        raise ConfigError(
+            f"--token-file: {path} is not a token file; delete it, and let the head make a new one", param="token_file"
+        ) from None

@@ -251,17 +251,24 @@ class Membership:
                         return  # this one was under way for long; the node agent has connected anew since
                     self._strike(earlier, "has joined anew")
                 if (reason := self._objection(join)) is not None:
-                    seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
-                                   join.facts.address, reason)
+                    seldom.warning(
+                        "refused %s (%s): %s; it may join when that is mended", join.facts.name, join.facts.address, reason
+                    )
                     self._refusals[join.slot] = reason
                     self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
                 member = JoinedHost(identity, join, join.slot, time.monotonic())
                 self._members[identity] = member
-                log.info("%s has joined from %s%s: %s, %d cores, %.0f GiB", join.facts.name, join.facts.address,
-                         "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
-                         join.facts.cores, join.facts.memory_bytes / 2**30)
+                log.info(
+                    "%s has joined from %s%s: %s, %d cores, %.0f GiB",
+                    join.facts.name,
+                    join.facts.address,
+                    "" if join.slot is None else f" for rank {join.slot}",
+                    join.facts.chip or join.facts.system,
+                    join.facts.cores,
+                    join.facts.memory_bytes / 2**30,
+                )
                 self._changed.notify_all()
             # Within the lock: others post to a member that they see, and a host drops what comes before this.
             self._end.post(identity, hosts.Welcome(self._heartbeat))
@@ -269,8 +276,11 @@ class Membership:
     def _objection(self, join: hosts.Join) -> str | None:
         """Return why the node agent cannot be admitted, or None; use up its ticket."""
         facts, own = join.facts, versions()
-        different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
-                     for name in own if facts.versions.get(name) != own[name]]
+        different = [
+            f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
+            for name in own
+            if facts.versions.get(name) != own[name]
+        ]
         if different:
             return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
         if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):

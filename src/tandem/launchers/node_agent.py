@@ -43,8 +43,16 @@ POLL_S = 0.1
 JOIN_S = 3.0
 """Seconds to wait for the head at one of its addresses before the next is tried."""
 REPEAT_S = 0.5
-PROCESS_GROUP_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING",
-                   "NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE")
+PROCESS_GROUP_VARIABLES = (
+    "MLX_RANK",
+    "MLX_HOSTFILE",
+    "MLX_IBV_DEVICES",
+    "MLX_JACCL_COORDINATOR",
+    "MLX_JACCL_RING",
+    "NCCL_HOST_IP",
+    "NCCL_PORT",
+    "MLX_WORLD_SIZE",
+)
 """Variables of the process that started this one, which ranks must not inherit: the head tells them their group."""
 
 
@@ -130,18 +138,28 @@ class NodeAgent:
                 raise UsageError(
                     f"{socket.gethostname()} could not join the head within {payload.join_timeout:.0f} s: tried "
                     f"{tried}; is the head up, its firewall open for this port, and --head-address one that this "
-                    "machine reaches?")
+                    "machine reaches?"
+                )
         raise UsageError("no address of the head is given")
 
     def _knock(self, head: str, port: int, until: float) -> tuple[HostEnd | None, str]:
         address = self._payload.address or address_towards(head)
         if not is_own(address):
-            raise UsageError(f"{socket.gethostname()} has no address {address}, which is given for it (`ips` in a "
-                             f"hostfile, or --address); towards the head it has {address_towards(head)}")
+            raise UsageError(
+                f"{socket.gethostname()} has no address {address}, which is given for it (`ips` in a "
+                f"hostfile, or --address); towards the head it has {address_towards(head)}"
+            )
         link = HostEnd(f"tcp://{head}:{port}", self._payload.keys, secrets.token_hex(8))
         self._attempts += 1
-        join = hosts.Join(facts=host_facts(address), host_id=self._id, attempt=self._attempts, head=head,
-                    slot=self._payload.slot, ticket=self._payload.ticket, mlx=self._mlx)
+        join = hosts.Join(
+            facts=host_facts(address),
+            host_id=self._id,
+            attempt=self._attempts,
+            head=head,
+            slot=self._payload.slot,
+            ticket=self._payload.ticket,
+            mlx=self._mlx,
+        )
         try:
             while time.monotonic() < until and not self._told_to_end:
                 link.send(join)
@@ -198,8 +216,11 @@ class NodeAgent:
             try:
                 link.send(hosts.Ports(message.number, free_ports(message.count, message.address, message.wanted)))
             except OSError as error:
-                link.send(hosts.Ports(message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: "
-                                f"{error.strerror}"))
+                link.send(
+                    hosts.Ports(
+                        message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: {error.strerror}"
+                    )
+                )
         elif isinstance(message, hosts.StartRank):
             self._start(link, message)
         elif isinstance(message, hosts.KeepStandby):
@@ -257,4 +278,3 @@ def main() -> int:
     except UsageError as error:
         print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by whoever started this
         return 2
-

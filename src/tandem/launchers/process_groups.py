@@ -42,25 +42,38 @@ def make_process_group(backend: str, size: int, first_rank: int) -> ProcessGroup
     if backend == "nccl":
         gpus = visible_gpus()
         if len(gpus) < first_rank + size:
-            raise LayoutError(f"the layout needs {first_rank + size} GPUs, there are {len(gpus)}; use fewer ranks, or "
-                              "--backend ring", param="backend")
+            raise LayoutError(
+                f"the layout needs {first_rank + size} GPUs, there are {len(gpus)}; use fewer ranks, or --backend ring",
+                param="backend",
+            )
         process_group = nccl_process_group(size, f"127.0.0.1:{free_ports(1)[0]}")
-        return replace(process_group, environment=[{**own, "CUDA_VISIBLE_DEVICES": gpu} for own, gpu in
-                                           zip(process_group.environment, gpus[first_rank:], strict=False)])
+        return replace(
+            process_group,
+            environment=[
+                {**own, "CUDA_VISIBLE_DEVICES": gpu}
+                for own, gpu in zip(process_group.environment, gpus[first_rank:], strict=False)
+            ],
+        )
     if backend == "mpi":
-        raise LayoutError("--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
-                          "`mlx.launch --backend mpi -- tandem rank ...` for a head with --launcher manual",
-                          param="backend")
-    raise LayoutError(f"--backend {backend} needs each host's RDMA devices: give --hostfile with `rdma`; on one "
-                      "machine use ring (or nccl on GPUs)", param="backend")
+        raise LayoutError(
+            "--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
+            "`mlx.launch --backend mpi -- tandem rank ...` for a head with --launcher manual",
+            param="backend",
+        )
+    raise LayoutError(
+        f"--backend {backend} needs each host's RDMA devices: give --hostfile with `rdma`; on one "
+        "machine use ring (or nccl on GPUs)",
+        param="backend",
+    )
 
 
 def ring_process_group(listeners: Sequence[Sequence[str]]) -> ProcessGroup:
     """Make a ring. `listeners` are the addresses (IP:port) of each rank; several make as many connections to each
     neighbour."""
     content = json.dumps([list(addresses) for addresses in listeners])
-    return ProcessGroup("ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))],
-                 [{"MLX_HOSTFILE": content}] * len(listeners))
+    return ProcessGroup(
+        "ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))], [{"MLX_HOSTFILE": content}] * len(listeners)
+    )
 
 
 def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> ProcessGroup:
@@ -70,36 +83,51 @@ def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[De
     """
     size = len(hosts)
     if backend == "jaccl" and size > JACCL_MESH:
-        raise LayoutError(f"--backend jaccl connects at most {JACCL_MESH} ranks with one another, this group has "
-                          f"{size}; use jaccl-ring, or more stages", param="backend")
+        raise LayoutError(
+            f"--backend jaccl connects at most {JACCL_MESH} ranks with one another, this group has "
+            f"{size}; use jaccl-ring, or more stages",
+            param="backend",
+        )
     for i, row in enumerate(devices):
         if len(row) != size:
-            raise LayoutError(f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
-                              f"the group has {size} ranks; `rdma` needs one entry for each host", param="backend")
+            raise LayoutError(
+                f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
+                f"the group has {size} ranks; `rdma` needs one entry for each host",
+                param="backend",
+            )
         needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
         for j in needed:
             if j != i and not row[j]:
-                raise LayoutError(f"--backend {backend}: the hostfile lists no RDMA device of {hosts[i]} for "
-                                  f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring", param="backend")
+                raise LayoutError(
+                    f"--backend {backend}: the hostfile lists no RDMA device of {hosts[i]} for "
+                    f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring",
+                    param="backend",
+                )
     ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
-    return ProcessGroup(backend, [{"MLX_RANK": str(i), "MLX_JACCL_COORDINATOR": coordinator, **ring}
-                           for i in range(size)],
-                 [{"MLX_IBV_DEVICES": json.dumps([list(row) for row in devices])}] * size)
+    return ProcessGroup(
+        backend,
+        [{"MLX_RANK": str(i), "MLX_JACCL_COORDINATOR": coordinator, **ring} for i in range(size)],
+        [{"MLX_IBV_DEVICES": json.dumps([list(row) for row in devices])}] * size,
+    )
 
 
 def nccl_process_group(size: int, coordinator: str) -> ProcessGroup:
     """Make a group over NCCL. `coordinator` is IP:port of the first rank."""
     host, _, port = coordinator.rpartition(":")
-    return ProcessGroup("nccl", [{"MLX_RANK": str(i), "MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host,
-                           "NCCL_PORT": port} for i in range(size)])
+    return ProcessGroup(
+        "nccl", [{"MLX_RANK": str(i), "MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host, "NCCL_PORT": port} for i in range(size)]
+    )
 
 
 def any_process_group(ring: ProcessGroup, rdma: ProcessGroup | None) -> ProcessGroup:
     """Combine the groups among which MLX may choose by itself."""
     process_groups = [ring] if rdma is None else [rdma, ring]
     size = range(len(ring.environment))
-    return ProcessGroup("any", [{k: v for process_group in process_groups for k, v in process_group.variables(i).items()} for i in size],
-                 [{k: v for process_group in process_groups for k, v in process_group.files(i).items()} for i in size])
+    return ProcessGroup(
+        "any",
+        [{k: v for process_group in process_groups for k, v in process_group.variables(i).items()} for i in size],
+        [{k: v for process_group in process_groups for k, v in process_group.files(i).items()} for i in size],
+    )
 
 
 def written_process_group(process_group: ProcessGroup) -> ProcessGroup:

@@ -88,5 +88,5 @@ def sharing(parallel: ParallelSettings, index: int) -> int:
         return count if kind.here else 1
     hosts = hosts_for(parallel)
     ranks = ranks_of(with_layout(parallel))
-    groups = [{host.ssh for host in hosts[i * ranks:(i + 1) * ranks]} for i in range(max(count, index + 1))]
+    groups = [{host.ssh for host in hosts[i * ranks : (i + 1) * ranks]} for i in range(max(count, index + 1))]
     return max(sum(name in group for group in groups) for name in groups[index])

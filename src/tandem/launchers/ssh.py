@@ -38,24 +38,39 @@ ALIVE_S, ALIVE_COUNT = 2, 4
 SSH_FAILED, NOT_FOUND = 255, 127
 TAIL = 20
 END_S = 3.0
-OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}",
-           f"ServerAliveCountMax={ALIVE_COUNT}", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes",
-           "LogLevel=ERROR")
+OPTIONS = (
+    "BatchMode=yes",
+    f"ConnectTimeout={CONNECT_S}",
+    f"ServerAliveInterval={ALIVE_S}",
+    f"ServerAliveCountMax={ALIVE_COUNT}",
+    "ControlMaster=no",
+    "ControlPath=none",
+    "ClearAllForwardings=yes",
+    "LogLevel=ERROR",
+)
 """No questions to a terminal; no connection shared with others, which could outlive this one."""
 _PING = "ping -c 3 {host}   (is it on, and are cable and address right?)"
 _NAME_PYTHON = "name its interpreter with --remote-python, or as `python` in the hostfile"
 SSH_TROUBLES = (
     ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
-    ("the agent does not answer", "its agent does not answer",
-     "run `tandem agent --pair` there, tandem hosts pair {host}"),
+    ("the agent does not answer", "its agent does not answer", "run `tandem agent --pair` there, tandem hosts pair {host}"),
     ("permission denied", "ssh refuses this user's key", "ssh-copy-id {host}"),
-    ("remote host identification has changed", "its host key is not the known one",
-     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
-    ("host key verification failed", "its host key is not the known one, or not known yet",
-     "compare the key, and connect once: ssh {host} hostname"),
+    (
+        "remote host identification has changed",
+        "its host key is not the known one",
+        "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}",
+    ),
+    (
+        "host key verification failed",
+        "its host key is not the known one, or not known yet",
+        "compare the key, and connect once: ssh {host} hostname",
+    ),
     ("could not resolve hostname", "its name is not known here", "mend `ssh` in the hostfile, or /etc/hosts"),
-    ("connection refused", "it does not take ssh connections",
-     "on {host}: System Settings > General > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
+    (
+        "connection refused",
+        "it does not take ssh connections",
+        "on {host}: System Settings > General > Sharing > Remote Login, or sudo systemctl enable --now ssh",
+    ),
     ("timed out", "it cannot be reached", _PING),
     ("no route to host", "it cannot be reached", _PING),
     ("network is unreachable", "it cannot be reached", _PING),
@@ -85,14 +100,17 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
     look = "command -v tandem"
     interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
     places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
-    script = "; ".join([
-        f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
-        'shell="${SHELL:-/bin/sh}"',
-        f'[ -n "$("$shell" -lc {shlex.quote(look)} </dev/null 2>/dev/null)" ] && '
-        f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
-        f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
-        f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
-        f'exec "$shell" -lc {shlex.quote(f"exec python3 {run}")}'])
+    script = "; ".join(
+        [
+            f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
+            'shell="${SHELL:-/bin/sh}"',
+            f'[ -n "$("$shell" -lc {shlex.quote(look)} </dev/null 2>/dev/null)" ] && '
+            f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
+            f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
+            f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
+            f'exec "$shell" -lc {shlex.quote(f"exec python3 {run}")}',
+        ]
+    )
     return f"exec sh -c {shlex.quote(script)}"
 
 
@@ -137,16 +155,25 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
 class HostProcess:
     """A command that runs a program on a host, and threads that read its output."""
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *,
-                 stderr: int = subprocess.STDOUT) -> None:
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *, stderr: int = subprocess.STDOUT
+    ) -> None:
         """Start it with `variables` in its environment. Subclasses start the readers."""
-        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                                         env=child_environment(variables), start_new_session=True)
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=child_environment(variables),
+            start_new_session=True,
+        )
         self._readers: list[threading.Thread] = []
 
-    def _follow(self, stream: IO[bytes] | None, take: Callable[[bytes], None], name: str,
-                on_end: Callable[[], None] = lambda: None) -> None:
+    def _follow(
+        self, stream: IO[bytes] | None, take: Callable[[bytes], None], name: str, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         """Have a thread call `take` with each line of a stream, and `on_end` at its end or after a failure."""
+
         def read() -> None:
             assert stream is not None
             with stream:
@@ -222,8 +249,7 @@ class SshLauncher(HostsLauncher):
         self._connections: dict[int, _Connection] = {}
         self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0",
-                         log_level=settings.process.log_level)
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0", log_level=settings.process.log_level)
 
     def _find_head_addresses(self, chosen: str | None) -> list[str]:
         """Return for each host the address by which it reaches this machine."""
@@ -237,9 +263,11 @@ class SshLauncher(HostsLauncher):
         """Start ssh for each missing host; one that has ended is an error."""
         for slot in missing:
             if slot >= len(self._entries):
-                raise UsageError(f"the layout has more ranks than {self._hostfile.path} has hosts "
-                                 f"({len(self._entries)}); name a host several times to run several ranks there",
-                                 param="hostfile")
+                raise UsageError(
+                    f"the layout has more ranks than {self._hostfile.path} has hosts "
+                    f"({len(self._entries)}); name a host several times to run several ranks there",
+                    param="hostfile",
+                )
             connection = self._connections.get(slot)
             if connection is not None and connection.served:
                 connection.end(0.0)  # what was there has been lost
@@ -268,8 +296,9 @@ class SshLauncher(HostsLauncher):
         else:
             command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
         log.info("starting a node agent on %s for rank %d", entry.ssh, slot)
-        self._connections[slot] = _Connection(command, msgspec.json.encode(payload), self._label(slot),
-                                              lambda: self.membership.leave(payload.ticket, "has ended"))
+        self._connections[slot] = _Connection(
+            command, msgspec.json.encode(payload), self._label(slot), lambda: self.membership.leave(payload.ticket, "has ended")
+        )
 
     def _label(self, slot: int) -> str:
         """Return the host's name, with the rank where the host has several."""
@@ -289,8 +318,9 @@ class SshLauncher(HostsLauncher):
     def devices(self, slot: int) -> Devices:
         """Return `rdma` of the hostfile, for the hosts that take part."""
         row = self._entries[slot].rdma
-        return [list(cell) if isinstance(cell, tuple) else cell for cell in (row[number] for number in self._numbers)
-                ] if row else []
+        return (
+            [list(cell) if isinstance(cell, tuple) else cell for cell in (row[number] for number in self._numbers)] if row else []
+        )
 
     def default_backend(self) -> str:
         """Return the backend of the hostfile."""
@@ -315,9 +345,11 @@ def _address_for(entry: HostEntry) -> str:
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:
-        raise ConfigError(f"host {entry.ssh}: {target} is not known here ({error.strerror or error}); mend the "
-                          "hostfile, or name the address at which hosts reach this machine: --head-address",
-                          param="hostfile") from error
+        raise ConfigError(
+            f"host {entry.ssh}: {target} is not known here ({error.strerror or error}); mend the "
+            "hostfile, or name the address at which hosts reach this machine: --head-address",
+            param="hostfile",
+        ) from error
 
 
 def named_machine(ssh: str) -> str:

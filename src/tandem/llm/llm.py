@@ -1,13 +1,13 @@
 """`LLM` and `AsyncLLM`: calls that return when the answer is there, and the same for asyncio.
 
-    from tandem import LLM, AsyncLLM, SamplingParams
+from tandem import LLM, AsyncLLM, SamplingParams
 
-    with LLM("demo", pipeline_parallel_size=2) as llm:
-        print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))[0].text)
+with LLM("demo", pipeline_parallel_size=2) as llm:
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))[0].text)
 
-    async with AsyncLLM("demo") as llm:
-        async for piece in llm.stream("The capital of France is", SamplingParams(max_tokens=8)):
-            print(piece, end="")
+async with AsyncLLM("demo") as llm:
+    async for piece in llm.stream("The capital of France is", SamplingParams(max_tokens=8)):
+        print(piece, end="")
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class LLM(LoadedModel):
         weakref.finalize(self, EngineThread.close, self._session.engine)
         self._session.engine.start(progress)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | None = None) -> list[RequestOutput]:
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Complete each prompt (text, or token ids); all of them run together.
 
         Those that do not fit into the queue wait for room. When one is refused the others are stopped. Raises
@@ -119,8 +118,7 @@ class AsyncLLM(LoadedModel):
             raise RuntimeError("the model is not loaded: use `async with AsyncLLM(...) as llm`, or await llm.start()")
         return self._ready
 
-    async def generate(self, prompts: Prompt | Sequence[Prompt],
-                       params: SamplingParams | None = None) -> list[RequestOutput]:
+    async def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
         """Complete each prompt, like `LLM.generate`. Raises RequestError."""
         return (await _run_async(self._session.texts, prompts, params)).outputs
 
@@ -128,8 +126,7 @@ class AsyncLLM(LoadedModel):
         """Answer a conversation, like `LLM.chat`. Raises RequestError."""
         return (await _run_async(self._session.reply, messages, params)).outputs[0]
 
-    async def stream(self, prompt: Prompt | Sequence[Message],
-                     params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
+    async def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
         """Yield pieces of the answer as they come, like `LLM.stream`. Raises RequestError."""
         batch = await asyncio.to_thread(self._session.answer, prompt, params)
         async with aclosing(_pieces_async(batch)) as pieces:

@@ -85,7 +85,7 @@ class Answer:
                 tokens = tokens[:used]
                 break
         output.token_ids += tokens
-        output.logprobs += event.logprobs[:len(tokens)]
+        output.logprobs += event.logprobs[: len(tokens)]
         output.cached_tokens += event.cached_tokens
         if event.prompt_logprobs is not None:
             output.prompt_logprobs = self._places(event.prompt_logprobs)
@@ -185,8 +185,9 @@ class Session:
         settings = _settings({"model": model, "log_level": "WARNING", **options})  # text is wanted, not news of ranks
         self.layout = plan_layout(settings)
         say_what_is_idle(settings, self.layout)
-        self.tokenizer: Tokenizer = load_tokenizer(self.layout.files, chat_template_file=settings.model.chat_template,
-                                                   trust_remote_code=settings.model.trust_remote_code)
+        self.tokenizer: Tokenizer = load_tokenizer(
+            self.layout.files, chat_template_file=settings.model.chat_template, trust_remote_code=settings.model.trust_remote_code
+        )
         self._default = SamplingParams(**self.layout.defaults.given())
         self._grammars = GrammarCheck(self.tokenizer)
         self.engine = EngineThread(settings, self.layout)
@@ -205,10 +206,15 @@ class Session:
 
     def reply(self, messages: object, params: SamplingParams | None) -> Batch:
         """The answer to a conversation. Raises RequestError."""
-        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages \
-                or not all(isinstance(message, dict) for message in messages):
-            raise RequestError("messages must be a list of one message or more, such as "
-                               "{'role': 'user', 'content': 'Hello'}", param="messages")
+        if (
+            isinstance(messages, str)
+            or not isinstance(messages, Sequence)
+            or not messages
+            or not all(isinstance(message, dict) for message in messages)
+        ):
+            raise RequestError(
+                "messages must be a list of one message or more, such as {'role': 'user', 'content': 'Hello'}", param="messages"
+            )
         _require_unicode(messages, "messages")
         return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
 
@@ -219,15 +225,22 @@ class Session:
         return self._batch(tokens, SamplingParams(max_tokens=0), pooling)
 
     def _batch(self, prompts: Iterable[list[int]], params: SamplingParams, pooling: Pooling | None = None) -> Batch:
-        return Batch(self.engine, self.tokenizer, [
-            EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=prompt, params=params, pooling=pooling)
-            for prompt in prompts])
+        return Batch(
+            self.engine,
+            self.tokenizer,
+            [
+                EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=prompt, params=params, pooling=pooling)
+                for prompt in prompts
+            ],
+        )
 
     def _pooling(self, dimensions: int | None) -> Pooling:
         pooling, size = self.layout.pooling, self.layout.description.hidden_size
         if pooling is None:
-            raise RequestError("this model wants its hidden states pooled in a way that is not supported; "
-                               "give pooling='last' or 'mean'", param="pooling")
+            raise RequestError(
+                "this model wants its hidden states pooled in a way that is not supported; give pooling='last' or 'mean'",
+                param="pooling",
+            )
         if dimensions is not None and not 1 <= dimensions <= size:
             raise RequestError(f"dimensions is {dimensions}; it must be 1 to {size}", param="dimensions")
         return pooling
@@ -275,8 +288,11 @@ def _require_unicode(value: object, name: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"{name}: {value[error.start]!r} at character {error.start} is half a character (a lone "
-                               "surrogate); decode the text with errors='replace'", param=name) from None
+            raise RequestError(
+                f"{name}: {value[error.start]!r} at character {error.start} is half a character (a lone "
+                "surrogate); decode the text with errors='replace'",
+                param=name,
+            ) from None
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             _require_unicode(part, name)
@@ -284,8 +300,10 @@ def _require_unicode(value: object, name: str) -> None:
 
 def _no_prompt(value: object) -> RequestError:
     kind = type(value).__name__
-    return RequestError(f"a prompt must be a text or a list of token ids, not {kind}; a list of messages is for "
-                        "chat() and stream()", param="prompt")
+    return RequestError(
+        f"a prompt must be a text or a list of token ids, not {kind}; a list of messages is for chat() and stream()",
+        param="prompt",
+    )
 
 
 def _typed(params: object) -> SamplingParams:
@@ -320,12 +338,10 @@ def _settings(options: dict[str, object]) -> Settings:
         names = {field.name for field in dataclasses.fields(default)}
         mine = {name: _converted(name, options.pop(name)) for name in list(options) if name in names}
         if section == "models" and mine:
-            raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each",
-                              param=min(mine))
+            raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each", param=min(mine))
         chosen[section] = dataclasses.replace(default, **mine)
     if options:
-        raise ConfigError(f"unknown option {next(iter(options))!r}; docs/configuration.md lists all",
-                          param=next(iter(options)))
+        raise ConfigError(f"unknown option {next(iter(options))!r}; docs/configuration.md lists all", param=next(iter(options)))
     settings = Settings(**chosen)
     validate(settings, str)
     return settings

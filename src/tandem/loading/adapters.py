@@ -58,8 +58,10 @@ class AdapterLoader:
             module = modules.get(path.removeprefix(root))
             if not isinstance(module, nn.Linear | nn.QuantizedLinear):
                 what = "is no linear layer" if module is not None else "is not in the model"
-                raise UnsupportedModel(f"{self._adapter.path}: {path} {what}, so it cannot be adapted; fuse the "
-                                       "adapter into the model instead", param="adapter_path")
+                raise UnsupportedModel(
+                    f"{self._adapter.path}: {path} {what}, so it cannot be adapted; fuse the adapter into the model instead",
+                    param="adapter_path",
+                )
             a, b = self._pair(path, path.removeprefix(root), names, layer)
             inputs, outputs = _dimensions(module)
             if (a.shape[0], b.shape[1]) != (inputs, outputs):
@@ -70,9 +72,7 @@ class AdapterLoader:
             layer.update_modules(tree_unflatten(adapted))
         return sum(one.lora_a.nbytes + one.lora_b.nbytes for _, one in adapted)
 
-    def _pair(
-        self, path: str, inner: str, names: tuple[str, str], layer: nn.Module
-    ) -> tuple[mx.array, mx.array]:
+    def _pair(self, path: str, inner: str, names: tuple[str, str], layer: nn.Module) -> tuple[mx.array, mx.array]:
         """A [inputs, rank] and B [rank, outputs], cut as their module is."""
         a, b = (self._weights[name] for name in names)
         if self._adapter.transposed:
@@ -90,14 +90,19 @@ class AdapterLoader:
     def _cut(self, path: str, array: mx.array, part: Slice) -> mx.array:
         size, total = array.shape[part.axis], part.part.total
         if size != total and (part.exact or size % total):
-            raise BrokenModel(f"{self._adapter.path}: {path} has {size} of what the model has {total} of; is this an "
-                              "adapter for another model?", param="adapter_path")
+            raise BrokenModel(
+                f"{self._adapter.path}: {path} has {size} of what the model has {total} of; is this an "
+                "adapter for another model?",
+                param="adapter_path",
+            )
         return take(array, part, path)
 
     def _misfit(self, path: str, a: mx.array, b: mx.array, inputs: int, outputs: int) -> BrokenModel:
-        return BrokenModel(f"{self._adapter.path}: {path} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the "
-                           f"model's has {inputs} and {outputs}; is this an adapter for another model?",
-                           param="adapter_path")
+        return BrokenModel(
+            f"{self._adapter.path}: {path} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the "
+            f"model's has {inputs} and {outputs}; is this an adapter for another model?",
+            param="adapter_path",
+        )
 
 
 def _dimensions(module: nn.Module) -> tuple[int, int]:

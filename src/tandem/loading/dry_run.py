@@ -77,11 +77,13 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
         frames = [PipelineModel(model, own, family) for own in split_layers(layers, stages, uncut=fixed)]
         for i, (alone, together, whole) in enumerate(zip(*_staged_logits(frames, rows), want, strict=True)):
             if not mx.array_equal(alone, whole).item():
-                raise UnsupportedModel(f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by "
-                                       f"{_distance(alone, whole):g}")
+                raise UnsupportedModel(
+                    f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by {_distance(alone, whole):g}"
+                )
             if not (by := _distance(together, whole)) <= ROUNDING * _distance(whole, mx.zeros(1)):
-                raise UnsupportedModel(f"over {stages} stages the logits of {ROWS} rows at once differ in call {i + 1} "
-                                       f"from those of each by {by:g}")
+                raise UnsupportedModel(
+                    f"over {stages} stages the logits of {ROWS} rows at once differ in call {i + 1} from those of each by {by:g}"
+                )
     return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
 
 

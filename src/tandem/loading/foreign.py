@@ -36,7 +36,8 @@ def converted(weights: Weights, foreign: Foreign) -> Weights:
             used.update((name, *(f"{name.removesuffix(suffix)}.{own}" for own in ("scales", "weight"))))
             found.update(made)
     rest = {
-        name: array for name, array in weights.items()
+        name: array
+        for name, array in weights.items()
         if name not in used and not (name.endswith(_HELPERS) and _stem(name) + ".weight" in found)
     }
     return {**rest, **found}
@@ -161,9 +162,7 @@ def _unpacked(words: mx.array, bits: int, axis: int, order: tuple[int, ...] | No
     return values if axis == -1 else values.swapaxes(-1, axis)
 
 
-def _affine(
-    base: str, weight: mx.array, scales: mx.array, biases: mx.array, columns: int, foreign: Foreign
-) -> Weights:
+def _affine(base: str, weight: mx.array, scales: mx.array, biases: mx.array, columns: int, foreign: Foreign) -> Weights:
     """Parameters of a packed matrix; groups that are larger than MLX's are divided. Raises ValueError."""
     groups = columns // foreign.group_size
     if scales.shape != biases.shape or scales.shape[:-1] != weight.shape[:-1] or groups % scales.shape[-1]:

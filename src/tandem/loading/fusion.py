@@ -23,9 +23,7 @@ from tandem.loading.shard_modules import Around, at, put
 
 log = logging.getLogger(__name__)
 
-_OUTPUT_AXIS: dict[type[nn.Module], int] = {
-    nn.Linear: 0, nn.QuantizedLinear: 0, SwitchLinear: 1, QuantizedSwitchLinear: 1,
-}
+_OUTPUT_AXIS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.QuantizedLinear: 0, SwitchLinear: 1, QuantizedSwitchLinear: 1}
 """Type of module -> axis of the outputs in each of its parameters."""
 _PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
 _SETTINGS = ("group_size", "bits", "mode")
@@ -47,8 +45,12 @@ class FusedPart(nn.Module):
         """Return the projection's output [..., O]. The arguments are those of the replaced module."""
         product = self._product
         # Host time counts here: a step makes a hundred such calls and more.
-        if x is not product.x or (args or kwargs or product.more) and not product.alike(args, kwargs) \
-                or self._number not in product.outputs:
+        if (
+            x is not product.x
+            or (args or kwargs or product.more)
+            and not product.alike(args, kwargs)
+            or self._number not in product.outputs
+        ):
             product.compute(x, args, kwargs)
         found = product.outputs.pop(self._number)
         if not product.outputs:
@@ -77,8 +79,7 @@ class Product:
         whole = self._call(x, *args, **kwargs)
         # mx.split is quicker, but its parts count their elements alone as the size of their memory. Where they have
         # gaps, which is from two rows on, MLX's rotary kernel on a GPU would allocate too little by that.
-        parts = (mx.split(whole, self._ends, axis=-1) if whole.size == self._width
-                 else [whole[own] for own in self._columns])
+        parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
         self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
 
     def alike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -102,8 +103,9 @@ def _turned(module: nn.Module) -> Callable[[mx.array], mx.array] | None:
     return lambda x: x @ turned
 
 
-def fuse_projections(layers: Mapping[int, nn.Module], call: Callable[[], object],
-                     is_whole: Callable[[int, str], bool] = lambda number, path: False) -> int:
+def fuse_projections(
+    layers: Mapping[int, nn.Module], call: Callable[[], object], is_whole: Callable[[int, str], bool] = lambda number, path: False
+) -> int:
     """Join what can be in loaded layers; returns how many products there are fewer.
 
     `call` builds a forward pass through the layers without computing it. Besides the weights there is at most one
@@ -168,11 +170,16 @@ class _Overheard(Around):
             super().__setattr__(name, value)
 
 
-def _alike(layers: Mapping[int, nn.Module], call: Callable[[], object],
-           is_whole: Callable[[int, str], bool]) -> dict[int, list[list[str]]]:
+def _alike(
+    layers: Mapping[int, nn.Module], call: Callable[[], object], is_whole: Callable[[int, str], bool]
+) -> dict[int, list[list[str]]]:
     """Paths of projections that can be joined, by layer; each list is of one product."""
-    modules = {(number, path): module for number, layer in layers.items() for path, module in layer.named_modules()
-               if type(module) in _OUTPUT_AXIS and module.parameters().keys() <= _PARAMETERS}
+    modules = {
+        (number, path): module
+        for number, layer in layers.items()
+        for path, module in layer.named_modules()
+        if type(module) in _OUTPUT_AXIS and module.parameters().keys() <= _PARAMETERS
+    }
     calls = {place: _Calls() for place in modules}
     try:
         for (number, path), module in modules.items():
@@ -197,6 +204,7 @@ def _alike(layers: Mapping[int, nn.Module], call: Callable[[], object],
 def _form(module: nn.Module) -> tuple[Any, ...]:
     """Key that modules must share to be joined."""
     axis = _OUTPUT_AXIS[type(module)]
-    parameters = sorted((name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :]))
-                        for name, array in tree_flatten(module.parameters()))
+    parameters = sorted(
+        (name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :])) for name, array in tree_flatten(module.parameters())
+    )
     return type(module), tuple(parameters), *(getattr(module, name, None) for name in _SETTINGS)

@@ -36,8 +36,11 @@ def choose_device(device: str) -> None:
     if device not in ("auto", "cpu", "gpu"):
         raise ConfigError(f"TANDEM_DEVICE: {device!r} is not one of auto, cpu, gpu", param="device")
     if device == "gpu" and not mx.is_available(mx.gpu):
-        raise ConfigError("--device gpu: MLX has no GPU on this machine; give auto or cpu, or install MLX with a GPU "
-                          "backend (scripts/setup --backend cuda13)", param="device")
+        raise ConfigError(
+            "--device gpu: MLX has no GPU on this machine; give auto or cpu, or install MLX with a GPU "
+            "backend (scripts/setup --backend cuda13)",
+            param="device",
+        )
     if device != "auto":
         mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
 

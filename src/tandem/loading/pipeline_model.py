@@ -158,14 +158,14 @@ class PipelineModel:
         return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
 
     def _try(self) -> None:
-        """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves.
-        """
+        """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves."""
         shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
         try:
             self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
         except FAILURES as error:
-            raise UnsupportedModel(f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: "
-                                   f"{one_line(error)}") from error
+            raise UnsupportedModel(
+                f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: {one_line(error)}"
+            ) from error
 
     def _placeholder(self, i: int) -> Any:
         layer, last = self.layers[i], self.own.stop - 1
@@ -344,8 +344,9 @@ class _OtherStage(_Placeholder):
     `forwarded`: those of the layer, which the first stage collects; with `ends` the call is over then.
     """
 
-    def __init__(self, layer: Any, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None,
-                 ends: bool = False) -> None:
+    def __init__(
+        self, layer: Any, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None, ends: bool = False
+    ) -> None:
         super().__init__(layer)
         self._extras, self._hidden, self._forwarded, self._ends = (None,) * extras, hidden, forwarded, ends
 

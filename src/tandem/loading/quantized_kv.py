@@ -100,20 +100,23 @@ def require_products(groups: Groups) -> None:
     try:
         mx.eval(attend(mx.zeros((1, 2, 1, groups.size)), keys, keys, scale=1.0, mask=None, sinks=None))
     except RuntimeError as error:
-        raise UnsupportedModel(f"--kv-dtype {groups.bits}bit: MLX cannot compute with quantised keys and values on "
-                               f"this device ({error}); leave it out", param="kv_dtype") from error
+        raise UnsupportedModel(
+            f"--kv-dtype {groups.bits}bit: MLX cannot compute with quantised keys and values on "
+            f"this device ({error}); leave it out",
+            param="kv_dtype",
+        ) from error
 
 
-def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: float, mask: Any,
-           sinks: mx.array | None) -> mx.array:
+def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
     """Attention of queries [rows, heads, width, head_dim], as `mx.fast.scaled_dot_product_attention` has it."""
     rows, heads, width, _ = queries.shape
     kv_heads, positions = keys.codes.shape[1:3]
     sharing = heads // kv_heads
     # MLX's products for CUDA take no arrays with gaps, as caches give them, and are slower by far where they do.
     if sharing * width > PRODUCTS or on_cuda():
-        return mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=scale, mask=mask,
-                                                    sinks=sinks)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys.expanded(), values.expanded(), scale=scale, mask=mask, sinks=sinks
+        )
     # All queries of a kv head are rows of one product, so that keys are read once.
     together = (queries * scale).reshape(rows, kv_heads, sharing * width, -1)
     scores = _product(together, keys, transpose=True)

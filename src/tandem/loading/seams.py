@@ -51,8 +51,9 @@ def patch_mlx_lm() -> None:
         split_by_slices()
 
 
-def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any,
-            sinks: mx.array | None = None) -> mx.array:
+def _attend(
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+) -> mx.array:
     """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
     own = getattr(cache, "attend", None)
     out: mx.array | None = None
@@ -122,8 +123,7 @@ class _Waiting:
 
 def _scan(theirs: Recurrence) -> Recurrence:
     @functools.wraps(theirs)
-    def scan(q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float,
-             h: mx.array | None = None) -> tuple[mx.array, Any]:
+    def scan(q: mx.array, k: mx.array, v: mx.array, g: mx.array, scale: float, h: mx.array | None = None) -> tuple[mx.array, Any]:
         outputs: list[mx.array] = []
         for start in range(0, q.shape[2], BLOCK):
             part = (slice(None), slice(None), slice(start, start + BLOCK))

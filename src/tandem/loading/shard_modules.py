@@ -173,7 +173,12 @@ class Cutter:
     """Cuts the parameters of one part of the model (a layer, the embedding, the head) to what a rank holds."""
 
     def __init__(
-        self, root: str, find: Callable[[str], Cut | None], shard: Shard, description: ModelDescription, *,
+        self,
+        root: str,
+        find: Callable[[str], Cut | None],
+        shard: Shard,
+        description: ModelDescription,
+        *,
         sharding: Sharding | None = None,
     ) -> None:
         """`root` is the part's path, for messages; `find` gives the cut for a path within it, KeyError if unknown.
@@ -196,8 +201,12 @@ class Cutter:
             return None
         d = self._description
         axes = {"rows": -2 if last in _MATRIX else -1, "columns": -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(axes[cut.axis], part_of(cut, self._shard, d), bias=cut.axis == "columns" and last not in _MATRIX,
-                     exact=self._sharding is None or _is_exact(self._sharding, cut, d))
+        return Slice(
+            axes[cut.axis],
+            part_of(cut, self._shard, d),
+            bias=cut.axis == "columns" and last not in _MATRIX,
+            exact=self._sharding is None or _is_exact(self._sharding, cut, d),
+        )
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """Return this rank's part of a stored parameter, lazily; shares no memory with the whole."""
@@ -222,8 +231,7 @@ class Cutter:
             except KeyError:
                 continue
         raise UnsupportedModel(
-            f"{self._root}.{name}: how to divide it is not known; use --pipeline-parallel-size instead of "
-            "--tensor-parallel-size",
+            f"{self._root}.{name}: how to divide it is not known; use --pipeline-parallel-size instead of --tensor-parallel-size",
             param="tensor_parallel_size",
         )
 
@@ -336,8 +344,10 @@ def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description:
             held = getattr(attention, name, None)
             if held == whole or (held is not None and sharding.loose_heads):
                 if held % units:
-                    raise LayoutError(f"{held} heads of a layer are not a multiple of {units}, so "
-                                      "--tensor-parallel-size cannot divide them", param="tensor_parallel_size")
+                    raise LayoutError(
+                        f"{held} heads of a layer are not a multiple of {units}, so --tensor-parallel-size cannot divide them",
+                        param="tensor_parallel_size",
+                    )
                 setattr(attention, name, held // units * kv)
 
 

@@ -142,14 +142,17 @@ class StageModel:
     @cached_property
     def cache_arrays(self) -> list[list[tuple[tuple[int, ...], mx.Dtype]]]:
         """Shape and type of each array that each of the caches has after a call of one token, in `state`'s order."""
-        return [[(array.shape, array.dtype) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
-                for cache in self._traced(1)]
+        return [
+            [(array.shape, array.dtype) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+            for cache in self._traced(1)
+        ]
 
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
         made = self._pipeline_model.make_caches()
-        return [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] \
-            if self._kv else made
+        return (
+            [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] if self._kv else made
+        )
 
     def quantize_kv(self, kv_dtype: str, latent: Collection[int] = ()) -> None:
         """Have the caches that `make_caches` makes from here on keep keys and values in such a type; those of layers in
@@ -158,16 +161,20 @@ class StageModel:
         Raises UnsupportedModel where a model computes with keys and values itself.
         """
         caches = self._traced(1)
-        kept = [None if self.layers_of(at) & set(latent) else groups_for(cache, KV_BITS[kv_dtype])
-                for at, cache in enumerate(caches)]
+        kept = [
+            None if self.layers_of(at) & set(latent) else groups_for(cache, KV_BITS[kv_dtype]) for at, cache in enumerate(caches)
+        ]
         self._kv = tuple(kept) if any(kept) else ()
         for groups in {one for one in kept if one}:
             require_products(groups)
         try:
             self._traced(1)
         except UnsupportedModel as error:
-            raise UnsupportedModel(f"--kv-dtype {kv_dtype}: this model's attention computes with keys and values "
-                                   "itself, and cannot read quantised ones; leave it out", param="kv_dtype") from error
+            raise UnsupportedModel(
+                f"--kv-dtype {kv_dtype}: this model's attention computes with keys and values "
+                "itself, and cannot read quantised ones; leave it out",
+                param="kv_dtype",
+            ) from error
         self.__dict__.pop("cache_bytes", None)
 
     def layers_of(self, at: int) -> set[int]:
@@ -190,8 +197,9 @@ class StageModel:
         try:
             self._pipeline_model.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
         except FAILURES as error:
-            raise UnsupportedModel(f"its forward pass fails with {tokens} tokens: {type(error).__name__}: "
-                                   f"{one_line(error)}", param="model") from error
+            raise UnsupportedModel(
+                f"its forward pass fails with {tokens} tokens: {type(error).__name__}: {one_line(error)}", param="model"
+            ) from error
         return caches
 
     def caches_of_all_stages(self) -> list[Any]:
@@ -265,9 +273,7 @@ def load_stage(
     return stage
 
 
-def _check(
-    layers: range, description: ModelDescription, shard: Shard | None, tensor_parallel: TensorParallel | None
-) -> None:
+def _check(layers: range, description: ModelDescription, shard: Shard | None, tensor_parallel: TensorParallel | None) -> None:
     count = description.num_layers
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
         raise LayoutError(f"layers {layers} are not a range of the model's {count}", param="layer_split")
@@ -275,7 +281,9 @@ def _check(
         raise LayoutError(f"rank {shard.rank} of {shard.size} needs the other ranks of its stage to compute with")
 
 
-def _pipeline_model(model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str) -> PipelineModel:
+def _pipeline_model(
+    model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str
+) -> PipelineModel:
     family = family_of(description.family)
     heads = (len(shard.queries), len(shard.kv_heads)) if shard else (description.num_heads, description.num_kv_heads)
     cause: Exception
@@ -313,8 +321,11 @@ def _role(path: str) -> str | int | None:
 
 def _heads(model: nn.Module) -> list[str]:
     """Paths of output projections; what else stands under a head's name (a norm) is none."""
-    return [path for path, module in model.named_modules()
-            if path and _role(path) == "head" and "weight" in module and module["weight"].ndim == 2]
+    return [
+        path
+        for path, module in model.named_modules()
+        if path and _role(path) == "head" and "weight" in module and module["weight"].ndim == 2
+    ]
 
 
 def _embedding(modules: Mapping[str | int, nn.Module]) -> str:
@@ -354,8 +365,7 @@ def _share_head(
     shard: Shard | None,
     tensor_parallel: TensorParallel | None,
 ) -> None:
-    """On the last stage: let the embedding stand in for a head that the files lack, and ranks share what they divide.
-    """
+    """On the last stage: let the embedding stand in for a head that the files lack, and ranks share what they divide."""
     if layers.stop != description.num_layers:
         return
     heads = _heads(model)
@@ -390,9 +400,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     except FAILURES as error:
-        raise BrokenModel(
-            f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model"
-        ) from error
+        raise BrokenModel(f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model") from error
     model.eval()
     return model
 

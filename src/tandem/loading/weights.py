@@ -55,9 +55,7 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
         try:
             weights = sanitized(weights, model.sanitize) if foreign is not None else model.sanitize(weights)
         except (KeyError, ValueError, AttributeError, TypeError) as error:
-            raise BrokenModel(
-                f"{files.path}: weights do not fit config.json: {one_line(error)}", param="model"
-            ) from error
+            raise BrokenModel(f"{files.path}: weights do not fit config.json: {one_line(error)}", param="model") from error
     return {name: array for name, array in weights.items() if not name.endswith(_COMPUTED)}
 
 
@@ -117,9 +115,7 @@ def split_by_part(
                 continue
         base, _, rest = name.rpartition(".")
         if base not in parts:
-            raise BrokenModel(
-                f"{path}: weight {name} does not belong to the model that config.json describes", param="model"
-            )
+            raise BrokenModel(f"{path}: weight {name} does not belong to the model that config.json describes", param="model")
         parts[base][rest] = weights.pop(name)
     return parts
 
@@ -161,9 +157,7 @@ class PartLoader:
         if missing := sorted(names - weights.keys()):
             raise BrokenModel(f"weight {root}.{missing[0]} is missing ({len(missing)} of {len(names)})", param="model")
         if surplus := sorted(weights.keys() - names):
-            raise BrokenModel(
-                f"weight {root}.{surplus[0]} does not fit config.json ({len(surplus)} such)", param="model"
-            )
+            raise BrokenModel(f"weight {root}.{surplus[0]} does not fit config.json ({len(surplus)} such)", param="model")
         if cutter is not None:
             _check_shapes(root, holder, weights)
             cutter.narrow(holder)
@@ -265,8 +259,10 @@ def _read(name: str, *arrays: mx.array) -> None:
         mx.eval(*arrays)
     except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
         if fault_of(str(error)) == "memory":
-            raise OutOfMemory(f"weight {name}: the GPU's memory is full ({one_line(error)}); give this machine fewer "
-                              "layers (--layer-split), or use a smaller or quantised model") from error
+            raise OutOfMemory(
+                f"weight {name}: the GPU's memory is full ({one_line(error)}); give this machine fewer "
+                "layers (--layer-split), or use a smaller or quantised model"
+            ) from error
         raise BrokenModel(f"weight {name}: cannot be read: {one_line(error)}", param="model") from error
 
 

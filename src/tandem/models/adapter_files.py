@@ -42,8 +42,11 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     """
     path = Path(directory).expanduser()
     if not (path / "adapter_config.json").is_file():
-        raise ModelNotFound(f"--adapter-path {directory}: has no adapter_config.json, so it is not the directory of a "
-                            "LoRA adapter (one on a hub must be downloaded first)", param="adapter_path")
+        raise ModelNotFound(
+            f"--adapter-path {directory}: has no adapter_config.json, so it is not the directory of a "
+            "LoRA adapter (one on a hub must be downloaded first)",
+            param="adapter_path",
+        )
     config = read_json(path / "adapter_config.json")
     peft = "peft_type" in config
     weights = path / ("adapter_model.safetensors" if peft else "adapters.safetensors")
@@ -68,8 +71,16 @@ def _mlx_scale(config: dict[str, Any], directory: str) -> float:
 def _peft_scale(config: dict[str, Any], directory: str) -> float:
     if config["peft_type"] != "LORA":
         raise _unsupported(directory, f"peft_type {config['peft_type']!r}")
-    for name in ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias",
-                 "layer_replication", "trainable_token_indices"):
+    for name in (
+        "use_dora",
+        "fan_in_fan_out",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+        "lora_bias",
+        "layer_replication",
+        "trainable_token_indices",
+    ):
         if config.get(name):
             raise _unsupported(directory, f"{name} {config[name]!r}")
     if config.get("bias", "none") != "none":
@@ -82,8 +93,9 @@ def _peft_scale(config: dict[str, Any], directory: str) -> float:
 
 def _number(value: object, name: str, directory: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise BrokenModel(f"--adapter-path {directory}: {name} in adapter_config.json must be a number, is {value!r}",
-                          param="adapter_path")
+        raise BrokenModel(
+            f"--adapter-path {directory}: {name} in adapter_config.json must be a number, is {value!r}", param="adapter_path"
+        )
     return float(value)
 
 
@@ -96,15 +108,20 @@ def _modules(tensors: Mapping[str, TensorInfo], pattern: re.Pattern[str], direct
         found.setdefault(match["module"], {})[match["side"].lower()] = name
     for module, sides in found.items():
         if len(sides) != 2:
-            raise BrokenModel(f"--adapter-path {directory}: {module[:200]} has lora_{min(sides)} alone",
-                              param="adapter_path")
+            raise BrokenModel(f"--adapter-path {directory}: {module[:200]} has lora_{min(sides)} alone", param="adapter_path")
     if not found:
         raise BrokenModel(f"--adapter-path {directory}: has no LoRA weights", param="adapter_path")
     return {module: (sides["a"], sides["b"]) for module, sides in found.items()}
 
 
-def _check_modules(modules: Mapping[str, tuple[str, str]], tensors: Mapping[str, TensorInfo],
-                   description: ModelDescription, directory: str, *, transposed: bool) -> None:
+def _check_modules(
+    modules: Mapping[str, tuple[str, str]],
+    tensors: Mapping[str, TensorInfo],
+    description: ModelDescription,
+    directory: str,
+    *,
+    transposed: bool,
+) -> None:
     layers = family_of(description.family).layers
     inside = re.compile(rf"{re.escape(layers)}\.(\d+)\..+")
     for module, names in modules.items():
@@ -112,17 +129,24 @@ def _check_modules(modules: Mapping[str, tuple[str, str]], tensors: Mapping[str,
         if match is None:
             raise _unsupported(directory, f"module {module[:200]}, which is in no decoder layer")
         if int(match[1]) >= description.num_layers:
-            raise BrokenModel(f"--adapter-path {directory}: {module[:200]}: the model has {description.num_layers} "
-                              "layers; is this an adapter for another model?", param="adapter_path")
+            raise BrokenModel(
+                f"--adapter-path {directory}: {module[:200]}: the model has {description.num_layers} "
+                "layers; is this an adapter for another model?",
+                param="adapter_path",
+            )
         a, b = (tensors[name].shape for name in names)
         if len(a) != 2 or len(b) != 2:
             raise _unsupported(directory, f"{module[:200]} with weights of shapes {a} and {b} (experts)")
         if (a[0] if transposed else a[1]) != (b[1] if transposed else b[0]):
-            raise BrokenModel(f"--adapter-path {directory}: {module[:200]}: shapes {a} and {b} have no common rank",
-                              param="adapter_path")
+            raise BrokenModel(
+                f"--adapter-path {directory}: {module[:200]}: shapes {a} and {b} have no common rank", param="adapter_path"
+            )
 
 
 def _unsupported(directory: str, what: str) -> UnsupportedModel:
-    return UnsupportedModel(f"--adapter-path {directory}: {what} is not supported, only plain LoRA on linear layers "
-                            "within decoder layers; fuse the adapter into the model instead (mlx_lm.fuse, or PEFT's "
-                            "merge_and_unload)", param="adapter_path")
+    return UnsupportedModel(
+        f"--adapter-path {directory}: {what} is not supported, only plain LoRA on linear layers "
+        "within decoder layers; fuse the adapter into the model instead (mlx_lm.fuse, or PEFT's "
+        "merge_and_unload)",
+        param="adapter_path",
+    )

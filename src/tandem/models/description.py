@@ -26,11 +26,25 @@ from tandem.models.partition import uncut
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_EMBEDDINGS = frozenset((
-    "embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "embeddings", "ngram_embeddings",
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed", "embedding",
-    "token_embeddings", "altup_projections",
-))
+_EMBEDDINGS = frozenset(
+    (
+        "embed_tokens",
+        "wte",
+        "wpe",
+        "tok_embeddings",
+        "word_embeddings",
+        "embed_in",
+        "embeddings",
+        "ngram_embeddings",
+        "embed_tokens_per_layer",
+        "per_layer_model_projection",
+        "per_layer_projection_norm",
+        "embed",
+        "embedding",
+        "token_embeddings",
+        "altup_projections",
+    )
+)
 """Names of modules that only the first stage needs, but for a tied head."""
 _HEADS = frozenset(("lm_head", "output", "embed_out"))
 _PREDICTORS = frozenset(("mtp", "mtp_layers", "nextn"))
@@ -40,17 +54,28 @@ _OTHER_SENSES = re.compile(
 )
 """Tensors of the parts that see and hear, which mlx-lm leaves out."""
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length",
-                 "n_ctx", "max_seq_len", "context_length", "block_size", "max_context_length")
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "seq_length",
+    "n_positions",
+    "model_max_length",
+    "n_ctx",
+    "max_seq_len",
+    "context_length",
+    "block_size",
+    "max_context_length",
+)
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "model_dim")
 _HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_query_heads", "num_heads")
-_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads",
-            "num_attention_groups")
+_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads", "num_attention_groups")
 _WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
 _VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
-_DIVIDES = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\w+_)?n_groups?|\w+_expert_groups?|"
-                      r"group_norm_size")
+_DIVIDES = re.compile(
+    r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\w+_)?n_groups?|\w+_expert_groups?|"
+    r"group_norm_size"
+)
 """Numbers of heads and groups: MLX divides by some of them, and a 0 ends its process without a word."""
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
 """Types in which text models of several types are nested."""
@@ -264,8 +289,9 @@ class _Facts:
         layers = self.key(_LAYER_KEYS)
         self.num_layers = self.number(layers)
         if self.num_layers > _MAX_LAYERS:
-            raise BrokenModel(f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense",
-                              param=layers)
+            raise BrokenModel(
+                f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense", param=layers
+            )
         for key, value in entries.items():
             if type(value) is int and _DIVIDES.fullmatch(key):
                 self.number(key)
@@ -284,9 +310,7 @@ class _Facts:
         if isinstance(value, list) and value and all(type(one) is int for one in value):
             value = max(value)  # one entry a layer
         if not is_count(value):
-            raise BrokenModel(
-                f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key
-            )
+            raise BrokenModel(f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key)
         return int(value)
 
     def kv_heads(self) -> int:
@@ -344,8 +368,7 @@ def stored_bare(names: Iterable[str], layers: str) -> bool:
     `model.norm.weight`. `layers` is the family's path of the layers."""
     root, _, inner = layers.partition(".")
     names = list(names)
-    return not any(name.startswith(root + ".") for name in names) and any(
-        name.startswith(inner + ".") for name in names)
+    return not any(name.startswith(root + ".") for name in names) and any(name.startswith(inner + ".") for name in names)
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:
@@ -387,7 +410,7 @@ def _whole_bytes(sizes: dict[str, int], count: int, name: str) -> tuple[int, ...
     layers: list[dict[str, int]] = [{} for _ in range(count)]
     for tensor, nbytes in sizes.items():
         if isinstance(part := part_of_tensor(tensor, count), int) and (match := _LAYER.search(tensor)):
-            layers[part][tensor[match.end():].removeprefix(".")] = nbytes
+            layers[part][tensor[match.end() :].removeprefix(".")] = nbytes
 
     def whole(layer: dict[str, int]) -> int:
         rules = sharding.of(layer)

@@ -23,8 +23,9 @@ def require_dry_run(path: Path, description: ModelDescription) -> None:
     Raises UnsupportedModel with the line that differed.
     """
     if description.family not in FAMILIES:
-        log.warning("%s: unlisted architecture, parity checked: %s; `tandem parity` checks more",
-                    description.family, _tried(path))
+        log.warning(
+            "%s: unlisted architecture, parity checked: %s; `tandem parity` checks more", description.family, _tried(path)
+        )
 
 
 @cache

@@ -73,8 +73,7 @@ def stored_bytes(description: ModelDescription, start: int, stop: int, share: fl
     return stored
 
 
-def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *,
-                gpu: bool) -> int:
+def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *, gpu: bool) -> int:
     """Bytes in memory of a rank's `share` of `layers`, with embedding and head at the ends."""
     stored = stored_bytes(description, layers.start, layers.stop, share)
     return int(stored * expansion(description, dtype, dequantize, gpu=gpu))
@@ -92,8 +91,7 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
 # ---- keys, values and states
 
 
-def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool,
-                       kv_dtype: str = "auto") -> int:
+def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool, kv_dtype: str = "auto") -> int:
     """Bytes of the cache of one position in `layers` layers, over all ranks of the stage."""
     return int(token_bytes(description, compute_item(description, dtype, gpu=gpu), kv_dtype) * layers)
 
@@ -126,8 +124,13 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
     """Bytes of the cache of one position on a rank, with that of a draft model if it holds one."""
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split,
-                         dequantize=dequantizes(spec.dequantize, gpu=gpu), expert_parallel=spec.expert_parallel)
+    shards = plan_shards(
+        description,
+        spec.tp_size,
+        weights=spec.tensor_split,
+        dequantize=dequantizes(spec.dequantize, gpu=gpu),
+        expert_parallel=spec.expert_parallel,
+    )
     share = held_kv_heads(description, shards[spec.tp_rank]) / description.num_kv_heads
     return more + math.ceil(whole * description.cache_share(share))
 
@@ -140,8 +143,19 @@ def rank_states(description: ModelDescription, spec: StageSpec, sequences: int, 
 # ---- activations
 
 
-def activation_bytes(description: ModelDescription, *, tokens: int, context: int, item: int, share: float, kv: float,
-                     mlp_width: float, experts_used: int, gpu: bool, alone: bool) -> float:
+def activation_bytes(
+    description: ModelDescription,
+    *,
+    tokens: int,
+    context: int,
+    item: int,
+    share: float,
+    kv: float,
+    mlp_width: float,
+    experts_used: int,
+    gpu: bool,
+    alone: bool,
+) -> float:
     """Bytes of a layer's activations for `tokens` of a prompt on a rank with `share` of the weights, `kv` of the heads.
 
     A GPU is given a layer before the previous one is done, unless that layer is `alone` in its stage.

@@ -18,10 +18,36 @@ GROUPS = (64, 32)
 """Numbers that share a scale and a bias in MLX's affine format; the first of which a head is made."""
 _LARGEST = {8: 64, 4: 32}
 """By bits: with 4 a group of 32 loses half as much as one of 64 (docs/kv.md)."""
-_WINDOWS = frozenset((
-    "afmoe", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
-    "gemma4_unified", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash",
-    "ministral3", "mistral3", "muse_glimmer", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5"))
+_WINDOWS = frozenset(
+    (
+        "afmoe",
+        "cohere2",
+        "exaone4",
+        "exaone_moe",
+        "gear",
+        "gemma3",
+        "gemma3_text",
+        "gemma3n",
+        "gemma4",
+        "gemma4_text",
+        "gemma4_unified",
+        "gpt_oss",
+        "iquestloopcoder",
+        "laguna",
+        "llama",
+        "llama4",
+        "mellum",
+        "mimo_v2_flash",
+        "ministral3",
+        "mistral3",
+        "muse_glimmer",
+        "olmo3",
+        "plamo3",
+        "recurrent_gemma",
+        "spark2_5",
+        "step3p5",
+    )
+)
 """Types of which mlx-lm keeps no more of some layers than a window, where the config has one."""
 _PLAIN = frozenset(("llama", "mistral3"))
 """Types of `_WINDOWS` that have no window where the config does not list the layers with one."""
@@ -54,8 +80,7 @@ def group_for(bits: int, size: int) -> int:
 def kv_groups(config: Mapping[str, Any], caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
     """For each layer the size of its groups, 0 for what stays as it is: windows, states, latents, and heads that are
     not made of whole groups. `width` is that of a head where nothing is special."""
-    return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0
-                 for i, cache in enumerate(caches))
+    return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0 for i, cache in enumerate(caches))
 
 
 def require_quantizable(description: Described, kv_dtype: str) -> None:
@@ -66,13 +91,15 @@ def require_quantizable(description: Described, kv_dtype: str) -> None:
 
 def nothing_to_quantize(kv_dtype: str, family: str) -> str:
     """Error text for a model of which nothing can be quantised."""
-    return (f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
-            "they are, and so do heads whose width is no multiple of 32; leave it out")
+    return (
+        f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
+        "they are, and so do heads whose width is no multiple of 32; leave it out"
+    )
 
 
 def no_disk_blocks(role: str, family: str) -> str:
     """Error text for a replica with a role that it cannot have."""
-    return (f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out")
+    return f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out"
 
 
 def element_bytes(kv_dtype: str, group: int, item: int) -> float:
@@ -86,14 +113,18 @@ def kept_by_position(config: Mapping[str, Any], caches: Sequence[LayerCache]) ->
     """Each layer keeps something of every position and nothing else, so that a prefix can be cut into disk blocks; as far as
     config.json tells."""
     return config.get("model_type") != "minimax_m3_vl" and not any(
-        cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i)
-        for i, cache in enumerate(caches))
+        cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i) for i, cache in enumerate(caches)
+    )
 
 
 def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:
     """Keys and values of all positions by head, in a cache of their own."""
-    return cache.kind == "positions" and not cache.state and config.get("model_type") != "minimax_m3_vl" \
+    return (
+        cache.kind == "positions"
+        and not cache.state
+        and config.get("model_type") != "minimax_m3_vl"
         and not _is_window(config, i)
+    )
 
 
 def _widths(config: Mapping[str, Any], width: int) -> tuple[int, ...]:

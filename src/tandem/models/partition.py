@@ -33,8 +33,7 @@ def split_layers(
         return _explicit(num_layers, stages, explicit, uncut)
     if stages > num_layers:
         raise LayoutError(
-            f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers",
-            param="pipeline_parallel_size",
+            f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers", param="pipeline_parallel_size"
         )
     starts = [i for i in range(num_layers) if i not in uncut]
     if stages > len(starts):
@@ -51,9 +50,7 @@ def split_layers(
         )
     if min(shares) <= 0:
         stage = shares.index(min(shares))
-        raise LayoutError(
-            f"stage {stage} has no memory for weights; give --layer-split or fewer stages", param="layer_split"
-        )
+        raise LayoutError(f"stage {stage} has no memory for weights; give --layer-split or fewer stages", param="layer_split")
     ends = [*starts[1:], num_layers]
     parts = _proportional([sum(sizes[a:b]) for a, b in zip(starts, ends, strict=True)], shares)
     return tuple(range(starts[part.start], ends[part.stop - 1]) for part in parts)
@@ -84,8 +81,7 @@ def _explicit(num_layers: int, stages: int, explicit: Sequence[int], uncut: froz
     shown = ",".join(map(str, explicit))
     if len(explicit) != stages:
         raise LayoutError(
-            f"--layer-split {shown} names {len(explicit)} stages but --pipeline-parallel-size is {stages}",
-            param="layer_split",
+            f"--layer-split {shown} names {len(explicit)} stages but --pipeline-parallel-size is {stages}", param="layer_split"
         )
     if min(explicit) < 1:
         raise LayoutError(f"--layer-split {shown}: each stage needs at least one layer", param="layer_split")

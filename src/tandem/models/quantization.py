@@ -79,16 +79,22 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
 
 def _own(settings: Any, name: str) -> dict[str, Any]:
     """MLX's settings: group_size, bits and mode of all weights, and by path of those that differ."""
-    ok = isinstance(settings, dict) and {"group_size", "bits"} <= settings.keys() and all(
-        type(one[key]) is int and one[key] > 0 for one in (settings, *settings.values()) if isinstance(one, dict)
-        for key in ("group_size", "bits") if key in one)
+    ok = (
+        isinstance(settings, dict)
+        and {"group_size", "bits"} <= settings.keys()
+        and all(
+            type(one[key]) is int and one[key] > 0
+            for one in (settings, *settings.values())
+            if isinstance(one, dict)
+            for key in ("group_size", "bits")
+            if key in one
+        )
+    )
     if not ok or settings.get("mode", "affine") not in _MODES:
         raise UnsupportedModel(f"{name}: quantization settings {settings!r:.200} are not MLX's", param="model")
     for path, one in settings.items():
-        if isinstance(one, dict) and (one.keys() - {"group_size", "bits", "mode"}
-                                      or one.get("mode", "affine") not in _MODES):
-            raise UnsupportedModel(f"{name}: quantization settings {one!r:.150} of {path:.100} are not MLX's",
-                                   param="model")
+        if isinstance(one, dict) and (one.keys() - {"group_size", "bits", "mode"} or one.get("mode", "affine") not in _MODES):
+            raise UnsupportedModel(f"{name}: quantization settings {one!r:.150} of {path:.100} are not MLX's", param="model")
     return dict(settings)
 
 
@@ -163,8 +169,7 @@ def _group(size: Any, name: str) -> int:
 
 def _refuse(name: str, what: str) -> NoReturn:
     raise UnsupportedModel(
-        f"{name}: {' '.join(what.split())} is not supported; use a model in MLX format, or convert one with "
-        "`mlx_lm.convert`",
+        f"{name}: {' '.join(what.split())} is not supported; use a model in MLX format, or convert one with `mlx_lm.convert`",
         param="model",
     )
 

@@ -96,8 +96,17 @@ def plan_shards(
     sizes = tuple(len(rows) for rows in vocab)
     return tuple(
         Shard(
-            rank=i, size=size, kv_heads=kv[i], queries=queries[i], states=states[i], mlp=mlp[i], experts=experts[i],
-            whole_experts=expert_parallel, shared=shared[i], vocab=vocab[i], vocab_sizes=sizes,
+            rank=i,
+            size=size,
+            kv_heads=kv[i],
+            queries=queries[i],
+            states=states[i],
+            mlp=mlp[i],
+            experts=experts[i],
+            whole_experts=expert_parallel,
+            shared=shared[i],
+            vocab=vocab[i],
+            vocab_sizes=sizes,
         )
         for i in range(size)
     )
@@ -169,20 +178,16 @@ def _sharding(d: ModelDescription, size: int) -> Sharding:
             f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size {stages}", param=_PARAM
         )
     if sharding.mlp and not d.mlp_width and not d.expert_width:
-        raise LayoutError(
-            f"config.json of this {d.family} model names no MLP width, so {_FLAG} cannot divide it", param=_PARAM
-        )
+        raise LayoutError(f"config.json of this {d.family} model names no MLP width, so {_FLAG} cannot divide it", param=_PARAM)
     known = {*d.axes, *_HEADS, *_WIDTHS}
     if unknown := sorted(kind for kinds in _kinds(sharding).values() for kind in kinds if kind not in known):
         raise LayoutError(
-            f"{d.family}: the figures by which {_FLAG} divides {unknown[0]} are not known; use "
-            "--pipeline-parallel-size",
+            f"{d.family}: the figures by which {_FLAG} divides {unknown[0]} are not known; use --pipeline-parallel-size",
             param=_PARAM,
         )
     if d.num_heads % d.num_kv_heads:
         raise LayoutError(
-            f"{d.num_heads} heads are not a multiple of {d.num_kv_heads} kv heads, so {_FLAG} cannot divide them",
-            param=_PARAM,
+            f"{d.num_heads} heads are not a multiple of {d.num_kv_heads} kv heads, so {_FLAG} cannot divide them", param=_PARAM
         )
     return sharding
 
@@ -229,9 +234,7 @@ def held_kv_heads(description: ModelDescription, shard: Shard) -> int:
     return len(shard.kv_heads) * description.num_kv_heads // max(head_units(description), 1)
 
 
-def _divided(
-    d: ModelDescription, sharding: Sharding, shares: Sequence[float], base: str, dequantize: bool
-) -> tuple[range, ...]:
+def _divided(d: ModelDescription, sharding: Sharding, shares: Sequence[float], base: str, dequantize: bool) -> tuple[range, ...]:
     """Each rank's heads, or units of recurrent state; what no layer has is whole on every rank."""
     size, count, name = len(shares), _count(d, base), _NAMES[base]
     if not _uses(d, sharding, base):
@@ -243,7 +246,8 @@ def _divided(
         more = next((n for n in range(size, d.num_heads + 1) if base == "heads" and _can_repeat(d, sharding, n)), 0)
         raise LayoutError(
             f"{_FLAG} {size} is more than the model's {count} {name}; use at most {max(count, 1)}"
-            + (f" (or {more})" if more else "") + ", and --pipeline-parallel-size for more ranks",
+            + (f" (or {more})" if more else "")
+            + ", and --pipeline-parallel-size for more ranks",
             param=_PARAM,
         )
     unit, whole = 1, _whole(d)
@@ -275,9 +279,7 @@ def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
     return plain and fits and "kv" not in sharding.norms.values() and not sharding.loose_heads
 
 
-def _queries(
-    d: ModelDescription, sharding: Sharding, kv: Sequence[range], group: int
-) -> tuple[range, ...]:
+def _queries(d: ModelDescription, sharding: Sharding, kv: Sequence[range], group: int) -> tuple[range, ...]:
     """Each rank's query heads; cuts through the inputs of the output projection fall between groups of so many."""
     size, units = len(kv), _count(d, "heads")
     if size <= units or not _uses(d, sharding, "heads"):
@@ -297,11 +299,15 @@ def _queries(
 def _whole_experts(d: ModelDescription, shares: Sequence[float]) -> tuple[range, ...]:
     size = len(shares)
     if not d.num_experts:
-        raise LayoutError(f"--expert-parallel: {d.family} has no experts that ranks could hold whole; leave it out",
-                          param="expert_parallel")
+        raise LayoutError(
+            f"--expert-parallel: {d.family} has no experts that ranks could hold whole; leave it out", param="expert_parallel"
+        )
     if d.num_experts < size:
-        raise LayoutError(f"--expert-parallel: the model's {d.num_experts} experts are fewer than {size} ranks; use "
-                          f"{_FLAG} {d.num_experts} at most, or leave out --expert-parallel", param="expert_parallel")
+        raise LayoutError(
+            f"--expert-parallel: the model's {d.num_experts} experts are fewer than {size} ranks; use "
+            f"{_FLAG} {d.num_experts} at most, or leave out --expert-parallel",
+            param="expert_parallel",
+        )
     return _consecutive(_apportion(d.num_experts, shares))
 
 
@@ -349,7 +355,8 @@ def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tu
     if width % step:
         raise LayoutError(
             f"{_FLAG} {size}: the {kind} width {width} is not a multiple of the quantisation group {step}; use "
-            + ("--expert-parallel, " if kind == "experts" else "") + "--dequantize yes, or --pipeline-parallel-size",
+            + ("--expert-parallel, " if kind == "experts" else "")
+            + "--dequantize yes, or --pipeline-parallel-size",
             param=_PARAM,
         )
     if step == 1:
@@ -357,7 +364,8 @@ def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tu
     if width // step < size:
         raise LayoutError(
             f"{_FLAG} {size}: the {kind} width {width} has {width // step} parts of {step}; use at most "
-            f"{width // step}" + (", or --expert-parallel" if kind == "experts" else "")
+            f"{width // step}"
+            + (", or --expert-parallel" if kind == "experts" else "")
             + (", or --dequantize yes" if step > 1 else ""),
             param=_PARAM,
         )

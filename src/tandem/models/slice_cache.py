@@ -49,7 +49,12 @@ class Source(Protocol):
 
 
 def fetch_slice(
-    source: Source, name: str, layers: range, progress: Progress | None = None, *, limit: int = CHUNK,
+    source: Source,
+    name: str,
+    layers: range,
+    progress: Progress | None = None,
+    *,
+    limit: int = CHUNK,
     accept: Callable[[ModelFiles], None] = lambda files: None,
 ) -> ModelFiles:
     """Bring what a stage with `layers` needs of the model `name` onto this machine, unless it is here already.
@@ -75,8 +80,11 @@ def fetch_slice(
         _fetch_parts(source, plans, root / "parts", progress, limit)
         used(root)
     except OSError as error:
-        raise UsageError(f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
-                         "TANDEM_CACHE to a directory with enough of it", param="weights_from") from error
+        raise UsageError(
+            f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
+            "TANDEM_CACHE to a directory with enough of it",
+            param="weights_from",
+        ) from error
     return replace(here, weights=tuple(root / "parts" / plan.name for plan in plans))
 
 
@@ -138,9 +146,7 @@ def _write(path: Path, data: bytes, mtime_ns: int | None = None) -> None:
         raise
 
 
-def _fetch_parts(
-    source: Source, plans: Sequence[PartPlan], directory: Path, progress: Progress | None, limit: int
-) -> None:
+def _fetch_parts(source: Source, plans: Sequence[PartPlan], directory: Path, progress: Progress | None, limit: int) -> None:
     total = sum(plan.size for plan in plans)
     add = counter(progress, total)
     waiting = [plan for plan in plans if not _complete(directory / plan.name, plan.size)]
@@ -160,9 +166,12 @@ def _require_space(directory: Path, plans: Sequence[PartPlan]) -> None:
             need -= (directory / f"{plan.name}.partial").stat().st_blocks * 512
     free = shutil.disk_usage(directory).free
     if need > free:
-        raise UsageError(f"{directory}: {need / 2**20:.0f} MiB of weights do not fit into the "
-                         f"{free / 2**20:.0f} MiB that are free; free some, or set TANDEM_CACHE to a directory with "
-                         "enough of it", param="weights_from")
+        raise UsageError(
+            f"{directory}: {need / 2**20:.0f} MiB of weights do not fit into the "
+            f"{free / 2**20:.0f} MiB that are free; free some, or set TANDEM_CACHE to a directory with "
+            "enough of it",
+            param="weights_from",
+        )
 
 
 def _complete(path: Path, size: int) -> bool:

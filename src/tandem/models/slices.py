@@ -57,7 +57,8 @@ def owned_files(headers: Headers, layers: range, description: ModelDescription) 
     """Weight files that hold a tensor of the stage with `layers`, in ascending order."""
     wanted = set(owned_parts(layers, description))
     return sorted(
-        file for file, tensors in headers.items()
+        file
+        for file, tensors in headers.items()
         if any(part_of_tensor(name, description.num_layers) in wanted for name in tensors)
     )
 
@@ -98,5 +99,6 @@ def chunks(spans: Iterable[Span], limit: int) -> list[Span]:
     """Spans of at most `limit` bytes that cover the same bytes, in order."""
     return [
         Span(span.file, span.start + at, min(limit, span.length - at), span.target + at)
-        for span in spans for at in range(0, span.length, limit)
+        for span in spans
+        for at in range(0, span.length, limit)
     ]

@@ -75,22 +75,34 @@ class Costs:
         experts: Experts | None = None,
     ) -> None:
         self.model, self.machines, self.links, self.request, self.experts = (
-            description, tuple(machines), tuple(links), request, experts)
+            description,
+            tuple(machines),
+            tuple(links),
+            request,
+            experts,
+        )
         self.network = Network(machines, links)
         self.context = request.context or 1
         self._used = experts.used if experts else 0
         self._items = [footprint.compute_item(description, request.dtype, gpu=m.gpu) for m in machines]
-        self._factors = [footprint.expansion(description, request.dtype, gpu=m.gpu,
-                                             dequantize=footprint.dequantizes(request.dequantize, gpu=m.gpu))
-                         for m in machines]
+        self._factors = [
+            footprint.expansion(
+                description, request.dtype, gpu=m.gpu, dequantize=footprint.dequantizes(request.dequantize, gpu=m.gpu)
+            )
+            for m in machines
+        ]
         self._token_bytes = [footprint.token_bytes(description, item, request.kv_dtype) for item in self._items]
         self._reads: dict[int, list[float]] = {}
 
     def changed(self, **changes: Unpack[_Changes]) -> Costs:
         """Costs of another question that differs in what is named."""
-        return Costs(changes.get("description", self.model), changes.get("machines", self.machines),
-                     changes.get("links", self.links), changes.get("request", self.request),
-                     changes.get("experts", self.experts))
+        return Costs(
+            changes.get("description", self.model),
+            changes.get("machines", self.machines),
+            changes.get("links", self.links),
+            changes.get("request", self.request),
+            changes.get("experts", self.experts),
+        )
 
     @property
     def layers_alike(self) -> bool:
@@ -136,9 +148,17 @@ class Costs:
         A GPU is given a layer before it is done with the previous one, unless that is `alone` in its stage.
         """
         activations = footprint.activation_bytes(
-            self.model, tokens=self.chunk(part.machine), context=self.context, item=self.item(part.machine),
-            share=part.share, kv=part.kv, mlp_width=self._mlp_width, experts_used=self._used,
-            gpu=self.machines[part.machine].gpu, alone=alone)
+            self.model,
+            tokens=self.chunk(part.machine),
+            context=self.context,
+            item=self.item(part.machine),
+            share=part.share,
+            kv=part.kv,
+            mlp_width=self._mlp_width,
+            experts_used=self._used,
+            gpu=self.machines[part.machine].gpu,
+            alone=alone,
+        )
         return RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
 
     def chunk(self, machine: int) -> int:

@@ -153,6 +153,7 @@ def advantage(a: Candidate, b: Candidate, goal: Goal) -> float:
         return a.prediction.tokens / b.prediction.tokens
     return (a.prediction.capacity + 1) / (b.prediction.capacity + 1)
 
+
 # ---- what would fit
 
 
@@ -196,11 +197,14 @@ def _fits(solver: Solver, layouts: Sequence[Layout], fixed: bool) -> bool:
 def _smaller_request(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
     """Less context, and fewer streams."""
     asked = costs.request
-    steps = _largest(lambda n: fits(costs.changed(request=replace(asked, context=n * _STEP))),
-                     ((asked.context or 1) - 1) // _STEP)
+    steps = _largest(
+        lambda n: fits(costs.changed(request=replace(asked, context=n * _STEP))), ((asked.context or 1) - 1) // _STEP
+    )
     streams = _largest(lambda n: fits(costs.changed(request=replace(asked, streams=n))), asked.streams - 1)
-    return [*([f"a context of {steps * _STEP:,} tokens (--context {steps * _STEP})"] if steps else []),
-            *([f"{streams} stream{'s' if streams > 1 else ''} at once (--streams {streams})"] if streams else [])]
+    return [
+        *([f"a context of {steps * _STEP:,} tokens (--context {steps * _STEP})"] if steps else []),
+        *([f"{streams} stream{'s' if streams > 1 else ''} at once (--streams {streams})"] if streams else []),
+    ]
 
 
 def _smaller_weights(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
@@ -300,7 +304,11 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
     flags += ["--expert-parallel"] if any(s.whole_experts for replica in layout.replicas for s in replica) else []
     if len(stages) > 1:
         flags += ["--layer-split", ",".join(str(s.layers) for s in stages)]
-        flags += ["--micro-batches", str(prediction.micro_batches)] if plan.streams > 1 and prediction.micro_batches != len(stages) else []
+        flags += (
+            ["--micro-batches", str(prediction.micro_batches)]
+            if plan.streams > 1 and prediction.micro_batches != len(stages)
+            else []
+        )
     flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
     flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
     default = Request()
@@ -318,8 +326,10 @@ def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], 
     serve += ["--hardware-profile", shlex.quote(named.profile)] if named.profile and len(chosen) > 1 else []
     if named.hosts:
         hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
-        return [f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
-                " ".join([*serve, "--hostfile hosts.json", *flags])]
+        return [
+            f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
+            " ".join([*serve, "--hostfile hosts.json", *flags]),
+        ]
     if named.hostfile:
         where = ["--hostfile", shlex.quote(named.hostfile)]
         if chosen != list(range(len(machines))):

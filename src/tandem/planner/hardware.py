@@ -140,7 +140,8 @@ def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine],
     if not fast:
         return list(machines), (
             f"Each sum over ranks waits {METAL_FENCE * 1e6:.0f} us for a Mac's GPU, with MLX's own fences; with "
-            f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/two-machines.md says what that risks).")
+            f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/two-machines.md says what that risks)."
+        )
     note = f"--fast-sync: each sum over ranks waits {FAST_METAL_FENCE * 1e6:.0f} us for a Mac's GPU."
     return [replace(m, fence=FAST_METAL_FENCE) if m.fence == METAL_FENCE else m for m in machines], note
 

@@ -51,10 +51,10 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
             raise ConfigError(f"--hosts: {name} is there twice; one rank runs on a machine", param="hosts")
         facts.setdefault(name, {}).update(told)
     notes: list[str] = []
-    machines = [_machine(name, known, notes, profile.host(name) if profile else None)
-                for name, known in facts.items()]
-    return Hosts(machines=machines, notes=notes, link=_BACKEND_LINKS.get(backend or ""),
-                 backend=None if backend == "any" else backend)
+    machines = [_machine(name, known, notes, profile.host(name) if profile else None) for name, known in facts.items()]
+    return Hosts(
+        machines=machines, notes=notes, link=_BACKEND_LINKS.get(backend or ""), backend=None if backend == "any" else backend
+    )
 
 
 def host_specs(texts: Sequence[str]) -> list[str]:
@@ -71,18 +71,29 @@ def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = Non
             links.append(link(hosts.link))
         elif not links:
             if profile is None or not profile.knows([machine.name for machine in hosts.machines], hosts.backend):
-                notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines"
-                             f"{'' if profile is None else ' whose link was not measured'}.")
+                notes.append(
+                    f"--link is not given: {_DEFAULT_LINK} is assumed between all machines"
+                    f"{'' if profile is None else ' whose link was not measured'}."
+                )
             links.append(link(_DEFAULT_LINK))
     return links, notes
 
 
-def cluster_of(hosts: Hosts, links: Sequence[str], *, description: ModelDescription, request: Request, fast: bool,
-               profile: Profile | None = None, source: str = "The profile") -> Cluster:
+def cluster_of(
+    hosts: Hosts,
+    links: Sequence[str],
+    *,
+    description: ModelDescription,
+    request: Request,
+    fast: bool,
+    profile: Profile | None = None,
+    source: str = "The profile",
+) -> Cluster:
     """Machines and links as they were named, with the profile's figures, or else with the chosen fences."""
     joined, notes = read_links(links, hosts, profile)
-    cluster = with_profile(hosts.machines, joined, profile, description=description, request=request, fast=fast,
-                           backend=hosts.backend, source=source)
+    cluster = with_profile(
+        hosts.machines, joined, profile, description=description, request=request, fast=fast, backend=hosts.backend, source=source
+    )
     return replace(cluster, notes=[*hosts.notes, *notes, *cluster.notes])
 
 
@@ -117,8 +128,7 @@ def _parse_host(spec: str) -> tuple[str, dict[str, str]]:
             key, value = "chip", word
         if key not in ("chip", *_HOST_KEYS) or key in found:
             raise ConfigError(
-                f"--hosts {spec}: {word!r} is not a chip or one of {', '.join(k + '=' for k in _HOST_KEYS)}",
-                param="hosts",
+                f"--hosts {spec}: {word!r} is not a chip or one of {', '.join(k + '=' for k in _HOST_KEYS)}", param="hosts"
             )
         found[key] = value
     return name, found
@@ -130,8 +140,7 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
         return measured_machine(measured)
     if "memory" not in found:
         raise ConfigError(
-            f'{label}: its memory is not known; add "memory": "64GB" to the hosts file, or --hosts {name}=64GB',
-            param="hosts",
+            f'{label}: its memory is not known; add "memory": "64GB" to the hosts file, or --hosts {name}=64GB', param="hosts"
         )
     installed = memory_size(found["memory"], label)
     chip = found.get("chip")
@@ -149,8 +158,13 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
     def figure(key: str, default: float) -> float:
         return _number(found[key], label, key) if key in found else default
 
-    return replace(result, bandwidth=figure("bandwidth", result.bandwidth), flops=figure("tflops", result.flops),
-                   fence=figure("fence", result.fence), measured={"bandwidth", "tflops"} <= found.keys())
+    return replace(
+        result,
+        bandwidth=figure("bandwidth", result.bandwidth),
+        flops=figure("tflops", result.flops),
+        fence=figure("fence", result.fence),
+        measured={"bandwidth", "tflops"} <= found.keys(),
+    )
 
 
 def _parse_link(text: str) -> Link:
@@ -191,6 +205,7 @@ def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
     if len(facts) < len(hostfile.hosts):
         names = [host.ssh for host in hostfile.hosts]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"--hostfile {hostfile.path}: {twice} is there twice; one rank runs on a machine in a plan",
-                          param="hostfile")
+        raise ConfigError(
+            f"--hostfile {hostfile.path}: {twice} is there twice; one rank runs on a machine in a plan", param="hostfile"
+        )
     return facts

@@ -76,8 +76,7 @@ class Divider:
         refusal = ""
         for whole in (False, True) if self._description.num_experts and size > 1 else (False,):
             try:
-                shards = plan_shards(self._description, size, weights=weights, dequantize=self._dequantize,
-                                     expert_parallel=whole)
+                shards = plan_shards(self._description, size, weights=weights, dequantize=self._dequantize, expert_parallel=whole)
             except LayoutError as error:
                 refusal = refusal or error.message
             else:
@@ -113,8 +112,9 @@ def kind_of(arrangement: Arrangement, network: Network) -> object:
 
 def label(layout: Layout, machines: Sequence[Machine]) -> str:
     """Name of a layout, as `DP 2 x TP 2 (a + b ; c + d)`: + joins machines of a stage, | stages, ; replicas."""
-    names = " ; ".join(" | ".join(" + ".join(machines[i].name for i in stage.machines) for stage in stages)
-                       for stages in layout.replicas)
+    names = " ; ".join(
+        " | ".join(" + ".join(machines[i].name for i in stage.machines) for stage in stages) for stages in layout.replicas
+    )
     sizes = tuple(len(stage.machines) for stage in layout.replicas[0])
     if len(set(sizes)) > 1:
         parts = ["stages " + ",".join(map(str, sizes))]
@@ -182,9 +182,7 @@ def _by_speed(machines: Sequence[Machine]) -> tuple[int, ...]:
 def _joined(groups: Groups, network: Network) -> bool:
     inside = all(network.worst(g) is not None for g in groups if len(g) > 1)
     ring = [*groups, groups[0]]
-    return inside and all(
-        network.between(a[0], i) is not None for a, b in zip(ring, ring[1:], strict=False) if a != b for i in b
-    )
+    return inside and all(network.between(a[0], i) is not None for a, b in zip(ring, ring[1:], strict=False) if a != b for i in b)
 
 
 # ---- arrangements that somebody asks for
@@ -202,8 +200,10 @@ def parse_layout(text: str) -> ManualLayout:
         if word == "single":
             continue
         if not equals or key not in _KEYS or key in values:
-            raise LayoutError(f"--layout {text!r}: {word!r} is not understood; words are single, "
-                              f"{', '.join(k + '=' for k in _KEYS)}", param="layout")
+            raise LayoutError(
+                f"--layout {text!r}: {word!r} is not understood; words are single, {', '.join(k + '=' for k in _KEYS)}",
+                param="layout",
+            )
         values[key] = value
 
     def numbers(key: str) -> tuple[int, ...] | None:
@@ -211,8 +211,7 @@ def parse_layout(text: str) -> ManualLayout:
         if value is None:
             return None
         if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", value):
-            raise LayoutError(f"--layout {text!r}: {key}={value} must be whole numbers, such as {key}=2,1",
-                              param="layout")
+            raise LayoutError(f"--layout {text!r}: {key}={value} must be whole numbers, such as {key}=2,1", param="layout")
         if key in ("pp", "dp") and "," in value:
             raise LayoutError(f"--layout {text!r}: {key}={value} must be one number", param="layout")
         return tuple(int(n) for n in value.split(","))
@@ -222,24 +221,30 @@ def parse_layout(text: str) -> ManualLayout:
     if len(sizes) == 1:
         sizes *= depth
     if len(sizes) != depth:
-        raise LayoutError(f"--layout {text!r}: tp has {len(sizes)} sizes for pp={depth} stages; give one, or one per "
-                          "stage", param="layout")
+        raise LayoutError(
+            f"--layout {text!r}: tp has {len(sizes)} sizes for pp={depth} stages; give one, or one per stage", param="layout"
+        )
     (replicas,) = numbers("dp") or (1,)
-    return ManualLayout(stages=sizes, replicas=replicas, layers=numbers("layers"), split=numbers("split"),
-                        machines=tuple(values["machines"].split(",")) if "machines" in values else None)
+    return ManualLayout(
+        stages=sizes,
+        replicas=replicas,
+        layers=numbers("layers"),
+        split=numbers("split"),
+        machines=tuple(values["machines"].split(",")) if "machines" in values else None,
+    )
 
 
-def arrangement_of(
-    manual: ManualLayout, model: ModelDescription, divider: Divider, machines: Sequence[Machine]
-) -> Arrangement:
+def arrangement_of(manual: ManualLayout, model: ModelDescription, divider: Divider, machines: Sequence[Machine]) -> Arrangement:
     """The machines of each stage of each replica. Raises `LayoutError` for what the model or the hosts rule out."""
     size = sum(manual.stages)
     order = _order(manual, machines)
     if min(manual.stages) < 1 or manual.replicas < 1:
         raise LayoutError("--layout: sizes must be at least 1", param="layout")
     if size * manual.replicas > len(order):
-        raise LayoutError(f"--layout needs {size * manual.replicas} machines, there are {len(order)}; add hosts or use "
-                          "a smaller layout", param="layout")
+        raise LayoutError(
+            f"--layout needs {size * manual.replicas} machines, there are {len(order)}; add hosts or use a smaller layout",
+            param="layout",
+        )
     for ranks in manual.stages:
         if ranks > 1 and (why := divider.refusal(ranks)):
             raise LayoutError(f"--layout: {why}", param="layout")
@@ -255,8 +260,7 @@ def _order(manual: ManualLayout, machines: Sequence[Machine]) -> tuple[int, ...]
     for name in manual.machines:
         if name not in names or manual.machines.count(name) > 1:
             raise LayoutError(
-                f"--layout machines={','.join(manual.machines)}: {name} is not one of {', '.join(names)}, or is there "
-                "twice",
+                f"--layout machines={','.join(manual.machines)}: {name} is not one of {', '.join(names)}, or is there twice",
                 param="layout",
             )
     return tuple(names.index(n) for n in manual.machines)

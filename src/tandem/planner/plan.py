@@ -55,8 +55,7 @@ def _complete(request: Request, model: ModelDescription) -> Request:
     if request.context is None:
         return replace(request, context=min(DEFAULT_CONTEXT, model.max_context))
     if not 1 <= request.context <= model.max_context:
-        raise ConfigError(f"--context {request.context}: the model takes 1 to {model.max_context} tokens",
-                          param="context")
+        raise ConfigError(f"--context {request.context}: the model takes 1 to {model.max_context} tokens", param="context")
     return request
 
 
@@ -84,8 +83,9 @@ def _manual(manual: ManualLayout, solver: Solver, goal: Goal) -> Candidate:
     costs = solver.costs
     arrangement = arrangement_of(manual, costs.model, solver.divider, costs.machines)
     each = -(-costs.request.streams // len(arrangement))
-    candidate = _candidate(solver, Layout(replicas=tuple(
-        solver.fixed(groups, each, manual.layers, manual.split, goal) for groups in arrangement)))
+    candidate = _candidate(
+        solver, Layout(replicas=tuple(solver.fixed(groups, each, manual.layers, manual.split, goal) for groups in arrangement))
+    )
     if candidate.prediction is not None and candidate.prediction.step_single == float("inf"):
         raise LayoutError(f"--layout {candidate.label}: no link joins all its machines", param="layout")
     return replace(candidate, manual=True)
@@ -170,8 +170,7 @@ def _size(candidate: Candidate) -> tuple[int, int]:
 
 def _without_layout(costs: Costs) -> tuple[str, ...]:
     try:
-        answer = plan(costs.model, costs.machines, costs.links, replace(costs.request, layouts=()),
-                      experts=costs.experts)
+        answer = plan(costs.model, costs.machines, costs.links, replace(costs.request, layouts=()), experts=costs.experts)
     except NothingFits:
         return ()
     return (f"another layout: {answer.chosen.label}",) if answer.chosen else ()

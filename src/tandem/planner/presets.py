@@ -141,8 +141,13 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
         _description(preset, layers, packing, expert),
         Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,
         f"{name} is planned for from its published config.json, with weights of {_words(quant, packing, expert)}; "
-        "no weights were read." + (f" {copy} is what a copy stored so is usually called on the hub; if it is not "
-                                   "there, name another one, or a directory." if copy else ""),
+        "no weights were read."
+        + (
+            f" {copy} is what a copy stored so is usually called on the hub; if it is not "
+            "there, name another one, or a directory."
+            if copy
+            else ""
+        ),
         copy,
     )
 
@@ -150,8 +155,11 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
 def _description(preset: Preset, layers: list[int], packing: Packing | None, expert: Packing | None
                  ) -> ModelDescription:  # fmt: skip
     count = len(layers)
-    caches = [LayerCache("latent" if preset.latent else "positions", tokens, state, float32)
-              for n, tokens, state, float32 in preset.cache for _ in range(n)]
+    caches = [
+        LayerCache("latent" if preset.latent else "positions", tokens, state, float32)
+        for n, tokens, state, float32 in preset.cache
+        for _ in range(n)
+    ]
     groups = kv_groups({"model_type": preset.family}, caches, preset.head_dim)
     shown = packing or expert
     settings: dict[str, Any] | None = None

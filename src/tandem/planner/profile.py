@@ -124,9 +124,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return a profile with all of `other`, and what is only in this one."""
         names = {host.name for host in other.hosts}
         links = {_key(link) for link in other.links}
-        return Profile(tandem_profile=VERSION, versions=other.versions,
-                       hosts=[*(host for host in self.hosts if host.name not in names), *other.hosts],
-                       links=[*(link for link in self.links if _key(link) not in links), *other.links])
+        return Profile(
+            tandem_profile=VERSION,
+            versions=other.versions,
+            hosts=[*(host for host in self.hosts if host.name not in names), *other.hosts],
+            links=[*(link for link in self.links if _key(link) not in links), *other.links],
+        )
 
 
 class _Head(Struct):
@@ -140,13 +143,18 @@ def read_profile(path: str, flag: str = "--profile") -> Profile:
     try:
         data = read_regular(Path(path).expanduser(), BY_HAND)
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}; `tandem bench comm --write-profile "
-                          "FILE` writes one", param=param) from None
+        raise ConfigError(
+            f"{where}: cannot be read: {error.strerror or error}; `tandem bench comm --write-profile FILE` writes one",
+            param=param,
+        ) from None
     try:
         found = msgspec.json.decode(data, type=_Head).tandem_profile
         if found != VERSION:
-            raise ConfigError(f"{where}: has version {found}, and this Tandem reads version {VERSION}; write it anew "
-                              "with `tandem bench comm --write-profile`", param=param)
+            raise ConfigError(
+                f"{where}: has version {found}, and this Tandem reads version {VERSION}; write it anew "
+                "with `tandem bench comm --write-profile`",
+                param=param,
+            )
         profile = msgspec.json.decode(data, type=Profile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: is no profile of `tandem bench comm`: {error}", param=param) from None
@@ -208,9 +216,18 @@ class Cluster:
     """Which figures were measured, and which were assumed, in sentences."""
 
 
-def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Profile | None, *,
-                 description: ModelDescription, request: Request, fast: bool, backend: str | None = None,
-                 names: Sequence[str] = (), source: str = "The profile") -> Cluster:
+def with_profile(
+    machines: Sequence[Machine],
+    links: Sequence[Link],
+    profile: Profile | None,
+    *,
+    description: ModelDescription,
+    request: Request,
+    fast: bool,
+    backend: str | None = None,
+    names: Sequence[str] = (),
+    source: str = "The profile",
+) -> Cluster:
     """Machines and links with the profile's figures; without one, with the fences that ranks shall have (`fast`).
 
     Figures that somebody gave by hand for a machine (`Machine.measured`) or for two machines (`Link.between`) stay.
@@ -223,8 +240,9 @@ def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Pr
     names = names or [machine.name for machine in machines]
     backend = backend or profile.backend
     notes: list[str] = []
-    computing = [_computing(machine, profile.host(name), description, request, notes)
-                 for machine, name in zip(fenced, names, strict=True)]
+    computing = [
+        _computing(machine, profile.host(name), description, request, notes) for machine, name in zip(fenced, names, strict=True)
+    ]
     taken = [name for machine, was, name in zip(computing, fenced, names, strict=True) if machine is not was]
     joined, said = _joined(machines, links, profile, backend, fast, names)
     if taken:
@@ -233,8 +251,10 @@ def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Pr
     if unknown := [name for name in names if profile.host(name) is None]:
         notes.append(f"{source} does not know {_listed(unknown)}: what is given or assumed of such a host is counted.")
     ends = {frozenset(link.between): link for link in joined if link.between}
-    pairs = {frozenset((machines[a].name, machines[b].name)): f"{names[a]} - {names[b]}"
-             for a, b in combinations(range(len(machines)), 2)}
+    pairs = {
+        frozenset((machines[a].name, machines[b].name)): f"{names[a]} - {names[b]}"
+        for a, b in combinations(range(len(machines)), 2)
+    }
     if missing := [words for pair, words in pairs.items() if pair not in ends]:
         notes.append(f"{source} has no link {_listed(missing)} over {backend}: what is given or assumed is counted.")
     if counted and any(pair not in ends or ends[pair].fence is None for pair in pairs):
@@ -245,20 +265,33 @@ def with_profile(machines: Sequence[Machine], links: Sequence[Link], profile: Pr
 def measured_machine(host: HostProfile) -> Machine:
     """Machine made of its profile alone."""
     step = host.steps[0]
-    return Machine(name=host.name, memory=host.memory_bytes, bandwidth=step.gb_per_s * 1e9, flops=step.tflops * 1e12,
-                   gpu=host.gpu, fence=METAL_FENCE if host.metal else 0.0)
+    return Machine(
+        name=host.name,
+        memory=host.memory_bytes,
+        bandwidth=step.gb_per_s * 1e9,
+        flops=step.tflops * 1e12,
+        gpu=host.gpu,
+        fence=METAL_FENCE if host.metal else 0.0,
+    )
 
 
-def _computing(machine: Machine, host: HostProfile | None, description: ModelDescription, request: Request,
-               notes: list[str]) -> Machine:
+def _computing(
+    machine: Machine, host: HostProfile | None, description: ModelDescription, request: Request, notes: list[str]
+) -> Machine:
     if host is None or machine.measured:
         return machine
     wanted = _weights(description, request, host.gpu)
     step = _nearest(host, wanted)
     if step.weights != wanted and {step.weights, wanted} != {"bfloat16", "float16"}:
         notes.append(f"{host.name} was measured with weights of {step.weights}, not of {wanted}.")
-    return replace(machine, bandwidth=step.gb_per_s * 1e9, flops=step.tflops * 1e12, layer_overhead=step.layer_us / 1e6,
-                   gpu=host.gpu, measured=True)
+    return replace(
+        machine,
+        bandwidth=step.gb_per_s * 1e9,
+        flops=step.tflops * 1e12,
+        layer_overhead=step.layer_us / 1e6,
+        gpu=host.gpu,
+        measured=True,
+    )
 
 
 def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
@@ -278,8 +311,9 @@ def _nearest(host: HostProfile, wanted: str) -> Step:
     return min(host.steps, key=lambda step: order.index(step.weights) if step.weights in order else len(order))
 
 
-def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool,
-            names: Sequence[str]) -> tuple[list[Link], list[str]]:
+def _joined(
+    machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool, names: Sequence[str]
+) -> tuple[list[Link], list[str]]:
     """Links, with a measured one for each pair that was not given by hand, and notes about them."""
     by_hand = {frozenset(link.between) for link in links if link.between}
     found, ways, others = [], [], []
@@ -301,8 +335,10 @@ def _joined(machines: Sequence[Machine], links: Sequence[Link], profile: Profile
         said.append(f"Measured links over {backend}: {_listed(ways)}.")
     if others:
         had, wanted = ("without", "with") if fast else ("with", "without")
-        said.append(f"{_listed(others)}: measured {had} fast fences, and planned {wanted} them; a fence of "
-                    f"{(FAST_METAL_FENCE if fast else METAL_FENCE) * 1e6:.0f} us is assumed.")
+        said.append(
+            f"{_listed(others)}: measured {had} fast fences, and planned {wanted} them; a fence of "
+            f"{(FAST_METAL_FENCE if fast else METAL_FENCE) * 1e6:.0f} us is assumed."
+        )
     return [*links, *found], said
 
 
@@ -310,9 +346,15 @@ def _link(figures: LinkProfile) -> Link:
     """Link of a profile: a sum of two ranks takes two messages in a ring, and one in a mesh."""
     mesh = figures.backend in ("jaccl", "nccl")
     rest = max(figures.sum_us - figures.fence_us, 0.1)
-    return Link(name=f"{figures.backend}, measured", latency=rest / (1 if mesh else 2) / 1e6,
-                bandwidth=figures.sum_gb_per_s * 1e9, mesh=mesh, fence=figures.fence_us / 1e6,
-                hop_latency=figures.hop_us / 1e6, hop_bandwidth=figures.hop_gb_per_s * 1e9)
+    return Link(
+        name=f"{figures.backend}, measured",
+        latency=rest / (1 if mesh else 2) / 1e6,
+        bandwidth=figures.sum_gb_per_s * 1e9,
+        mesh=mesh,
+        fence=figures.fence_us / 1e6,
+        hop_latency=figures.hop_us / 1e6,
+        hop_bandwidth=figures.hop_gb_per_s * 1e9,
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

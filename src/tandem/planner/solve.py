@@ -35,7 +35,10 @@ def share_heads(
 
 
 def split(
-    stages: int, layers: int, cost: Callable[[int, int, int], float], combine: Literal["sum", "max"],
+    stages: int,
+    layers: int,
+    cost: Callable[[int, int, int], float],
+    combine: Literal["sum", "max"],
     uncut: frozenset[int] = frozenset(),
 ) -> tuple[tuple[int, int], ...] | None:
     """(start, stop) of each stage, contiguous and at least one layer each, with the least sum or maximum of costs.
@@ -162,9 +165,7 @@ class Solver:
         stage = self._placed(group, start, stop, streams, objective).stage
         return None if stage is None else replace(stage, start=start, stop=stop)
 
-    def _options(
-        self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective
-    ) -> Iterator[_Placed]:
+    def _options(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> Iterator[_Placed]:
         """Whole kv heads as memory allows, and shares by what each machine can do alone."""
 
         def cost(part: RankShare) -> float:
@@ -181,16 +182,14 @@ class Solver:
         elif step := self.divider.step:
             units = self._heads // step
             parts = [[RankShare(m, n / units, n / units, sharing) for n in range(units + 1)] for m in group]
-            heads = share_heads(units, len(group), lambda rank, n: cost(parts[rank][n]),
-                                lambda rank, n: fits(parts[rank][n]))
+            heads = share_heads(units, len(group), lambda rank, n: cost(parts[rank][n]), lambda rank, n: fits(parts[rank][n]))
             if heads:
                 divisions.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
             shares = _in_proportion([cost(RankShare(m, 1.0, 1.0, sharing)) for m in group], objective)
             if own := self.divider.heads(shares):
                 divisions.append((own, shares))
         for counts, shares in divisions:
-            stage = Stage(machines=group, start=start, stop=stop, kv_heads=counts, shares=shares,
-                          whole_experts=whole_experts)
+            stage = Stage(machines=group, start=start, stop=stop, kv_heads=counts, shares=shares, whole_experts=whole_experts)
             ranks = self._parts(stage)
             if all(map(fits, ranks)):
                 yield _Placed(max(map(cost, ranks)) + self._waiting(group, start, stop, objective), stage)
@@ -269,18 +268,13 @@ class Solver:
             collective=max(self.costs.all_reduce(s.machines, 1) for s in slowest),
             communication=network + self._hops(slowest, 1),
             memory=tuple(
-                self._memory(part, s.start, s.stop, reserved)
-                for stages in replicas
-                for s in stages
-                for part in self._parts(s)
+                self._memory(part, s.start, s.stop, reserved) for stages in replicas for s in stages for part in self._parts(s)
             ),
         )
 
     def _stage_time(self, stage: Stage, rows: int, *, prefill: bool = False) -> float:
         """A stage waits for its slowest rank, and twice a layer for the sum over all of them."""
-        slowest = max(
-            self.costs.rank_time(p, stage.start, stage.stop, rows, prefill=prefill) for p in self._parts(stage)
-        )
+        slowest = max(self.costs.rank_time(p, stage.start, stage.stop, rows, prefill=prefill) for p in self._parts(stage))
         if prefill:  # only a prompt's last token goes through the head
             return slowest + 2 * stage.layers * self.costs.all_reduce(stage.machines, rows)
         return slowest + self._waiting(stage.machines, stage.start, stage.stop, _Objective("time", "sum", rows))

@@ -29,8 +29,17 @@ class ChildProcess:
     stays open as a lifeline: when this process ends, however it ends, the pipe closes and the child goes too.
     """
 
-    def __init__(self, module: str, payload: bytes, *, env: Mapping[str, str], name: str, arguments: Sequence[str] = (),
-                 pass_fds: Sequence[int] = (), output: int | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        payload: bytes,
+        *,
+        env: Mapping[str, str],
+        name: str,
+        arguments: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
+        output: int | None = None,
+    ) -> None:
         """Start `python -m module arguments...`.
 
         `payload` must not contain a newline; `env` is the child's whole environment, `pass_fds` are files that it
@@ -39,9 +48,16 @@ class ChildProcess:
         self.name = name
         command = module_command(module, *arguments)
         try:
-            self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
-                                            start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
-                                            stderr=output).result()
+            self._process = _spawner.submit(
+                subprocess.Popen,
+                command,
+                stdin=subprocess.PIPE,
+                env=dict(env),
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+                stdout=output,
+                stderr=output,
+            ).result()
         except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
             raise SpawnError(f"the {name} cannot be started: {str(error) or 'out of memory'}") from error
         self.tell(payload)
@@ -120,8 +136,13 @@ def guarded_lifeline(platform: str = sys.platform) -> Iterator[None]:
     if platform == "linux":
         yield
         return
-    guard = subprocess.Popen(["/bin/sh", "-c", GUARD, str(os.getpid())], stdin=0, stdout=subprocess.DEVNULL,
-                             stderr=subprocess.DEVNULL, start_new_session=True)
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", GUARD, str(os.getpid())],
+        stdin=0,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         yield
     finally:
@@ -142,6 +163,7 @@ def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
     A thread reads the pipe. Code that keeps the interpreter lock (MLX's ring start-up does) would stop it, so on Linux
     the kernel is asked for a signal as well.
     """
+
     def wait() -> None:
         while os.read(0, 4096):
             pass

@@ -28,8 +28,7 @@ def sweep(directory: Path) -> None:
             match = _NAME.fullmatch(entry.name)
             with suppress(OSError):
                 info = entry.stat(follow_symlinks=False)
-                if match and info.st_uid == os.getuid() and time.time() - info.st_mtime > KEPT_S \
-                        and not _runs(int(match[1])):
+                if match and info.st_uid == os.getuid() and time.time() - info.st_mtime > KEPT_S and not _runs(int(match[1])):
                     if entry.is_dir(follow_symlinks=False):
                         shutil.rmtree(entry.path, ignore_errors=True)
                     else:

@@ -24,8 +24,9 @@ from tandem.processes.child import ChildProcess
 MODULE = "tandem.processes.sandbox_child"
 EXIT_MEMORY = 77
 """Exit code of a process whose task took more memory than it may."""
-OVER_LIMITS = frozenset({EXIT_MEMORY, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL,
-                         -signal.SIGTRAP})
+OVER_LIMITS = frozenset(
+    {EXIT_MEMORY, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP}
+)
 """Exit codes of a process that its task has ended: time or memory used up, the stack full."""
 LONGEST_WORDS = 500
 Answer = TypeVar("Answer")
@@ -162,8 +163,15 @@ class Sandbox:
                 self._connection, theirs = Pipe()
                 with theirs:
                     environment = child_environment({"TOKENIZERS_PARALLELISM": "false"})
-                    self._process = ChildProcess(MODULE, b"", env=environment, name="worker", output=self._output,
-                                                 arguments=(str(theirs.fileno()),), pass_fds=(theirs.fileno(),))
+                    self._process = ChildProcess(
+                        MODULE,
+                        b"",
+                        env=environment,
+                        name="worker",
+                        output=self._output,
+                        arguments=(str(theirs.fileno()),),
+                        pass_fds=(theirs.fileno(),),
+                    )
             return self._connection if self.usable else None
 
     def _ended(self) -> SandboxEnded:

@@ -33,8 +33,7 @@ _MACOS = sys.platform == "darwin"
 
 
 class ProcessLimits:
-    """Limits of the whole process, renewed for each task. On Linux the kernel refuses memory, elsewhere a thread looks.
-    """
+    """Limits of the whole process, renewed for each task. On Linux the kernel refuses memory, elsewhere a thread looks."""
 
     def __init__(self) -> None:
         self._most_resident = sys.maxsize
@@ -116,8 +115,7 @@ def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
         os._exit(EXIT_MEMORY)
     except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
         # Also what no Exception is: a panic in a library written in Rust, such as tokenizers.
-        return TaskBroken(name=type(error).__name__, message=str(error),
-                      frames="".join(traceback.format_tb(error.__traceback__)))
+        return TaskBroken(name=type(error).__name__, message=str(error), frames="".join(traceback.format_tb(error.__traceback__)))
 
 
 def main() -> None:

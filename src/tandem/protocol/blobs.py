@@ -58,5 +58,7 @@ class Refusal(Struct, frozen=True, tag=True):
 
     number: int
     message: str
+
+
 BlobRequest = ListFiles | ReadRange
 BlobAnswer = FileList | Chunk | Refusal

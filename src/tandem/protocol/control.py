@@ -103,8 +103,7 @@ class Refused(Struct, frozen=True, tag=True):
         if self.status == 429:
             return OverloadedError(self.message, retry_after=self.retry_after or 1.0, code=self.code or "overloaded")
         if self.status == 503:
-            return UnavailableError(self.message, retry_after=self.retry_after or 2.0,
-                                    code=self.code or "engine_unavailable")
+            return UnavailableError(self.message, retry_after=self.retry_after or 2.0, code=self.code or "engine_unavailable")
         classes: dict[int, type[RequestError]] = {404: NotFoundError, 413: TooLargeError, 504: TimeoutExceeded}
         fallback = RequestError if 400 <= self.status < 500 else ServerError
         error = classes.get(self.status, fallback)(self.message, param=self.param, code=self.code)

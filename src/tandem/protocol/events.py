@@ -54,11 +54,34 @@ class History:
         self._taken: dict[str, int] = {}
         """Last number taken over, by the `origin` of other histories."""
 
-    def note(self, kind: str, text: str, *, level: Level = "info", remedy: str = "", replica: int | None = None,
-             rank: int | None = None, model: str = "", request_id: str = "", group: str = "") -> Event:
+    def note(
+        self,
+        kind: str,
+        text: str,
+        *,
+        level: Level = "info",
+        remedy: str = "",
+        replica: int | None = None,
+        rank: int | None = None,
+        model: str = "",
+        request_id: str = "",
+        group: str = "",
+    ) -> Event:
         """Record an event with the current time."""
-        event = Event(self._last + 1, time.time(), kind, text[:MOST_TEXT], level, remedy[:MOST_TEXT], replica, rank,
-                      model, request_id, group, self._origin)
+        event = Event(
+            self._last + 1,
+            time.time(),
+            kind,
+            text[:MOST_TEXT],
+            level,
+            remedy[:MOST_TEXT],
+            replica,
+            rank,
+            model,
+            request_id,
+            group,
+            self._origin,
+        )
         self._add(event)
         return event
 
@@ -68,8 +91,14 @@ class History:
             if event.number <= self._taken.get(event.origin, 0):
                 continue
             self._taken[event.origin] = event.number
-            self._add(msgspec.structs.replace(event, number=self._last + 1, model=model or event.model,
-                                              replica=event.replica if replica is None else replica))
+            self._add(
+                msgspec.structs.replace(
+                    event,
+                    number=self._last + 1,
+                    model=model or event.model,
+                    replica=event.replica if replica is None else replica,
+                )
+            )
 
     def after(self, number: int = 0) -> list[Event]:
         """Return the kept events with a number above `number`, oldest first."""

@@ -200,5 +200,4 @@ class Release(Struct, frozen=True, tag=True):
     """The cluster has ended: end the rank, and the node agent."""
 
 
-HeadMessage = (Welcome | Refuse | Ping | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain
-               | Release)
+HeadMessage = Welcome | Refuse | Ping | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain | Release

@@ -16,7 +16,7 @@ class RankPosition(Struct, frozen=True, kw_only=True):
     @property
     def stage(self) -> int:
         """Number of its stage."""
-        return next(stage for stage in range(len(self.stage_sizes)) if self.rank < sum(self.stage_sizes[:stage + 1]))
+        return next(stage for stage in range(len(self.stage_sizes)) if self.rank < sum(self.stage_sizes[: stage + 1]))
 
     @property
     def stages(self) -> int:
@@ -31,7 +31,7 @@ class RankPosition(Struct, frozen=True, kw_only=True):
     @property
     def tp_rank(self) -> int:
         """Number within the stage; 0 leads it."""
-        return self.rank - sum(self.stage_sizes[:self.stage])
+        return self.rank - sum(self.stage_sizes[: self.stage])
 
     @property
     def samples(self) -> bool:

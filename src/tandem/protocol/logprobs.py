@@ -63,8 +63,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     def after(self, places: int) -> PromptLogprobs:
         """Without the first so many."""
         own, top = 4 * places, 4 * places * self.k
-        return PromptLogprobs(self.k, self.logprobs[own:], self.ranks[own:], self.top_logprobs[top:],
-                              self.top_tokens[top:])
+        return PromptLogprobs(self.k, self.logprobs[own:], self.ranks[own:], self.top_logprobs[top:], self.top_tokens[top:])
 
 
 def _numbers(data: bytes, kind: Literal["f", "i"]) -> tuple[Any, ...]:
@@ -74,5 +73,9 @@ def _numbers(data: bytes, kind: Literal["f", "i"]) -> tuple[Any, ...]:
 def joined(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
     """Several that follow one another, all with the same k."""
     return PromptLogprobs(
-        parts[0].k if parts else 0, b"".join(one.logprobs for one in parts), b"".join(one.ranks for one in parts),
-        b"".join(one.top_logprobs for one in parts), b"".join(one.top_tokens for one in parts))
+        parts[0].k if parts else 0,
+        b"".join(one.logprobs for one in parts),
+        b"".join(one.ranks for one in parts),
+        b"".join(one.top_logprobs for one in parts),
+        b"".join(one.top_tokens for one in parts),
+    )

@@ -197,8 +197,10 @@ def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
     `sampled[:accepted + 1]` is the output of the sequence, the same as without drafts.
     """
     drafts = tokens[1:]
-    return next((i for i, (mine, theirs) in enumerate(zip(drafts, sampled, strict=False)) if mine != theirs),
-                min(len(drafts), len(sampled)))
+    return next(
+        (i for i, (mine, theirs) in enumerate(zip(drafts, sampled, strict=False)) if mine != theirs),
+        min(len(drafts), len(sampled)),
+    )
 
 
 class StepResult(Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ def digest(array: mx.array) -> mx.array:
     always shows: its weight is odd, hence invertible.
     """
     bits = array.reshape(-1).view(mx.uint32 if array.dtype.size == 4 else mx.uint16).astype(mx.uint32)
-    return (bits * (_kept()[:bits.size] if bits.size <= _KEPT else _weights(bits.size))).sum()
+    return (bits * (_kept()[: bits.size] if bits.size <= _KEPT else _weights(bits.size))).sum()
 
 
 def _weights(size: int) -> mx.array:

@@ -88,7 +88,7 @@ class Drafter:
             taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0
             known.held += min(known.tried, taken)
             known.tried = 0
-            known.tokens += [max(token, 0) for token in tokens[:taken + 1]]
+            known.tokens += [max(token, 0) for token in tokens[: taken + 1]]
         for request_id in store.ids:
             if request_id not in sampled:
                 store.leave(request_id)
@@ -104,12 +104,14 @@ class Drafter:
         known = self._known[row.request_id]
         missing = row.length + 1 - len(known.tokens)
         if missing > len(row.past) + 1:
-            raise BatchDesync(f"BATCH DESYNC DETECTED: the draft model knows {len(known.tokens)} tokens of "
-                              f"{row.request_id}, and {len(row.past)} before position {row.length} are named")
+            raise BatchDesync(
+                f"BATCH DESYNC DETECTED: the draft model knows {len(known.tokens)} tokens of "
+                f"{row.request_id}, and {len(row.past)} before position {row.length} are named"
+            )
         if missing > 0:
             known.tokens += [*row.past, *row.tokens[:1]][-missing:]
         else:
-            del known.tokens[row.length + 1:]
+            del known.tokens[row.length + 1 :]
         known.held = min(known.held, len(known.tokens))
 
     def _catch_up(self, request_id: str, store: KVStore) -> None:
@@ -126,7 +128,7 @@ class Drafter:
         if caches is None:
             return
         while (rest := len(known.tokens) - 1 - known.held) > 0:
-            chunk = known.tokens[known.held:known.held + min(rest, CHUNK)]
+            chunk = known.tokens[known.held : known.held + min(rest, CHUNK)]
             self.stage.forward(mx.array([chunk], dtype=mx.int32), caches)
             mx.eval([cache.state for cache in caches])
             known.held += len(chunk)
@@ -134,7 +136,7 @@ class Drafter:
 
     def _guess(self, store: KVStore, count: int) -> Drafted:
         ids = store.ids
-        fed = [self._known[one].tokens[self._known[one].held:] for one in ids]
+        fed = [self._known[one].tokens[self._known[one].held :] for one in ids]
         width = max(map(len, fed))
         tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
         hidden = self._forward(tokens, store.batch([len(row) for row in fed]))
@@ -157,4 +159,4 @@ class Drafter:
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
         """int32 [rows] from hidden states [rows, 1, H]."""
-        return mx.argmax(self.stage.head(hidden)[:, -1, :self._vocab], axis=-1).astype(mx.int32)
+        return mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)

@@ -33,8 +33,9 @@ WORTH = 8192
 class KVBufferLayer:
     """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
 
-    def __init__(self, window: int = 0, drafts: int = 0, attention: Attention | None = None,
-                 groups: Groups | None = None) -> None:
+    def __init__(
+        self, window: int = 0, drafts: int = 0, attention: Attention | None = None, groups: Groups | None = None
+    ) -> None:
         """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row;
         `attention` takes the place of mlx-lm's in steps of one token a row; `groups`: how a layer without a window
         quantises, if it does."""
@@ -91,8 +92,7 @@ class KVBufferLayer:
         span = window_size or self._window
         used = self._span(N)
         wrapped = N == 1 and 0 < self._window == self._ring <= min(step.lengths) + 1
-        if (step.aligned or wrapped) and (not span or span >= used) and not self._reads_all(N) and (
-                N == 1 or not return_array):
+        if (step.aligned or wrapped) and (not span or span >= used) and not self._reads_all(N) and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         age = step.queries[:, :, None] - mx.arange(used, dtype=mx.int32)
         if self._ring:
@@ -103,8 +103,9 @@ class KVBufferLayer:
         lengths_alone = N == 1 and (not span or span >= used or span == self._ring)
         return step.says_lengths(self._ring, mask[:, None]) if lengths_alone else mask[:, None]
 
-    def attend(self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: object,
-               sinks: mx.array | None) -> mx.array | None:
+    def attend(
+        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: object, sinks: mx.array | None
+    ) -> mx.array | None:
         """Attention [rows, heads, 1, head_dim] over what `update_and_fetch` returned; None: mlx-lm's must do it."""
         step = self._now()
         if self._attention is None or sinks is not None or step.width > 1:

@@ -28,7 +28,8 @@ class RowStep:
     width: int = 1
     """Tokens that are written in each row, one behind the other."""
     _places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = field(
-        default_factory=dict, init=False, repr=False, compare=False)
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _held: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
     _masks: list[tuple[int, mx.array]] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -64,16 +65,17 @@ class RowStep:
             shape = (len(self.lengths), heads, self.width)
             slots = (self.queries % ring if ring else self.queries).astype(mx.uint32)
             rows, each = (mx.arange(count, dtype=mx.uint32) for count in shape[:2])
-            self._places[ring, heads] = (mx.broadcast_to(rows[:, None, None], shape),
-                                         mx.broadcast_to(each[None, :, None], shape),
-                                         mx.broadcast_to(slots[:, None], shape))
+            self._places[ring, heads] = (
+                mx.broadcast_to(rows[:, None, None], shape),
+                mx.broadcast_to(each[None, :, None], shape),
+                mx.broadcast_to(slots[:, None], shape),
+            )
         return self._places[ring, heads]
 
     def held(self, ring: int) -> mx.array:
         """int32 [rows]: positions that each row of such a ring reads besides the one that it writes."""
         if ring not in self._held:
-            self._held[ring] = (mx.array([min(one, ring - 1) for one in self.lengths], dtype=mx.int32) if ring
-                                else self.positions)
+            self._held[ring] = mx.array([min(one, ring - 1) for one in self.lengths], dtype=mx.int32) if ring else self.positions
         return self._held[ring]
 
     def says_lengths(self, ring: int, mask: mx.array) -> mx.array:

@@ -75,8 +75,7 @@ class Rows:
 class KVStore(Rows):
     """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
-    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0,
-                 attention: Attention | None = None) -> None:
+    def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0, attention: Attention | None = None) -> None:
         """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
         the most drafts of a sequence in one step; `attention` is for the KV buffers.
 
@@ -104,8 +103,10 @@ class KVStore(Rows):
     def _resize(self, shape: KVShape, rows: int = 0, longest: int = 0) -> None:
         rows, longest = max(rows, len(self._ids)), max(longest, *self._lengths, 0)
         if not shape.holds(rows, longest):
-            raise BatchDesync(f"BATCH DESYNC DETECTED: a KV buffer of {shape.rows} rows of {shape.positions} positions "
-                              f"is to hold {rows} of {longest}")
+            raise BatchDesync(
+                f"BATCH DESYNC DETECTED: a KV buffer of {shape.rows} rows of {shape.positions} positions "
+                f"is to hold {rows} of {longest}"
+            )
         self._shape = shape
         for layer in self._layers:
             layer.resize(shape)
@@ -124,8 +125,10 @@ class KVStore(Rows):
         """
         length = next((one.offset for one in caches if hasattr(one, "offset")), 0) if length is None else length
         if len(caches) != len(self._layers) or any(getattr(cache, "offset", length) != length for cache in caches):
-            raise ValueError(f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
-                             f"{len(self._layers)} layers, or such as hold another number of tokens")
+            raise ValueError(
+                f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
+                f"{len(self._layers)} layers, or such as hold another number of tokens"
+            )
         self._append(request_id, length)
         self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -170,8 +173,7 @@ class KVStore(Rows):
         """
         row = self._rows[request_id]
         if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
-            raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut "
-                             f"to {length}")
+            raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut to {length}")
         self._lengths[row] = length
 
     def extract(self, request_id: str) -> list[Cache]:
@@ -198,8 +200,10 @@ class RowsApart(Rows):
     def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int, reason: str) -> None:
         """`reason`: why the model needs this. Raises UnsupportedModel where there are drafts to take back."""
         if drafts:
-            raise UnsupportedModel(f"the model decodes its sequences one by one, as {reason}: serve it without "
-                                   "speculative decoding", param="speculative_method")
+            raise UnsupportedModel(
+                f"the model decodes its sequences one by one, as {reason}: serve it without speculative decoding",
+                param="speculative_method",
+            )
         super().__init__()
         self._caches: list[list[Cache]] = []
         self._layers = len(make_caches())
@@ -244,11 +248,13 @@ class RowsApart(Rows):
         return caches
 
 
-def make_store(make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_one: str = "",
-               attention: Attention | None = None) -> KVStore | RowsApart:
+def make_store(
+    make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_one: str = "", attention: Attention | None = None
+) -> KVStore | RowsApart:
     """The store for a stage; `one_by_one` is the reason for rows apart, if there is one. Raises UnsupportedModel."""
     reason = one_by_one or next(
-        (f"{type(cache).__name__} has no batch in mlx-lm" for cache in make_caches() if not batchable(cache)), "")
+        (f"{type(cache).__name__} has no batch in mlx-lm" for cache in make_caches() if not batchable(cache)), ""
+    )
     return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts, attention)
 
 
@@ -266,7 +272,8 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerS
     if not batchable(cache):
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
     if drafts:
-        raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
-                               "accepted: serve this model without speculative decoding")
+        raise UnsupportedModel(
+            f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
+            "accepted: serve this model without speculative decoding"
+        )
     return MergedLayer(type(cache).__name__)
-

@@ -26,8 +26,14 @@ class Held:
 class MicroBatchState:
     """Follows plans to the letter and checks that it ends where the engine thinks it does."""
 
-    def __init__(self, make_caches: Callable[[], list[Cache]], prefixes: PrefixStore, drafts: int = 0,
-                 one_by_one: str = "", attention: Attention | None = None) -> None:
+    def __init__(
+        self,
+        make_caches: Callable[[], list[Cache]],
+        prefixes: PrefixStore,
+        drafts: int = 0,
+        one_by_one: str = "",
+        attention: Attention | None = None,
+    ) -> None:
         """`prefixes` is shared by all micro-batches of the rank; `drafts` is the most drafts of a sequence in one step;
         `one_by_one`: why rows are computed apart from one another, if they are; `attention`: of decode steps."""
         self._prefixes = prefixes
@@ -47,16 +53,20 @@ class MicroBatchState:
             self._cut(plan)
         mine = batch_fingerprint(self.lengths())
         if mine != plan.fingerprint or (not plan.pause and set(self.store.ids) != set(plan.decode)):
-            raise BatchDesync(f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
-                              f"plan={plan.fingerprint}, local_requests={self.lengths()}, decode={plan.decode}")
+            raise BatchDesync(
+                f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
+                f"plan={plan.fingerprint}, local_requests={self.lengths()}, decode={plan.decode}"
+            )
 
     def _cut(self, plan: StepPlan) -> None:
         """Take back what was computed from drafts that were not accepted."""
         rows = {} if plan.spec_decode_plan is None else {row.request_id: row for row in plan.spec_decode_plan.rows}
         for request_id, row in rows.items():
             if request_id not in self.store:
-                raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be cut to {row.length} positions in step "
-                                  f"{plan.step_id}, and does not decode here")
+                raise BatchDesync(
+                    f"BATCH DESYNC DETECTED: {request_id} is to be cut to {row.length} positions in step "
+                    f"{plan.step_id}, and does not decode here"
+                )
             try:
                 self.store.cut(request_id, row.length)
             except ValueError as error:
@@ -84,8 +94,10 @@ class MicroBatchState:
 
     def lengths(self) -> list[tuple[str, int]]:
         """(request id, positions that its caches really hold), in the order of insertion."""
-        return [(request_id, self.store.length(request_id) if held.caches is None else held.length)
-                for request_id, held in self.held.items()]
+        return [
+            (request_id, self.store.length(request_id) if held.caches is None else held.length)
+            for request_id, held in self.held.items()
+        ]
 
     def chunk(self, op: PrefillOp) -> tuple[list[int], list[Cache]]:
         """Tokens of one prompt chunk, and the caches that it extends."""
@@ -93,12 +105,12 @@ class MicroBatchState:
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
         held.length += op.count
-        return held.insert.tokens[op.start:op.start + op.count], held.caches
+        return held.insert.tokens[op.start : op.start + op.count], held.caches
 
     def following(self, op: PrefillOp) -> list[int]:
         """The prompt's tokens that come after each of the chunk's positions; of the last position of all none does."""
         insert = self.held[op.request_id].insert
-        return insert.tokens[op.start + 1:min(op.start + op.count + 1, insert.prompt_len)]
+        return insert.tokens[op.start + 1 : min(op.start + op.count + 1, insert.prompt_len)]
 
     def save(self, op: SavePrefixOp) -> None:
         """Keep a prompt's KV for prompts to come."""

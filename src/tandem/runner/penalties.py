@@ -133,9 +133,7 @@ class TokenEdits:
         if not entries:
             return None
         rows, tokens, values = zip(*entries, strict=True)
-        return TokenEdits(
-            mx.array(rows, dtype=mx.int32), mx.array(tokens, dtype=mx.int32), mx.array(values, dtype=mx.float32)
-        )
+        return TokenEdits(mx.array(rows, dtype=mx.int32), mx.array(tokens, dtype=mx.int32), mx.array(values, dtype=mx.float32))
 
     def added(self, logits: mx.array) -> mx.array:
         """Logits [n, V] with the values added."""

@@ -30,16 +30,19 @@ class Scores:
         """Waits for the device."""
         if not self.parts:
             return PromptLogprobs(self.k)
-        own, ranks, *best = (np.concatenate([np.array(array) for array in column])
-                             for column in zip(*self.parts, strict=True))
+        own, ranks, *best = (np.concatenate([np.array(array) for array in column]) for column in zip(*self.parts, strict=True))
         packed = PromptLogprobs(self.k, _packed(own, "<f4"), _packed(ranks, "<i4"))
         if not best:
             return packed
         values, tokens = best
         order = np.lexsort((tokens, -values))
         return PromptLogprobs(
-            self.k, packed.logprobs, packed.ranks, _packed(np.take_along_axis(values, order, axis=1), "<f4"),
-            _packed(np.take_along_axis(tokens, order, axis=1), "<i4"))
+            self.k,
+            packed.logprobs,
+            packed.ranks,
+            _packed(np.take_along_axis(values, order, axis=1), "<f4"),
+            _packed(np.take_along_axis(tokens, order, axis=1), "<i4"),
+        )
 
 
 def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *, samples: bool) -> Scores:

@@ -77,15 +77,19 @@ _ATTEND = r"""
                 total += sums[w][g] * c; value += accs[w][d] * c;
             }
 """
-_FULL = {"BEGIN": r"""
+_FULL = {
+    "BEGIN": r"""
     const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + micro-batch * E;
     const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + micro-batch * E;
-""", "READ": r"""
+""",
+    "READ": r"""
         for (int e = 0; e < E; e++) {
             kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
         }
-"""}
-_GROUPED = {"BEGIN": r"""
+""",
+}
+_GROUPED = {
+    "BEGIN": r"""
     const uint32_t* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1];
     const uint32_t* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1];
     const T* ksp = ks + (long)row * ks_strides[0] + (long)head * ks_strides[1];
@@ -94,7 +98,8 @@ _GROUPED = {"BEGIN": r"""
     const T* vbp = vb + (long)row * vb_strides[0] + (long)head * vb_strides[1];
     constexpr int EACH = 32 / BITS;
     constexpr uint32_t CODE = (1u << BITS) - 1;
-""", "READ": r"""
+""",
+    "READ": r"""
         const uint32_t* kw = kp + (long)p * k_strides[2], * vw = vp + (long)p * v_strides[2];
         const T* kc = ksp + (long)p * ks_strides[2], * ka = kbp + (long)p * kb_strides[2];
         const T* vc = vsp + (long)p * vs_strides[2], * va = vbp + (long)p * vb_strides[2];
@@ -115,21 +120,28 @@ _GROUPED = {"BEGIN": r"""
             kk[e] = float((kw[at / EACH] >> shift) & CODE) * float(kc[g]) + float(ka[g]);
             vv[e] = float((vw[at / EACH] >> shift) & CODE) * float(vc[g]) + float(va[g]);
         }
-"""}
+""",
+}
 """How keys and values are read: in the type of computation, and quantised in groups."""
-_WHOLE = _ATTEND + r"""
+_WHOLE = (
+    _ATTEND
+    + r"""
             out[at * D + d] = T(value / total);
         }
         __syncthreads();
     }
 """
-_PARTS = _ATTEND + r"""
+)
+_PARTS = (
+    _ATTEND
+    + r"""
             values[(at * parts + part) * D + d] = value;
             if (!d) { stats[(at * parts + part) * 2] = best; stats[(at * parts + part) * 2 + 1] = total; }
         }
         __syncthreads();
     }
 """
+)
 _JOIN = r"""
     const long at = blockIdx.x;
     const int parts = values_shape[1];
@@ -163,8 +175,13 @@ def serves(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     positions, D]."""
     sharing, rest = divmod(queries.shape[1], _arrays(keys)[0].shape[1])
     dim, numbers = queries.shape[3], (_arrays(keys)[-1], _arrays(values)[-1])
-    return (not rest and sharing <= MOST_SHARING and dim in HEAD_DIMS and dim == _width(keys) == _width(values)
-            and all(one.dtype == queries.dtype for one in numbers))
+    return (
+        not rest
+        and sharing <= MOST_SHARING
+        and dim in HEAD_DIMS
+        and dim == _width(keys) == _width(values)
+        and all(one.dtype == queries.dtype for one in numbers)
+    )
 
 
 def _arrays(side: mx.array | Quantized) -> tuple[mx.array, ...]:
@@ -176,8 +193,9 @@ def _width(side: mx.array | Quantized) -> int:
     return side.scales.shape[3] * side.groups.size if isinstance(side, Quantized) else side.shape[3]
 
 
-def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
-           longest: int, scale: float) -> mx.array | None:
+def attend(
+    queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array, longest: int, scale: float
+) -> mx.array | None:
     """Attention of one token a row over positions 0 .. lengths[row], its own among them; None for shapes that these
     kernels do not serve.
 
@@ -197,15 +215,24 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     out: mx.array
     if parts == 1:
         [out] = _kernel("whole", grouped)(
-            inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype],
-            **launch)
+            inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype], **launch
+        )
         return out
     partial, stats = _kernel("parts", grouped)(
-        inputs=inputs, template=template, output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
-        output_dtypes=[mx.float32, mx.float32], **launch)
+        inputs=inputs,
+        template=template,
+        output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
+        output_dtypes=[mx.float32, mx.float32],
+        **launch,
+    )
     [out] = _kernel("join")(
-        inputs=[partial, stats], template=[("T", queries.dtype), ("D", dim)], grid=(rows * heads * MICRO_BATCHES * WARPS, 1, 1),
-        threadgroup=(MICRO_BATCHES * WARPS, 1, 1), output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype])
+        inputs=[partial, stats],
+        template=[("T", queries.dtype), ("D", dim)],
+        grid=(rows * heads * MICRO_BATCHES * WARPS, 1, 1),
+        threadgroup=(MICRO_BATCHES * WARPS, 1, 1),
+        output_shapes=[(rows, heads, 1, dim)],
+        output_dtypes=[queries.dtype],
+    )
     return out
 
 
@@ -229,8 +256,9 @@ def chosen_attention(choice: str = "auto") -> Attention | None:
     return attend_by_length if choice == "auto" and on_cpu() else decode_attention(choice)
 
 
-def attend_by_length(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
-                     longest: int, scale: float) -> mx.array | None:
+def attend_by_length(
+    queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array, longest: int, scale: float
+) -> mx.array | None:
     """Attend like `attend`, on a CPU and for any shapes; None where rows are of about one length, or quantized.
 
     `lengths` was made of numbers that this process knows, so reading them waits for nothing. MLX has no fused attention
@@ -272,9 +300,17 @@ def _kernel(name: str, grouped: bool = False) -> Any:
     sides = ["k", "ks", "kb", "v", "vs", "vb"] if grouped else ["k", "v"]
     inputs = ["q", *sides, "lengths", "scale"]
     source, given, made = {
-        "whole": (_WHOLE, inputs, ["out"]), "parts": (_PARTS, inputs, ["values", "stats"]),
-        "join": (_JOIN, ["values", "stats"], ["out"])}[name]
+        "whole": (_WHOLE, inputs, ["out"]),
+        "parts": (_PARTS, inputs, ["values", "stats"]),
+        "join": (_JOIN, ["values", "stats"], ["out"]),
+    }[name]
     for place, code in (_GROUPED if grouped else _FULL).items():
         source = source.replace(place, code)
-    return mx.fast.cuda_kernel(name=f"tandem_ragged_{name}{'_grouped' if grouped else ''}", input_names=given,
-                               output_names=made, source=source, header=_HEADER, ensure_row_contiguous=False)
+    return mx.fast.cuda_kernel(
+        name=f"tandem_ragged_{name}{'_grouped' if grouped else ''}",
+        input_names=given,
+        output_names=made,
+        source=source,
+        header=_HEADER,
+        ensure_row_contiguous=False,
+    )

@@ -86,11 +86,22 @@ class PendingStep:
 class Runner:
     """Holds a stage, its micro-batches and their KV. Not thread-safe: one thread owns all MLX work of a process."""
 
-    def __init__(self, stage: StageModel, *, micro_batches: int, vocab_size: int, eos_token_ids: tuple[int, ...],
-                 link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
-                 vocabulary: Vocabulary | None = None, drafts: int = 0,
-                 drafter: Drafter | None = None, attention: Attention | None = None,
-                 disk: KVDisk | None = None) -> None:
+    def __init__(
+        self,
+        stage: StageModel,
+        *,
+        micro_batches: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        link: StageLink | None = None,
+        group: StageGroup | None = None,
+        samples: bool = True,
+        vocabulary: Vocabulary | None = None,
+        drafts: int = 0,
+        drafter: Drafter | None = None,
+        attention: Attention | None = None,
+        disk: KVDisk | None = None,
+    ) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
@@ -104,8 +115,9 @@ class Runner:
         self.disk = disk
         """KV on disk, if prefixes are kept there."""
         self._prefixes = PrefixStore(disk)
-        self._micro_batches = [MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
-                       for _ in range(micro_batches)]
+        self._micro_batches = [
+            MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention) for _ in range(micro_batches)
+        ]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
@@ -183,8 +195,7 @@ class Runner:
                 self._sampler.remove(request_id)
         if self._sampler is not None:
             for op in plan.inserts:
-                self._sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens,
-                                  op.prompt_len)
+                self._sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens, op.prompt_len)
         if self.drafter is not None:
             self.drafter.follow(plan)
 
@@ -246,7 +257,7 @@ class Runner:
             tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], dtype=mx.int32)
         hidden = self._forward(pending, (len(ops), width), tokens, self.stage.make_caches())
         for row, op in enumerate(ops):
-            self._pool(pending, hidden[row:row + 1, :op.count], op)
+            self._pool(pending, hidden[row : row + 1, : op.count], op)
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
         """Choose a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
@@ -280,8 +291,9 @@ class Runner:
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
 
-    def _forward(self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None,
-                 caches: Sequence[Cache] | Apart) -> mx.array:
+    def _forward(
+        self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None, caches: Sequence[Cache] | Apart
+    ) -> mx.array:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))

@@ -102,8 +102,11 @@ class _Plan:
 
     def banned(self, eos: Sequence[int], vocab_size: int) -> TokenEdits | None:
         """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
-        early = [row for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
-                 if one.produced + i < one.params.min_tokens]
+        early = [
+            row
+            for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
+            if one.produced + i < one.params.min_tokens
+        ]
         if self._bans[0] != early:
             entries = []
             for row in early:
@@ -117,8 +120,7 @@ class _Plan:
 class Sampler:
     """Sampling state of sequences. Lives on the one rank that samples."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (),
-                 vocabulary: Vocabulary | None = None) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (), vocabulary: Vocabulary | None = None) -> None:
         """`vocab_size` is the width of the logits, `eos_token_ids` the model's own end-of-sequence ids.
 
         Without `vocabulary` no sequence can have a grammar.
@@ -218,7 +220,7 @@ class Sampler:
         if not masks.rows:
             return logits, masks.given_up
         words = mx.array(masks.bits)[..., None] >> mx.arange(32, dtype=mx.uint32)
-        allowed = (words & 1).reshape(len(masks.rows), -1)[:, :self._vocab_size] == 1
+        allowed = (words & 1).reshape(len(masks.rows), -1)[:, : self._vocab_size] == 1
         return logits.at[mx.array(masks.rows)].add(mx.where(allowed, 0.0, -mx.inf)), masks.given_up
 
     def _follow(self) -> None:
@@ -246,8 +248,7 @@ class Sampler:
         scaled = logits - logits.max(axis=-1, keepdims=True)
         if plan.inverse_temperature is not None:
             scaled = scaled * plan.inverse_temperature
-        positions = np.array([one.produced + i for one, i in zip(plan.sequences, plan.ahead, strict=True)],
-                             dtype=np.uint64)
+        positions = np.array([one.produced + i for one, i in zip(plan.sequences, plan.ahead, strict=True)], dtype=np.uint64)
         uniforms = mx.array(uniform_pairs(plan.keys, positions))
         drawn = draw(filtered_weights(scaled, plan.filters, top_p=self._top_p), uniforms)
         if plan.greedy is None:

@@ -58,15 +58,19 @@ class RunningBatches:
 
     def micro_batch_for(self, sequence: Sequence, asking: MicroBatch) -> MicroBatch:
         """Return the micro-batch in which a waiting sequence costs least; `asking` where several are as good."""
-        return choose_micro_batch(self.micro_batches, self._length(sequence), asking=asking, rows=self.limits.rows,
-                           drafts=self._drafts)
+        return choose_micro_batch(
+            self.micro_batches, self._length(sequence), asking=asking, rows=self.limits.rows, drafts=self._drafts
+        )
 
     def fits(self, micro_batch: MicroBatch, sequence: Sequence) -> bool:
         """True if there is a place in the batch, and room for it and its prompt beside it; a first one always runs."""
         if len(micro_batch.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
-        need = self._needed - micro_batch.positions(drafts=self._drafts) + micro_batch.positions([self._length(sequence)],
-                                                                                  self._drafts)
+        need = (
+            self._needed
+            - micro_batch.positions(drafts=self._drafts)
+            + micro_batch.positions([self._length(sequence)], self._drafts)
+        )
         return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
 
     def _length(self, sequence: Sequence) -> int:

@@ -55,8 +55,9 @@ class Limits:
         return most_rows(self.max_batch_size, self.micro_batches)
 
 
-def check_admission(request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence],
-                    queued: int) -> None:
+def check_admission(
+    request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence], queued: int
+) -> None:
     """May a request wait for its turn? `live` are the ids in use, `waiting` is the queue, of `queued` tokens in all.
 
     Raises RequestError if it can never run, OverloadedError if the queue is full. One group cannot fill it for the
@@ -85,16 +86,22 @@ def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -
         raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
     check_request(request, limits.vocab_size)
     if request.pooling is None and len(request.produced) >= max(params.max_tokens, 1):
-        raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
-                           param="max_tokens")
+        raise RequestError(
+            f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already", param="max_tokens"
+        )
     need = len(request.prompt) + params.max_tokens
     if need > limits.max_context:
         raise RequestError(
             f"This model's maximum context length is {limits.max_context} tokens. However, you requested {need} "
             f"tokens ({len(request.prompt)} in the prompt, {params.max_tokens} in the completion). "
             "Please reduce the length of the prompt or max_tokens.",
-            param="messages", code="context_length_exceeded")
+            param="messages",
+            code="context_length_exceeded",
+        )
     if need > limits.kv_tokens:
-        raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
-                           "shorten the request or raise --kv-tokens", param="max_tokens",
-                           code="context_length_exceeded")
+        raise RequestError(
+            f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
+            "shorten the request or raise --kv-tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )

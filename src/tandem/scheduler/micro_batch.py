@@ -65,8 +65,7 @@ class MicroBatch:
         return ahead
 
     def took(self, now: float | None) -> float | None:
-        """Seconds that the step took whose result came `now`, if the micro-batch went from the one before straight on to it.
-        """
+        """Seconds that the step took whose result came `now`, if the micro-batch went from the one before straight on to it."""
         since, self.result_at = self.result_at, now if self.decoding() else None
         return None if now is None or since is None else now - since
 
@@ -77,8 +76,7 @@ class MicroBatch:
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
         """KV positions that the micro-batch needs after its next step, with up to `drafts` drafts a row and with rows of
         `extra` lengths added."""
-        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra],
-                               self.step)
+        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra], self.step)
 
     def occupied(self, drafts: int) -> int:
         """KV positions that the micro-batch takes until its prompts have joined: what it needs, or its buffer beside them."""
@@ -87,21 +85,22 @@ class MicroBatch:
 
     def rows(self, joins: Container[str], more: int) -> list[int]:
         """Lengths of the rows of its KV buffer, each `more` than is computed; those of `joins` are about to join."""
-        return [max(s.computed + more, s.target) for s in self.members.values()
-                if s.samples and (s.decoding or s.request_id in joins)]
+        return [
+            max(s.computed + more, s.target) for s in self.members.values() if s.samples and (s.decoding or s.request_id in joins)
+        ]
 
     def prompt_positions(self, joins: Container[str], prefill: Iterable[PrefillOp]) -> int:
         """KV positions of members that are in no row, nor about to join, once these chunks are computed."""
-        prompts = {s.request_id: s.computed for s in self.members.values()
-                   if not (s.samples and (s.decoding or s.request_id in joins))}
+        prompts = {
+            s.request_id: s.computed for s in self.members.values() if not (s.samples and (s.decoding or s.request_id in joins))
+        }
         return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
         """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
         but nobody is passed over for long. The last chunk of one whose grammar is being compiled waits."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
-        overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE
-                        and not s.awaits_grammar), None)
+        overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
         chunks = []
@@ -114,14 +113,24 @@ class MicroBatch:
                 continue
             budget -= count
             request = sequence.request
-            chunks.append(PrefillOp(
-                sequence.request_id, sequence.computed, count, last, request.pooling, sequence.samples,
-                request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None))
+            chunks.append(
+                PrefillOp(
+                    sequence.request_id,
+                    sequence.computed,
+                    count,
+                    last,
+                    request.pooling,
+                    sequence.samples,
+                    request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None,
+                )
+            )
             sequence.skipped = 0
         return chunks
 
 
-def choose_micro_batch(micro_batches: Items[MicroBatch], length: int, *, asking: MicroBatch, rows: int, drafts: int = 0) -> MicroBatch:
+def choose_micro_batch(
+    micro_batches: Items[MicroBatch], length: int, *, asking: MicroBatch, rows: int, drafts: int = 0
+) -> MicroBatch:
     """The micro-batch in which a sequence of `length` positions costs least, of those that have nearly the fewest rows:
     a batch costs rows x longest, so lengths that are alike belong together.
 

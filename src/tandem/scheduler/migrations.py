@@ -75,8 +75,9 @@ class Migrations:
     @property
     def progress(self) -> object:
         """A value that changes as long as disks write; None when no migration waits for them."""
-        return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
-                for one in self._leaving.values() if one.due] or None
+        return [
+            (one.sequence.request_id, len(self._missing(one)), len(one.ordered)) for one in self._leaving.values() if one.due
+        ] or None
 
     def lose_patience(self) -> None:
         """Stop waiting for disks: draining sequences migrate with what is written, others stay."""
@@ -103,9 +104,12 @@ class Migrations:
             if sequence.micro_batch != micro_batch.index or room <= 0:
                 continue
             if migration.names is None:
-                migration.names = disk_block_names(block_hashes(sequence.tokens[:sequence.computed]))
-            disk_blocks = [(number, name) for number, name in self._missing(migration)
-                      if name not in migration.ordered and (number + 1) * DISK_BLOCK <= sequence.computed][:room]
+                migration.names = disk_block_names(block_hashes(sequence.tokens[: sequence.computed]))
+            disk_blocks = [
+                (number, name)
+                for number, name in self._missing(migration)
+                if name not in migration.ordered and (number + 1) * DISK_BLOCK <= sequence.computed
+            ][:room]
             if disk_blocks:
                 room -= len(disk_blocks)
                 migration.ordered.update(name for _, name in disk_blocks)

@@ -76,15 +76,20 @@ class PromptPace:
             return None if self._decode_s is None else STEPS * self._decode_s
         return self._limit_s or None
 
-    def took(self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float,
-             under_way: Collection[StepPlan]) -> None:
+    def took(
+        self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float, under_way: Collection[StepPlan]
+    ) -> None:
         """The plan's result came `now`, `seconds` after the one before it in its micro-batch, None where that says nothing;
         ranks were busy with it for `busy_s`. `under_way`: other plans."""
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
         if plan.decode and now is not None and seconds is not None:
-            self._charge(seconds, embeds or self._embedded_at >= now - seconds or any(
-                op.pooling is not None for one in under_way for op in one.prefill))
+            self._charge(
+                seconds,
+                embeds
+                or self._embedded_at >= now - seconds
+                or any(op.pooling is not None for one in under_way for op in one.prefill),
+            )
             if tokens >= LEAST:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
             elif not tokens and not self._disturbed(plan, now - seconds, under_way):
@@ -107,7 +112,8 @@ class PromptPace:
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
         """Prompts of other micro-batches were computed meanwhile."""
         return any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch) or any(
-            one.prefill and one.micro_batch != plan.micro_batch for one in under_way)
+            one.prefill and one.micro_batch != plan.micro_batch for one in under_way
+        )
 
     def _halved(self, most: int) -> int:
         return max(most >> self._halvings, min(LEAST, most))

@@ -35,8 +35,13 @@ class Quarantine:
         self._resting = None
         if not sequence.quarantine_record.guilty or sequence.finished:
             return None
-        return Refused(sequence.request_id, 500, f"the ranks died {sequence.deaths} times while they worked on this "
-                       "request, the last times while it ran alone; it is not tried again", code="rank_failure")
+        return Refused(
+            sequence.request_id,
+            500,
+            f"the ranks died {sequence.deaths} times while they worked on this "
+            "request, the last times while it ran alone; it is not tried again",
+            code="rank_failure",
+        )
 
     @staticmethod
     def may_join(sequence: Sequence, members: Iterable[Sequence]) -> bool:
@@ -56,8 +61,11 @@ class Quarantine:
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
             if resting is not None:
-                log.warning("Running nothing for %.0f s: ranks may die without request %s too, which ran "
-                            "alone when they died", REST_S, resting.request_id)
+                log.warning(
+                    "Running nothing for %.0f s: ranks may die without request %s too, which ran alone when they died",
+                    REST_S,
+                    resting.request_id,
+                )
                 trials += self._trial(resting, resting=True)
         elif now >= self._resting[1]:
             resting.rested = True

@@ -104,8 +104,11 @@ class Scheduler:
     def _queue(self) -> deque[Sequence]:
         """Waiting sequences that can be admitted now."""
         embeds = self.prompts.embeds(self.batches.members())
-        return self.waiting if embeds and not self.disk.fetching else deque(
-            one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
+        return (
+            self.waiting
+            if embeds and not self.disk.fetching
+            else deque(one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
+        )
 
     @property
     def under_way(self) -> int:
@@ -115,8 +118,12 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True when there is nothing to plan and nothing to wait for."""
-        return not (self.sequences or self._under_way or self.prefixes.leaving
-                    or any(micro_batch.removes for micro_batch in self.batches.micro_batches))
+        return not (
+            self.sequences
+            or self._under_way
+            or self.prefixes.leaving
+            or any(micro_batch.removes for micro_batch in self.batches.micro_batches)
+        )
 
     @property
     def compiling(self) -> Sequence | None:
@@ -156,8 +163,10 @@ class Scheduler:
         spec = self._speculate(micro_batch, decode)
         inserts, restores = self._admit(micro_batch)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in micro_batch.members.values())
-        prefill = micro_batch.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
-                               embeds=self.prompts.embeds(self.batches.members()))
+        prefill = micro_batch.prefill(
+            self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
+            embeds=self.prompts.embeds(self.batches.members()),
+        )
         removes = [request_id for one in self.batches.micro_batches for request_id in one.removes]
         keeps = self.migrations.write(micro_batch)
         if not (removes or inserts or decode or prefill or keeps or self.prefixes.leaving):
@@ -165,12 +174,24 @@ class Scheduler:
         saves = [save for op in prefill if (save := self._save(micro_batch.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(micro_batch, saves, prefill), self.prefixes)
         plan = StepPlan(
-            step_id=self.next_step, micro_batch=micro_batch.index, removes=removes, inserts=inserts, restores=restores,
-            decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
-            keeps=keeps, evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
+            step_id=self.next_step,
+            micro_batch=micro_batch.index,
+            removes=removes,
+            inserts=inserts,
+            restores=restores,
+            decode=[s.request_id for s in decode],
+            prefill=prefill,
+            saves=saves,
+            stores=stores,
+            keeps=keeps,
+            evicts=self.prefixes.take_evicted(),
+            fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
-            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.batches.pressed,
-            kv_shapes=self.batches.shapes(micro_batch, prefill))
+            spec_decode_plan=spec,
+            digest=self.limits.digests,
+            tidy=self.batches.pressed,
+            kv_shapes=self.batches.shapes(micro_batch, prefill),
+        )
         self._commit(micro_batch, plan, decode, prefill)
         return plan
 
@@ -181,9 +202,14 @@ class Scheduler:
         if not decode or (drafts is None and not ask and not micro_batch.names_tokens):
             return None
         return SpecDecodePlan(
-            [SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries],
-                           one.untold() if self.speculation.model else [])
-             for one, tries in zip(decode, drafts or repeat(()), strict=False)], ask)
+            [
+                SpecDecodeRow(
+                    one.request_id, one.computed, [one.tokens[-1], *tries], one.untold() if self.speculation.model else []
+                )
+                for one, tries in zip(decode, drafts or repeat(()), strict=False)
+            ],
+            ask,
+        )
 
     def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
         """Drafts that are worth trying after these, and how many to ask a draft model for. Rows are padded to the
@@ -243,7 +269,7 @@ class Scheduler:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
         if op.start + op.count != sequence.save_point or self.batches.pressed:
             return None
-        cached_prefix = self.prefixes.save(sequence.tokens[:op.start + op.count])
+        cached_prefix = self.prefixes.save(sequence.tokens[: op.start + op.count])
         return None if cached_prefix is None else SavePrefixOp(sequence.request_id, cached_prefix.key, cached_prefix.length)
 
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
@@ -282,8 +308,9 @@ class Scheduler:
         micro_batch = self.batches.micro_batches[plan.micro_batch]
         ahead = micro_batch.returned(plan)
         if not plan.decode:
-            self.disk.computed(sum(op.count for op in plan.prefill),
-                               max((op.start + op.count for op in plan.prefill), default=0), busy_s)
+            self.disk.computed(
+                sum(op.count for op in plan.prefill), max((op.start + op.count for op in plan.prefill), default=0), busy_s
+            )
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
                 self._got(prompted, op.start + op.count)
@@ -329,9 +356,16 @@ class Scheduler:
             self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next one's turn, alone too
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
-        return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
-                      sequence.cached if first else 0, sequence.from_disk if first else 0,
-                      prompt_logprobs=prompt_logprobs)
+        return Output(
+            sequence.request_id,
+            tokens[:taken],
+            logprobs,
+            reason,
+            reason == "stop",
+            sequence.cached if first else 0,
+            sequence.from_disk if first else 0,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
@@ -350,9 +384,14 @@ class Scheduler:
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
             return self.fail(sequence, NOT_FINITE)
         self._finish(sequence)
-        return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
-                      cached_tokens=sequence.cached, disk_tokens=sequence.from_disk, vector=vector,
-                      prompt_logprobs=found)
+        return Output(
+            request_id,
+            finish_reason="stop" if sequence.request.pooling else "length",
+            cached_tokens=sequence.cached,
+            disk_tokens=sequence.from_disk,
+            vector=vector,
+            prompt_logprobs=found,
+        )
 
     def fail(self, sequence: Sequence, why: int) -> Refused:
         """End a sequence that got `why` in place of a token. A prefix that gave no numbers must serve nobody else: what

@@ -179,7 +179,7 @@ class Sequence:
 
     def untold(self) -> list[int]:
         """Tokens before the last one that a draft model has not been told."""
-        return self.tokens[self.told:-1]
+        return self.tokens[self.told : -1]
 
     def hear(self, result: StepResult) -> None:
         """If a draft model has guessed what comes after its tokens, it knows them."""
@@ -201,11 +201,24 @@ class Sequence:
 def no_token(request_id: str, why: int) -> Refused:
     """Return the error of a sequence that got `why`, a negative number, in place of a token."""
     if why == NO_CONTINUATION:
-        return Refused(request_id, 400, "the output cannot be kept to the form that structured_outputs or the tools "
-                       "ask for: it costs more to follow than is allowed; make it simpler",
-                       code="structured_output_failed", param="structured_outputs")
+        return Refused(
+            request_id,
+            400,
+            "the output cannot be kept to the form that structured_outputs or the tools "
+            "ask for: it costs more to follow than is allowed; make it simpler",
+            code="structured_output_failed",
+            param="structured_outputs",
+        )
     if why == NO_GRAMMAR:
-        return Refused(request_id, 503, "what is needed to keep the output to a form could not be loaded; the server's "
-                       "log says why; try again later", code="grammar_unavailable")
-    return Refused(request_id, 500, "the model produced logits that are not finite numbers; check the model's weights "
-                   "and dtype", code="not_finite")
+        return Refused(
+            request_id,
+            503,
+            "what is needed to keep the output to a form could not be loaded; the server's log says why; try again later",
+            code="grammar_unavailable",
+        )
+    return Refused(
+        request_id,
+        500,
+        "the model produced logits that are not finite numbers; check the model's weights and dtype",
+        code="not_finite",
+    )

@@ -25,8 +25,9 @@ def find_model(http: Request, name: str | None) -> Served:
         raise
 
 
-async def acquire(http: Request, name: str | None, *, stream: bool | None = False,
-                  error: Callable[[RequestError], bytes] = failed_stream) -> Served:
+async def acquire(
+    http: Request, name: str | None, *, stream: bool | None = False, error: Callable[[RequestError], bytes] = failed_stream
+) -> Served:
     """Return the model that a request names; of several it is loaded, and stays so until the request ends.
 
     For a `stream` that has to wait the answer begins at once, with comments until the model is there; an error after
@@ -58,8 +59,7 @@ async def _wait(http: Request, served: Served, model_pool: ModelPool) -> None:
         raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
 
 
-async def _wait_in_stream(http: Request, served: Served, model_pool: ModelPool,
-                          error: Callable[[RequestError], bytes]) -> None:
+async def _wait_in_stream(http: Request, served: Served, model_pool: ModelPool, error: Callable[[RequestError], bytes]) -> None:
     waiting = asyncio.create_task(_wait(http, served, model_pool))
     try:
         await asyncio.wait((waiting,), timeout=REFUSAL_GRACE_S)

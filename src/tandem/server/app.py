@@ -57,17 +57,25 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
     jobs = Jobs(api) if settings.server.journal is not None else None
     batches = Batches(api, jobs) if jobs is not None else None
     app = TandemApp(
-        title="Tandem",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        lifespan=_lifespan,
+        title="Tandem", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=_lifespan
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
-    for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
-                   idempotency, responses, tokens):
+    for module in (
+        anthropic,
+        batch_routes,
+        cache,
+        chat,
+        completions,
+        embeddings,
+        info,
+        models,
+        page,
+        plan,
+        idempotency,
+        responses,
+        tokens,
+    ):
         app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
@@ -81,8 +89,14 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
             allow_origins=list(settings.server.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id", "idempotent-replayed", "location", IGNORED_HEADER.decode(),
-                            *RATE_HEADERS],
+            expose_headers=[
+                "retry-after",
+                "x-request-id",
+                "idempotent-replayed",
+                "location",
+                IGNORED_HEADER.decode(),
+                *RATE_HEADERS,
+            ],
         )
     return app
 

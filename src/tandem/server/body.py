@@ -36,8 +36,7 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if len(chunks) > limit:
                     raise _too_large(limit)
     except TimeoutError:
-        raise refused(408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.",
-                      code="request_timeout") from None
+        raise refused(408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.", code="request_timeout") from None
     except ClientDisconnect:
         raise ClientGone("The client left.") from None
     return bytes(chunks)
@@ -91,5 +90,7 @@ def require_known(names: Iterable[str], known: Collection[str]) -> None:
     """Raises RequestError for a query parameter that there is not: what was meant would be passed over in silence."""
     for name in names:
         if name not in known:
-            raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
-                               f"{', '.join(known)}.", param=name[:100])
+            raise RequestError(
+                f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: {', '.join(known)}.",
+                param=name[:100],
+            )

@@ -100,8 +100,9 @@ class Api:
                 if name in names_of(served):
                     return served
         names = ", ".join(served.name for served in self.served)
-        raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
-                            code="model_not_found")
+        raise NotFoundError(
+            f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model", code="model_not_found"
+        )
 
     def max_context(self, served: Served) -> int | None:
         """Most tokens of prompt and output together, also of a model that is not loaded; None while it is not known."""
@@ -149,8 +150,7 @@ async def gone(http: Request) -> None:
 
 def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
     """Return the first fields of OpenAI's answers and chunks; `kind` is the value of `object`."""
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model,
-            "system_fingerprint": FINGERPRINT}
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
 
 
 def new_id(prefix: str, mark: str = "-") -> str:

@@ -11,14 +11,7 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tandem.errors import (
-    AuthenticationError,
-    NotFoundError,
-    OverloadedError,
-    RequestError,
-    ServerError,
-    UnavailableError,
-)
+from tandem.errors import AuthenticationError, NotFoundError, OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.log import Seldom
 
 logger = logging.getLogger(__name__)
@@ -69,8 +62,7 @@ def anthropic_envelope(error: RequestError) -> dict[str, Any]:
 
 
 def error_response(error: RequestError, path: str = "") -> Response:
-    """Return the HTTP response of an error in the shape that clients of `path` expect; Retry-After where waiting helps.
-    """
+    """Return the HTTP response of an error in the shape that clients of `path` expect; Retry-After where waiting helps."""
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
@@ -88,8 +80,15 @@ def unexpected(error: BaseException | None, where: str, follows: str) -> None:
     Only the places in the code are logged: the message of a foreign exception may quote a prompt.
     """
     frames = "".join(traceback.format_tb(error.__traceback__)).rstrip() if error is not None else ""
-    seldom.log(logging.ERROR, "unexpected %s in %s; %s; please report it\n%s", type(error).__name__, where, follows,
-               frames, kind=frames or where)
+    seldom.log(
+        logging.ERROR,
+        "unexpected %s in %s; %s; please report it\n%s",
+        type(error).__name__,
+        where,
+        follows,
+        frames,
+        kind=frames or where,
+    )
 
 
 def internal_error(error: BaseException, where: str) -> ServerError:

@@ -37,9 +37,20 @@ class Running(ABC):
     engine's loss all end a wait with a RequestError.
     """
 
-    def __init__(self, http: Request, served: Served, work: Sequence[tuple[list[int], SamplingParams]], *,
-                 request_id: str, prompt_tokens: int, stream: bool, timeout: float | None, window: int | None = None,
-                 replicas: Sequence[int] | None = None, **fields: Any) -> None:
+    def __init__(
+        self,
+        http: Request,
+        served: Served,
+        work: Sequence[tuple[list[int], SamplingParams]],
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        stream: bool,
+        timeout: float | None,
+        window: int | None = None,
+        replicas: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> None:
         """Submit a sequence for each prompt and its parameters in `work`, each to its replica if these are named.
 
         `window`: how many are submitted now; others by `go_on`. `fields`: of each engine request. Raises
@@ -59,8 +70,14 @@ class Running(ABC):
         self._lease: Lease = http.scope["tandem.lease"]
         self._lease.prompt(prompt_tokens)
         self._requests = [
-            EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=self.group,
-                          weight=self._lease.weight, **fields)
+            EngineRequest(
+                request_id=f"{request_id}-{index}",
+                prompt=prompt,
+                params=params,
+                group=self.group,
+                weight=self._lease.weight,
+                **fields,
+            )
             for index, (prompt, params) in enumerate(work)
         ]
         self._open = self._requests[:window]
@@ -187,9 +204,18 @@ class Prompts(Running):
     At most `window` are submitted at once, so that a long list does not fill the engine's queue.
     """
 
-    def __init__(self, http: Request, served: Served, prefix: str, prompts: Sequence[list[int]], *,
-                 timeout: float | None, replicas: Sequence[int] | None = None, window: int | None = None,
-                 **fields: Any) -> None:
+    def __init__(
+        self,
+        http: Request,
+        served: Served,
+        prefix: str,
+        prompts: Sequence[list[int]],
+        *,
+        timeout: float | None,
+        replicas: Sequence[int] | None = None,
+        window: int | None = None,
+        **fields: Any,
+    ) -> None:
         """Submit the first `window`, or all. `fields` are those of each engine request beside its prompt.
 
         Raises UnavailableError, OverloadedError.
@@ -197,9 +223,18 @@ class Prompts(Running):
         self._window = window or len(prompts)
         self._outputs: dict[str, Output] = {}
         params = SamplingParams(max_tokens=0)
-        super().__init__(http, served, [(prompt, params) for prompt in prompts], request_id=new_id(prefix),
-                         stream=False, timeout=timeout, prompt_tokens=sum(map(len, prompts)), window=self._window,
-                         replicas=replicas, **fields)
+        super().__init__(
+            http,
+            served,
+            [(prompt, params) for prompt in prompts],
+            request_id=new_id(prefix),
+            stream=False,
+            timeout=timeout,
+            prompt_tokens=sum(map(len, prompts)),
+            window=self._window,
+            replicas=replicas,
+            **fields,
+        )
 
     def take(self, output: Output) -> None:
         """Keep the output; submit the next window when this one is computed."""
@@ -208,7 +243,7 @@ class Prompts(Running):
         self.ended = count == len(self._requests)
         if count % self._window == 0 and not self.ended and self.error is None:
             try:
-                self._go_on(self._requests[count:count + self._window])
+                self._go_on(self._requests[count : count + self._window])
             except RequestError as error:
                 self.fail(error)
 
@@ -235,8 +270,16 @@ class Delta:
 class Choice:
     """One sequence: counts its tokens and turns them into text that is safe to show."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool,
-                 shown: frozenset[int], logs_end: bool = False) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        *,
+        continues: bool,
+        shown: frozenset[int],
+        logs_end: bool = False,
+    ) -> None:
         """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text."""
         self.tokens = 0
         self.finish_reason: str | None = None
@@ -251,7 +294,7 @@ class Choice:
         """Return what an output adds; None while its text is held back. Log probabilities wait for their text."""
         visible = output.tokens[:-1] if output.stop_token else output.tokens
         text, used = self._push(visible)
-        self._pending += output.logprobs[:None if self._logs_end and not self._text.stopped else used]
+        self._pending += output.logprobs[: None if self._logs_end and not self._text.stopped else used]
         if output.prompt_logprobs is not None:
             self._prompt = output.prompt_logprobs
         if self._text.stopped:
@@ -283,20 +326,37 @@ class Choice:
 def _seeded(work: Sequence[tuple[list[int], SamplingParams]], name: str | None
             ) -> Sequence[tuple[list[int], SamplingParams]]:  # fmt: skip
     """Draw seeds from `name` where the client gave none: what is begun again draws the same text."""
+
     def seed(index: int) -> int:
         return int.from_bytes(hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest())
 
-    return work if name is None else [(prompt, params if params.seed is not None else replace(params, seed=seed(index)))
-                                      for index, (prompt, params) in enumerate(work)]
+    return (
+        work
+        if name is None
+        else [
+            (prompt, params if params.seed is not None else replace(params, seed=seed(index)))
+            for index, (prompt, params) in enumerate(work)
+        ]
+    )
 
 
 class Generation(Running):
     """Sequences that produce text."""
 
-    def __init__(self, http: Request, served: Served, fields: SamplingFields,
-                 work: Sequence[tuple[list[int], SamplingParams]], tokenizer: Tokenizer, *, request_id: str,
-                 prompt_tokens: int, continues: bool = False, shown: frozenset[int] = frozenset(),
-                 logs_end: bool = False) -> None:
+    def __init__(
+        self,
+        http: Request,
+        served: Served,
+        fields: SamplingFields,
+        work: Sequence[tuple[list[int], SamplingParams]],
+        tokenizer: Tokenizer,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+        logs_end: bool = False,
+    ) -> None:
         """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
         choice. Raises UnavailableError, OverloadedError.
 
@@ -306,13 +366,19 @@ class Generation(Running):
         self.params = work[0][1]
         """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
         self._left = len(work)
-        super().__init__(http, served, _seeded(work, http.scope.get("tandem.seed")), request_id=request_id,
-                         prompt_tokens=prompt_tokens, stream=bool(fields.stream), timeout=fields.timeout,
-                         **fields.caching)
+        super().__init__(
+            http,
+            served,
+            _seeded(work, http.scope.get("tandem.seed")),
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            stream=bool(fields.stream),
+            timeout=fields.timeout,
+            **fields.caching,
+        )
         self.tokenizer = tokenizer
         self._choices = {
-            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown,
-                                       logs_end=logs_end)
+            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end)
             for index, request in enumerate(self._requests)
         }
         self._deltas: list[Delta] = []

@@ -11,8 +11,7 @@ from tandem.errors import NotFoundError, RequestError
 Json = dict[str, Any]
 
 
-def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 100,
-         usual: int = 20) -> Json:
+def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 100, usual: int = 20) -> Json:
     """Return a page of `items`, which stand in the order of their making, by OpenAI's `order`, `limit`, `after`.
 
     Raises RequestError naming the parameter at fault.
@@ -20,19 +19,23 @@ def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 10
     query = http.query_params
     order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", str(usual))
     if order not in ("asc", "desc"):
-        raise RequestError(f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.", param="order",
-                           code="invalid_value")
+        raise RequestError(f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.", param="order", code="invalid_value")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most and len(limit) < 9):
-        raise RequestError(f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {most}.", param="limit",
-                           code="invalid_value")
+        raise RequestError(
+            f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {most}.", param="limit", code="invalid_value"
+        )
     if order == "desc":
         items = items[::-1]
     if after := query.get("after"):
         place = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise NotFoundError(f"There is nothing with the id '{after[:100]}' in this list.", param="after",
-                                code="not_found")
-        items = items[place + 1:]
-    shown = items[:int(limit)]
-    return {"object": "list", "data": shown, "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None, "has_more": len(items) > len(shown)}
+            raise NotFoundError(f"There is nothing with the id '{after[:100]}' in this list.", param="after", code="not_found")
+        items = items[place + 1 :]
+    shown = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(items) > len(shown),
+    }

@@ -54,8 +54,10 @@ def documented(model: type[BaseModel], *, streams: bool = False) -> dict[str, An
 
 def failures(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Return `responses` of routes whose errors have the shape of `model`."""
-    return {"4XX": {"description": "The request is at fault; the message says how.", "content": _json(model)},
-            "5XX": {"description": "The server is at fault, or cannot answer now.", "content": _json(model)}}
+    return {
+        "4XX": {"description": "The request is at fault; the message says how.", "content": _json(model)},
+        "5XX": {"description": "The server is at fault, or cannot answer now.", "content": _json(model)},
+    }
 
 
 def _json(model: type[BaseModel]) -> dict[str, Any]:
@@ -69,8 +71,9 @@ class TandemApp(FastAPI):
         """Return the OpenAPI description of all routes."""
         if self.openapi_schema is None:
             schemas = super().openapi().setdefault("components", {}).setdefault("schemas", {})
-            _, definitions = models_json_schema([(model, "validation") for model in dict.fromkeys(_described)],
-                                                ref_template=SCHEMAS)
+            _, definitions = models_json_schema(
+                [(model, "validation") for model in dict.fromkeys(_described)], ref_template=SCHEMAS
+            )
             schemas.update(definitions["$defs"])
         assert self.openapi_schema is not None
         return self.openapi_schema

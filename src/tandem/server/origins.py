@@ -40,15 +40,27 @@ class Origins:
         """Raises RequestError (403) for a host that is not this server's, and for a page that may not use it."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_own(_split(f"//{host}")[0]):
-            raise _refusal(f"the host {host[:200]!r} is not known as a name of this server", "--allowed-host",
-                           _split(f"//{host}")[0] or "NAME", "host_not_allowed")
+            raise _refusal(
+                f"the host {host[:200]!r} is not known as a name of this server",
+                "--allowed-host",
+                _split(f"//{host}")[0] or "NAME",
+                "host_not_allowed",
+            )
         site = headers.get("sec-fetch-site")
         if origin is None and site in ("cross-site", "same-site") and "*" not in self._origins:
-            raise _refusal(f"pages of other origins must say theirs (Sec-Fetch-Site is {site}, Origin is missing)",
-                           "--allowed-origin", "ORIGIN", "origin_not_allowed")
+            raise _refusal(
+                f"pages of other origins must say theirs (Sec-Fetch-Site is {site}, Origin is missing)",
+                "--allowed-origin",
+                "ORIGIN",
+                "origin_not_allowed",
+            )
         if origin is not None and not self._may(origin, host):
-            raise _refusal(f"pages of the web origin {origin[:200]!r} may not use it", "--allowed-origin",
-                           origin[:200] if origin != "null" else "ORIGIN", "origin_not_allowed")
+            raise _refusal(
+                f"pages of the web origin {origin[:200]!r} may not use it",
+                "--allowed-origin",
+                origin[:200] if origin != "null" else "ORIGIN",
+                "origin_not_allowed",
+            )
 
     def _is_own(self, name: str) -> bool:
         if name in self._hosts or "*" in self._hosts or _is_private(name):
@@ -78,8 +90,11 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
     if method not in ("POST", "PUT", "PATCH"):
         return
     if (encoding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
-        raise refused(415, f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the "
-                      "header 'Content-Encoding'.", code="unsupported_content_encoding")
+        raise refused(
+            415,
+            f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the header 'Content-Encoding'.",
+            code="unsupported_content_encoding",
+        )
     if content_type is None:
         return
     kind = content_type.partition(";")[0].strip().lower()
@@ -91,8 +106,12 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
         return
     if kind == FORM and "origin" not in headers:
         return
-    raise refused(415, f"Unsupported content type: {content_type[:200]!r}. Send the body as JSON, with the header "
-                  "'Content-Type: application/json'.", code="unsupported_content_type")
+    raise refused(
+        415,
+        f"Unsupported content type: {content_type[:200]!r}. Send the body as JSON, with the header "
+        "'Content-Type: application/json'.",
+        code="unsupported_content_type",
+    )
 
 
 def _is_private(name: str) -> bool:
@@ -119,7 +138,8 @@ def _split(url: str) -> tuple[str, int | None]:
 
 
 def _refusal(what: str, flag: str, value: str, code: str) -> RequestError:
-    error = refused(403, f"This server asks for no API key, and {what}; start it with {flag} {value}, or with "
-                    "--api-key-file.", code=code)
+    error = refused(
+        403, f"This server asks for no API key, and {what}; start it with {flag} {value}, or with --api-key-file.", code=code
+    )
     error.kind = "permission_error"
     return error

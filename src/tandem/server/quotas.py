@@ -21,8 +21,9 @@ FORGET_ABOVE = 1024
 BUSY_RETRY_S = 1.0
 """`Retry-After` of too many requests at once: when one of them ends is not known."""
 
-RATE_HEADERS: Final = tuple(f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens")
-                            for kind in ("limit", "remaining", "reset"))
+RATE_HEADERS: Final = tuple(
+    f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens") for kind in ("limit", "remaining", "reset")
+)
 
 
 def group_of(address: str) -> str:
@@ -73,8 +74,10 @@ class Bucket:
     def refusal(self, amount: int, now: float) -> OverloadedError:
         """Return the error that `amount` cannot be taken now; names limit and remedy."""
         wait = self.wait(amount, now)
-        message = (f"Rate limit reached: the limit is {self.per_minute} {self.what} a minute ({self.what}_per_minute), "
-                   f"{self.left(now)} are left and {amount} are needed. Please try again in {duration(wait)}.")
+        message = (
+            f"Rate limit reached: the limit is {self.per_minute} {self.what} a minute ({self.what}_per_minute), "
+            f"{self.left(now)} are left and {amount} are needed. Please try again in {duration(wait)}."
+        )
         return OverloadedError(message, retry_after=math.ceil(wait), code=RATE_LIMIT)
 
 
@@ -133,8 +136,9 @@ class Lease:
 class Quotas:
     """Admits requests by group: an API key, or a client's address where there are no keys."""
 
-    def __init__(self, default: ClientLimits, groups: Mapping[str, ClientLimits],
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, default: ClientLimits, groups: Mapping[str, ClientLimits], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`default`: limits of groups that are not in `groups`."""
         self._default = default
         self._limits = dict(groups)
@@ -177,8 +181,12 @@ class Quotas:
         client = self._client(group, now)
         limit = client.limits.max_concurrent_requests
         if running and limit is not None and client.running >= limit:
-            raise OverloadedError(f"Rate limit reached: {client.running} requests are running, the limit is {limit} at "
-                                  "once (max_concurrent_requests).", retry_after=BUSY_RETRY_S, code=RATE_LIMIT)
+            raise OverloadedError(
+                f"Rate limit reached: {client.running} requests are running, the limit is {limit} at "
+                "once (max_concurrent_requests).",
+                retry_after=BUSY_RETRY_S,
+                code=RATE_LIMIT,
+            )
         for bucket, counts in ((client.requests, requests), (client.tokens, tokens)):
             if counts and bucket.wait(1, now):
                 raise bucket.refusal(1, now)
@@ -192,10 +200,8 @@ class Quotas:
         headers: list[tuple[bytes, bytes]] = []
         for bucket in (client.requests, client.tokens):
             if bucket.per_minute:
-                values = {"limit": bucket.per_minute, "remaining": bucket.left(now),
-                          "reset": duration(bucket.full_in(now))}
-                headers += [(f"x-ratelimit-{kind}-{bucket.what}".encode(), str(value).encode())
-                            for kind, value in values.items()]
+                values = {"limit": bucket.per_minute, "remaining": bucket.left(now), "reset": duration(bucket.full_in(now))}
+                headers += [(f"x-ratelimit-{kind}-{bucket.what}".encode(), str(value).encode()) for kind, value in values.items()]
         return headers
 
     def _client(self, group: str, now: float) -> Usage:

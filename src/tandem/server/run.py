@@ -66,8 +66,7 @@ class ApiServer(uvicorn.Server):
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
             running = len(self._api.live)
-            logger.log(logging.INFO if running else logging.DEBUG, "signal %d: draining, %d requests are running", sig,
-                       running)
+            logger.log(logging.INFO if running else logging.DEBUG, "signal %d: draining, %d requests are running", sig, running)
         else:
             self.should_exit = self.force_exit = True
 
@@ -166,8 +165,14 @@ def _as_ipv6(networks: Iterable[str]) -> list[str]:
     return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 
 
-def run_api(settings: Settings, engines: Replicas | ModelPool, *, fd: int | None = None,
-            announce: bool = True, keys: Mapping[str, ClientLimits] | None = None) -> None:
+def run_api(
+    settings: Settings,
+    engines: Replicas | ModelPool,
+    *,
+    fd: int | None = None,
+    announce: bool = True,
+    keys: Mapping[str, ClientLimits] | None = None,
+) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
     `engines` is what works on the requests, `keys` as for `create_app`. With `announce` it logs where it is, once
@@ -202,13 +207,22 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
         answer = error_response(UnavailableError(reason, retry_after=seconds, code="settings_unusable"), path)
         if path.startswith("/health"):
             alive = path == "/health/live"
-            answer = JSONResponse({"status": "alive"} if alive else {"status": "unavailable", "detail": reason},
-                                  200 if alive else 503)
+            answer = JSONResponse(
+                {"status": "alive"} if alive else {"status": "unavailable", "detail": reason}, 200 if alive else 503
+            )
         await answer(scope, receive, send)
 
     async def serve() -> None:
-        config = uvicorn.Config(refuse, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-                                server_header=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            refuse,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
         server = uvicorn.Server(config)
         if settings.server.tls_cert is not None:
             config.load()
@@ -226,8 +240,11 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
 def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what a callback of the event loop raises."""
     message = str(context.get("message", "an error")).partition("(")[0]
-    unexpected(context.get("exception"), f"the event loop ({message.strip()})",
-               "what it concerned (a connection, a request) has ended, the rest goes on")
+    unexpected(
+        context.get("exception"),
+        f"the event loop ({message.strip()})",
+        "what it concerned (a connection, a request) has ended, the rest goes on",
+    )
 
 
 def _ignore(_: int, __: FrameType | None) -> None:

@@ -22,11 +22,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 REFUSAL_GRACE_S = 0.5
 """Seconds that a stream waits before its status line, so that a refusal by the engine gets its own HTTP status."""
 
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
 """Line ends of Unicode, at which some clients cut an event (httpx's `iter_lines`)."""
@@ -85,8 +81,9 @@ def named_event(data: Mapping[str, Any]) -> bytes:
 class Envelope:
     """The part of a chunk that is the same in all chunks of a stream, encoded once."""
 
-    def __init__(self, fields: Mapping[str, object], *, include_usage: bool,
-                 running: Callable[[], dict[str, object]] | None = None) -> None:
+    def __init__(
+        self, fields: Mapping[str, object], *, include_usage: bool, running: Callable[[], dict[str, object]] | None = None
+    ) -> None:
         """`running` gives the usage so far, which every chunk is to carry."""
         self._running = running
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
@@ -111,9 +108,11 @@ class ChunkWriter(AnswerWriter):
     def __init__(self, kind: str, generation: Generation, fields: SamplingFields) -> None:
         """`kind` is the chunks' `object`."""
         self._generation = generation
-        self._envelope = Envelope(head(kind, generation.request_id, generation.model),
-                                  include_usage=fields.include_usage,
-                                  running=generation.usage if fields.continuous_usage else None)
+        self._envelope = Envelope(
+            head(kind, generation.request_id, generation.model),
+            include_usage=fields.include_usage,
+            running=generation.usage if fields.continuous_usage else None,
+        )
 
     def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
         """The last chunk, without choices."""
@@ -144,8 +143,7 @@ async def streamed(generation: Generation, writer: AnswerWriter, *, include_usag
 class EventStream(Response):
     """Sends what comes together in one piece, a comment when nothing comes, and closes the generation."""
 
-    def __init__(self, generation: Generation, writer: AnswerWriter, first: list[Delta] | None, *,
-                 include_usage: bool) -> None:
+    def __init__(self, generation: Generation, writer: AnswerWriter, first: list[Delta] | None, *, include_usage: bool) -> None:
         super().__init__()
         self._generation = generation
         self._writer = writer

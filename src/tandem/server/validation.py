@@ -64,13 +64,15 @@ def _count(data: Any) -> None:
             numbers -= len(container) - len(others)
             parts = others if values >= 0 else []
         if values < 0 or numbers < 0:
-            raise RequestError(f"The request body holds too much: at most {MAX_VALUES} values and {MAX_NUMBERS} token "
-                               "ids are allowed in one request.", code="too_many_values")
+            raise RequestError(
+                f"The request body holds too much: at most {MAX_VALUES} values and {MAX_NUMBERS} token "
+                "ids are allowed in one request.",
+                code="too_many_values",
+            )
         left += [part for part in parts if isinstance(part, dict | list)]
 
 
-def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse",
-            left_out: list[str] | None = None) -> Model:
+def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse", left_out: list[str] | None = None) -> Model:
     """Return `data` as `model`; unknown fields within others are left out where wanted, and added to `left_out`.
 
     Raises RequestError naming the first field at fault.

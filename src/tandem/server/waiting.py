@@ -21,8 +21,7 @@ async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def unless(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result],
-                 timeout_s: float | None = None) -> Result:
+async def unless(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
     """Return what `work` returns. Raises what it raises, and Stopped when `stop` or the time ends first."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:

@@ -45,7 +45,7 @@ class NgramIndex:
         short cycle fills them."""
         if self._at < 0 or most < 1:
             return []
-        found = self._tokens[self._at:self._at + most]
+        found = self._tokens[self._at : self._at + most]
         while len(found) < most:
             found.append(found[self._at + len(found) - len(self._tokens)])
         return found
@@ -54,7 +54,7 @@ class NgramIndex:
         tokens, end = self._tokens, len(self._tokens)
         self._before.append(-1)
         if end >= self._shortest:
-            key = hash(tuple(tokens[end - self._shortest:]))
+            key = hash(tuple(tokens[end - self._shortest :]))
             self._before[end] = self._latest.get(key, -1)
             self._latest[key] = end
         goes_on = self.prediction == token
@@ -67,7 +67,7 @@ class NgramIndex:
     def _look_up(self) -> tuple[int, int]:
         """The best place and how many tokens match before it; (-1, 0) if there is none."""
         best, most = -1, 0
-        at = self._latest.get(hash(tuple(self._tokens[-self._shortest:])), -1)
+        at = self._latest.get(hash(tuple(self._tokens[-self._shortest :])), -1)
         for _ in range(CANDIDATES):
             if at < 0 or most >= self._longest:
                 break

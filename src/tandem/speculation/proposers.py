@@ -129,7 +129,7 @@ class NgramProposer:
 
     def read(self, tokens: Sequence[int]) -> None:
         """See Proposer. Each prediction is scored, tried or not."""
-        fresh = tokens[len(self._index):len(self._index) + READ]
+        fresh = tokens[len(self._index) : len(self._index) + READ]
         for token in fresh:
             if (prediction := self._index.prediction) is not None:
                 self.hits += ((prediction == token) - self.hits) * LEARN
@@ -185,8 +185,11 @@ class StepCosts:
         plain = costs[1].seconds if 1 in costs else None
         if not plain:
             return None
-        known = ((other, cost.seconds / plain) for other, cost in costs.items()
-                 if 1 < other <= width and cost.seconds and not self._forgotten(cost))
+        known = (
+            (other, cost.seconds / plain)
+            for other, cost in costs.items()
+            if 1 < other <= width and cost.seconds and not self._forgotten(cost)
+        )
         return max(known, default=(1, 1.0))[1]
 
     def _forgotten(self, cost: _Cost) -> bool:
@@ -241,8 +244,7 @@ class Speculation:
         return ModelProposer() if self._limits.model else NgramProposer(self._limits)
 
     def drafts(self, sequences: Sequence[Drafting], most: int) -> list[list[int]] | None:
-        """The up to `most` drafts that are worth trying after each of these, which decode together; None if none are.
-        """
+        """The up to `most` drafts that are worth trying after each of these, which decode together; None if none are."""
         if self._limits is None:
             return None
         rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
@@ -281,7 +283,7 @@ class Speculation:
             self.counts.accepted_tokens += count
             if sequence.proposer is not None:
                 sequence.proposer.tried(len(row.tokens) - 1, count)
-        output = list(sampled[:count + 1])
+        output = list(sampled[: count + 1])
         # What went wrong behind a draft is found again, and told, by the next step.
         return output[:-1] if count and output[-1] < 0 else output
 

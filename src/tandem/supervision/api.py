@@ -46,8 +46,9 @@ class ApiProcess(SupervisedChild):
         first one."""
         payload = ApiPayload(settings=msgspec.Raw(to_json(self._settings)), keys=self._read_keys())
         seconds = backoff(self._mistakes) if self.served else 0.0
-        if (missing := self.spawn("api", payload, str(self._fd), str(seconds), name="api", silent_s=SILENT_S,
-                                  pass_fds=[self._fd])) is not None:
+        if (
+            missing := self.spawn("api", payload, str(self._fd), str(seconds), name="api", silent_s=SILENT_S, pass_fds=[self._fd])
+        ) is not None:
             log.error("%s; the next try in %.0f s", missing[1], missing[0])
             self.restart_at = time.monotonic() + missing[0]
 
@@ -59,8 +60,12 @@ class ApiProcess(SupervisedChild):
             if self._keys is None:
                 raise
             log.error("%s; the next api keeps the last valid keys", error.message)
-            self._history.note("api_keys_kept", f"{error.message}; keys stay as they were", level="error",
-                               remedy="Mend the file; it is read again when an api starts.")
+            self._history.note(
+                "api_keys_kept",
+                f"{error.message}; keys stay as they were",
+                level="error",
+                remedy="Mend the file; it is read again when an api starts.",
+            )
         return self._keys
 
     def heard(self, pid: int) -> bool:
@@ -92,15 +97,22 @@ class ApiProcess(SupervisedChild):
             self.deaths.clear()
             self._mistakes += 1
             if self._mistakes == 1:
-                self._history.note("api_waits", f"the api cannot start: {words}; it is tried again and again",
-                                   level="error", remedy="Bring back what it names: the api starts then.")
+                self._history.note(
+                    "api_waits",
+                    f"the api cannot start: {words}; it is tried again and again",
+                    level="error",
+                    remedy="Bring back what it names: the api starts then.",
+                )
             return None
         if code == EXIT_USAGE or len(self.deaths) > self._settings.scheduler.max_restarts:
             log.error("the api %s; giving up", how)
             return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED
         log.error("the api %s; starting another", how)
-        self._history.note("api_lost", f"the api process {how}; another is started, and the model "
-                           "stays loaded", level="error", remedy="Send requests that were broken off again; with "
-                           "--journal those with a key go on by themselves.")
+        self._history.note(
+            "api_lost",
+            f"the api process {how}; another is started, and the model stays loaded",
+            level="error",
+            remedy="Send requests that were broken off again; with --journal those with a key go on by themselves.",
+        )
         self.restart_at = now + min(PAUSE_S * (len(self.deaths) - 1), LONGEST_PAUSE_S)
         return None

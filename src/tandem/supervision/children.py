@@ -100,9 +100,16 @@ class SupervisedChild:
     _unborn: int = 0
     """Times in a row that no process could be started."""
 
-    def spawn(self, kind: str, payload: Struct, *arguments: str, name: str, silent_s: float,
-              pass_fds: Sequence[int] = (), changes: Mapping[str, str | None] | None = None,
-              ) -> tuple[float, str] | None:
+    def spawn(
+        self,
+        kind: str,
+        payload: Struct,
+        *arguments: str,
+        name: str,
+        silent_s: float,
+        pass_fds: Sequence[int] = (),
+        changes: Mapping[str, str | None] | None = None,
+    ) -> tuple[float, str] | None:
         """Start a process, which must answer every `silent_s` seconds once it has; `changes` are variables of its
         environment. Return None, or seconds until the next try and why there is no process."""
         with ExitStack() as ours:
@@ -110,8 +117,14 @@ class SupervisedChild:
                 self._reading, end = os.pipe()
                 ours.callback(os.close, end)
                 os.set_blocking(self._reading, False)  # another process may hold the other end after the child's end
-                self.child = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(changes),
-                                          name=name, arguments=(kind, str(end), *arguments), pass_fds=[end, *pass_fds])
+                self.child = ChildProcess(
+                    MODULE,
+                    msgspec.json.encode(payload),
+                    env=child_environment(changes),
+                    name=name,
+                    arguments=(kind, str(end), *arguments),
+                    pass_fds=[end, *pass_fds],
+                )
             except (SpawnError, OSError) as error:
                 self.last_words()
                 self._unborn += 1

@@ -85,16 +85,14 @@ class ControlServer:
 def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> SupervisorReply:
     """Return the supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
     if not is_heard(path):
-        raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user",
-                         param="port")
+        raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user", param="port")
     try:
         with translated("no connection"), zmq.Context() as context, context.socket(zmq.REQ) as client:
             client.linger = 0
             client.connect(f"ipc://{path}")
             client.send(msgspec.msgpack.encode(request))
             if not client.poll(int(timeout_s * 1000)):
-                raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting "
-                                 "down")
+                raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting down")
             reply = _replies.decode(client.recv())
     except TransportError as error:
         raise UsageError(f"the server's answer cannot be read: {error}; is it the same version?") from None

@@ -84,8 +84,9 @@ class EnginePool:
         pinned = {model.name: model.memory.needs for model in self._models.values() if model.keep}
         limit = settings.models.max_loaded
         if limit is not None and len(pinned) >= limit and len(self._models) > limit:
-            raise UsageError(f"--max-loaded {limit}: {len(pinned)} models are kept and leave no room for others",
-                             param="max_loaded")
+            raise UsageError(
+                f"--max-loaded {limit}: {len(pinned)} models are kept and leave no room for others", param="max_loaded"
+            )
         for model in self._models.values():
             check_fit(model.name, model.memory, self.budget, pinned)
         self.announced = False
@@ -103,8 +104,13 @@ class EnginePool:
         if models.max_loaded == 1:
             memory = dataclasses.replace(memory, needs=dict(self.budget) if memory.needs else {})
         keep = one.name in models.pinned_models or one.values.get("keep") is True
-        return _Model(one.name, granted(settings, memory.needs, self._machines, models.max_loaded),
-                      memory, keep, unload_after(self._settings, one))
+        return _Model(
+            one.name,
+            granted(settings, memory.needs, self._machines, models.max_loaded),
+            memory,
+            keep,
+            unload_after(self._settings, one),
+        )
 
     def start(self) -> None:
         """Load the pinned models, and the first one if it fits beside them."""
@@ -143,8 +149,9 @@ class EnginePool:
 
     def add(self, role: Role = "both") -> int:
         """Raise UsageError: the number of a model's replicas is part of the memory plan."""
-        raise UsageError("replicas cannot be added where there are several models; set data_parallel_size in the "
-                         "model's table [models.NAME]")
+        raise UsageError(
+            "replicas cannot be added where there are several models; set data_parallel_size in the model's table [models.NAME]"
+        )
 
     def drain(self, index: int) -> int:
         """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
@@ -159,8 +166,10 @@ class EnginePool:
 
     def models(self) -> list[ModelInfo]:
         """Return all models, the default one first."""
-        return [ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep,
-                          one.unload_after) for one in self._models.values()]
+        return [
+            ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep, one.unload_after)
+            for one in self._models.values()
+        ]
 
     # --- watching ---
 
@@ -190,8 +199,13 @@ class EnginePool:
             else:
                 one.failure = reason or f"its engine ended with code {code}"
                 log.error("model %s: %s; a request for it tries again", one.name, one.failure)
-                self._history.note("model_failed", f"{one.name} cannot be used: {one.failure}", level="error",
-                                   model=one.name, remedy="Mend what is named; the next request for it tries again.")
+                self._history.note(
+                    "model_failed",
+                    f"{one.name} cannot be used: {one.failure}",
+                    level="error",
+                    model=one.name,
+                    remedy="Mend what is named; the next request for it tries again.",
+                )
         return None
 
     def statuses(self) -> dict[int, EngineStatus | None]:

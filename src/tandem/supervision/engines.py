@@ -41,8 +41,9 @@ class EngineSet:
     gives up. A server that never had more than one replica ends when that gives up.
     """
 
-    def __init__(self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None,
-                 history: History | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None, history: History | None = None
+    ) -> None:
         """Take `settings` with the port that is really bound, and note what happens in `history`.
 
         `model` is the one that they serve where there are several, and `numbers` then numbers the replicas of all
@@ -79,8 +80,10 @@ class EngineSet:
         """Start one more replica and return its number. Raises UsageError when there are no more machines, or no
         directory over which sequences migrate from role to role."""
         if role != "both" and self._settings.scheduler.kv_disk is None:
-            raise UsageError(f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this "
-                             "server was not started", param="role")
+            raise UsageError(
+                f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this server was not started",
+                param="role",
+            )
         self._several = True
         number = self._add(role)
         self._note(number, "replica_added", "a replica was added; it loads")
@@ -131,14 +134,14 @@ class EngineSet:
             elif (ended := replica.child.poll()) is not None:
                 code = self._ended(replica, replica.child, ended)
             elif time.monotonic() > replica.drain_until:
-                log.warning("the %s did not end in time; it is killed, and what it had left is lost",
-                            replica.child.name)
+                log.warning("the %s did not end in time; it is killed, and what it had left is lost", replica.child.name)
                 replica.drain_until = math.inf
                 replica.child.kill()
             elif (trouble := self._trouble(replica)) is not None:
                 log.error("the %s %s; replacing it", replica.child.name, trouble)
-                self._note(replica.index, "replica_hung", f"the engine process {trouble}; it is replaced",
-                           level="error", remedy=REMEDY)
+                self._note(
+                    replica.index, "replica_hung", f"the engine process {trouble}; it is replaced", level="error", remedy=REMEDY
+                )
                 replica.child.kill()
             if code is not None:
                 return code
@@ -152,8 +155,12 @@ class EngineSet:
             self._history.take(status.events, replica=replica.index, model=self._model)
             if status.state == "ready":
                 if replica.serving_since is None:
-                    self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
-                               f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
+                    self._note(
+                        replica.index,
+                        "replica_ready",
+                        f"{self._model or status.model} can be used on "
+                        f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s",
+                    )
                 replica.serves()
             if self.announced:
                 replica.health_check.heard()
@@ -196,13 +203,23 @@ class EngineSet:
             return EXIT_FAILED
         if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
             log.error("Replica %d failed too often: restarting it at growing intervals", replica.index)
-            self._note(replica.index, "replica_failed", f"given up for now, and tried again more and more seldom: "
-                       f"{self.last_words}", level="error", remedy=REMEDY)
+            self._note(
+                replica.index,
+                "replica_failed",
+                f"given up for now, and tried again more and more seldom: {self.last_words}",
+                level="error",
+                remedy=REMEDY,
+            )
             if all(one.given_up for one in self._replicas.values()):
                 return EXIT_FAILED
         else:
-            self._note(replica.index, "replica_lost", f"the engine process has ended: {self.last_words}; another is "
-                       "started, and its requests go on there", level="error", remedy=REMEDY)
+            self._note(
+                replica.index,
+                "replica_lost",
+                f"the engine process has ended: {self.last_words}; another is started, and its requests go on there",
+                level="error",
+                remedy=REMEDY,
+            )
         return None
 
     def statuses(self) -> dict[int, EngineStatus | None]:
@@ -228,8 +245,14 @@ class EngineSet:
     def _add(self, role: Role) -> int:
         index, self._next = self._next, self._next + 1
         number = next(self._numbers)
-        replica = ReplicaProcess(number, replica_settings(self._settings, index, number, role), index, self._model,
-                                 named=self._several or bool(self._model), lending=self._lending)
+        replica = ReplicaProcess(
+            number,
+            replica_settings(self._settings, index, number, role),
+            index,
+            self._model,
+            named=self._several or bool(self._model),
+            lending=self._lending,
+        )
         self._replicas[number] = replica
         replica.launch(gpus_of(self._settings, replica.place))
         return number

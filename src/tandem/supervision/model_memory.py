@@ -60,8 +60,11 @@ def look_at_machines(settings: Settings) -> Machines:
     if told := told_memory(parallel):
         memory = dict(zip((host.ssh for host in hosts_for(parallel)), told, strict=True))
     if not memory and settings.models.max_loaded is None:
-        raise UsageError("several models on other machines need to know how many fit: give each host its `memory` in "
-                         "the hostfile, or say --max-loaded 1 (or more)", param="max_loaded")
+        raise UsageError(
+            "several models on other machines need to know how many fit: give each host its `memory` in "
+            "the hostfile, or say --max-loaded 1 (or more)",
+            param="max_loaded",
+        )
     return Machines(memory, here.gpu)
 
 
@@ -89,12 +92,16 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
             # The ranks of a machine get equal parts of it.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
             per_token[name] = per_token.get(name, 0) + sum(
-                rank_position(layout.description, spec, _draft(spec), gpu=machines.gpu) for spec in specs)
+                rank_position(layout.description, spec, _draft(spec), gpu=machines.gpu) for spec in specs
+            )
     if not machines.memory:
         return Footprint(weights, {}, 0, context)
     if unknown := weights.keys() - budget.keys():
-        raise UsageError(f"the memory of {', '.join(sorted(unknown))} is not known: a model's hosts must be among "
-                         "those of [parallel], with their `memory`", param="hostfile")
+        raise UsageError(
+            f"the memory of {', '.join(sorted(unknown))} is not known: a model's hosts must be among "
+            "those of [parallel], with their `memory`",
+            param="hostfile",
+        )
     room = min(budget[name] // KV_PART // max(per_token[name], 1) for name in weights)
     tokens = settings.scheduler.kv_tokens or max(min(context, room), LEAST_TOKENS)
     needs = {name: weights[name] + tokens * per_token[name] for name in weights}
@@ -123,14 +130,19 @@ def check_fit(name: str, model: Footprint, budget: dict[str, int], pinned: dict[
                 f"model {name} can never be loaded: it needs {_mib(need)} on {machine} ({_mib(model.weights[machine])} "
                 f"of weights, the rest for a KV cache of {model.kv_tokens} tokens){with_others}, and models may use "
                 f"{_mib(budget[machine])} there; use a smaller or quantised one, lower its kv_tokens, spread it over "
-                "more machines, or raise --memory-fraction", param="memory_fraction")
+                "more machines, or raise --memory-fraction",
+                param="memory_fraction",
+            )
 
 
 def _refuse_by_hand(settings: Settings) -> None:
     if launcher_kind(settings.parallel).by_hand:
         others = ", ".join(name for name, kind in LAUNCHERS.items() if not kind.by_hand)
-        raise UsageError(f"--launcher {settings.parallel.chosen_launcher}: ranks that join by hand stay with one "
-                         f"model; several models need ranks that Tandem starts ({others})", param="launcher")
+        raise UsageError(
+            f"--launcher {settings.parallel.chosen_launcher}: ranks that join by hand stay with one "
+            f"model; several models need ranks that Tandem starts ({others})",
+            param="launcher",
+        )
 
 
 def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:

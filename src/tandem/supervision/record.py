@@ -58,8 +58,9 @@ class Background:
     def __init__(self, name: str) -> None:
         """Raise UsageError for a name that cannot be a directory's."""
         if not _NAME.fullmatch(name):
-            raise UsageError(f"--name {name}: use up to 32 letters, digits and ._-, beginning with a letter or digit",
-                             param="name")
+            raise UsageError(
+                f"--name {name}: use up to 32 letters, digits and ._-, beginning with a letter or digit", param="name"
+            )
         self.name = name
         self.path = servers_dir() / name
         self.log = self.path / "log"
@@ -79,8 +80,7 @@ class Background:
                 os.close(fd)
                 record = self.record()
                 what = f" (process {record.pid}, port {record.port}, {record.model})" if record else ""
-                raise UsageError(f"{self.name} runs already{what}; `{self.down}` ends it, --name starts another",
-                                 param="name")
+                raise UsageError(f"{self.name} runs already{what}; `{self.down}` ends it, --name starts another", param="name")
             time.sleep(_PATIENCE_S / 10)
         return fd
 

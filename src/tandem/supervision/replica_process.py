@@ -75,8 +75,11 @@ class ReplicaProcess(SupervisedChild):
         if gpus:
             changes["CUDA_VISIBLE_DEVICES"] = gpus
         payload = EnginePayload(settings=msgspec.Raw(to_json(self.settings)), lending=self.lending)
-        if (missing := self.spawn("engine", payload, *([str(self.index)] if self.named else []), name=self.name,
-                                  silent_s=SILENT_S, changes=changes)) is not None:
+        if (
+            missing := self.spawn(
+                "engine", payload, *([str(self.index)] if self.named else []), name=self.name, silent_s=SILENT_S, changes=changes
+            )
+        ) is not None:
             self._wait(*missing)
             return
         self.restarts += bool(self.deaths)
@@ -131,10 +134,17 @@ class ReplicaProcess(SupervisedChild):
 
     def info(self) -> ReplicaInfo:
         """Return the replica as the control socket lists it."""
-        state = ("draining" if self.draining else "running" if self.child else "failed" if self.given_up
-                 else "restarting")
-        return ReplicaInfo(self.index, self.endpoint, state, self.child.pid if self.child else None, self.restarts,
-                           self.model, self.detail, role_of(self.settings.parallel))
+        state = "draining" if self.draining else "running" if self.child else "failed" if self.given_up else "restarting"
+        return ReplicaInfo(
+            self.index,
+            self.endpoint,
+            state,
+            self.child.pid if self.child else None,
+            self.restarts,
+            self.model,
+            self.detail,
+            role_of(self.settings.parallel),
+        )
 
 
 def endpoint(path: str) -> str:
@@ -185,5 +195,10 @@ def replica_settings(settings: Settings, index: int, number: int | None = None, 
     share = settings.scheduler.memory_fraction / _sharing_memory(settings, index)
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
     server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
-    return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler, server=server,
-                               process=dataclasses.replace(settings.process, engine_socket=str(path)))
+    return dataclasses.replace(
+        settings,
+        parallel=parallel,
+        scheduler=scheduler,
+        server=server,
+        process=dataclasses.replace(settings.process, engine_socket=str(path)),
+    )

@@ -32,9 +32,14 @@ def _hold(pid: int) -> subprocess.Popen[bytes] | None:
         log.warning("caffeinate is not there; this Mac may fall asleep while it serves (`sudo pmset sleep 0`)")
         return None
     try:
-        return subprocess.Popen([program, "-i", "-s", "-w", str(pid)], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=child_environment(),
-                                start_new_session=True)
+        return subprocess.Popen(
+            [program, "-i", "-s", "-w", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(),
+            start_new_session=True,
+        )
     except OSError as error:
         log.warning("caffeinate does not start (%s); this Mac may fall asleep while it serves", error)
         return None

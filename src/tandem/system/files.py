@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
-WITHHELD = ("macOS withholds this folder from programs that were started over ssh, or by an app without permission: "
-            "move the model out of Documents, Desktop, Downloads and external volumes, or allow it (System Settings, "
-            "General, Sharing, Remote Login, Allow full disk access for remote users; for an app: Privacy & Security, "
-            "Full Disk Access)")
+WITHHELD = (
+    "macOS withholds this folder from programs that were started over ssh, or by an app without permission: "
+    "move the model out of Documents, Desktop, Downloads and external volumes, or allow it (System Settings, "
+    "General, Sharing, Remote Login, Allow full disk access for remote users; for an app: Privacy & Security, "
+    "Full Disk Access)"
+)
 
 BY_HAND = 16 << 20
 """Most bytes that are read of a file that people write."""
@@ -32,7 +34,8 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     """A file to read bytes from, opened with `flags` too. Raises OSError, NotRegular for what is none: a pipe would be
     waited for without end, and a device may have no end."""
     file = open(  # noqa: SIM115 - the caller closes it
-        path, "rb", opener=lambda name, usual: os.open(name, usual | flags | os.O_NONBLOCK))
+        path, "rb", opener=lambda name, usual: os.open(name, usual | flags | os.O_NONBLOCK)
+    )
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -58,8 +61,13 @@ def read_text(path: str | Path, most: int = BY_HAND) -> str:
 
 def open_private(path: str | Path, mode: str) -> BinaryIO:
     """Open a file that nobody else may read. Raises OSError."""
-    return open(path, mode, opener=lambda name, flags: os.open(  # type: ignore[return-value]
-        name, flags | os.O_CLOEXEC, 0o600))
+    return open(
+        path,
+        mode,
+        opener=lambda name, flags: os.open(  # type: ignore[return-value]
+            name, flags | os.O_CLOEXEC, 0o600
+        ),
+    )
 
 
 def write_private(path: Path, content: bytes, *, sync: bool = True) -> None:

@@ -71,8 +71,7 @@ class ServerClient:
         try:
             return [str(model["id"]) for model in self.get_json("/v1/models")["data"]]
         except (ValueError, LookupError, TypeError):
-            raise UsageError(f"{self.url} does not answer as a server of models; is --url right?",
-                             param="url") from None
+            raise UsageError(f"{self.url} does not answer as a server of models; is --url right?", param="url") from None
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
@@ -82,13 +81,19 @@ class ServerClient:
         except urllib.error.HTTPError as error:
             with error:
                 reason = _message(error)
-            hint = ("; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401
-                    else f": {reason}" if reason else "")
+            hint = (
+                "; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY"
+                if error.code == 401
+                else f": {reason}"
+                if reason
+                else ""
+            )
             raise UsageError(f"{self.url}{path} answers with status {error.code}{hint}", param="base_url") from None
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
-            raise UsageError(f"{self.url} cannot be reached: {cause}; is the server up, is --url right?",
-                             param="base_url") from None
+            raise UsageError(
+                f"{self.url} cannot be reached: {cause}; is the server up, is --url right?", param="base_url"
+            ) from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -22,8 +22,14 @@ macOS ends what takes more than some seconds: the less work stands behind it the
 log = logging.getLogger(__name__)
 
 Fault = Literal["memory", "timeout"]
-_MEMORY = ("ErrorOutOfMemory", "Insufficient Memory", "Unable to allocate", "Resource limit", "CUDA out of memory",
-           "cudaErrorMemoryAllocation")
+_MEMORY = (
+    "ErrorOutOfMemory",
+    "Insufficient Memory",
+    "Unable to allocate",
+    "Resource limit",
+    "CUDA out of memory",
+    "cudaErrorMemoryAllocation",
+)
 _TIMEOUT = ("CallbackErrorTimeout", "Caused GPU Timeout Error")
 
 
@@ -59,12 +65,14 @@ def prepare_metal(fast_fences: bool = False) -> None:
     set_default(REFRESH, REFRESH_MS)
     if fast_fences:
         set_variables({FAST_FENCE: "1", **{name: _at_most(name, most) for name, most in SHORT_BUFFERS.items()}})
-        log.warning("MLX's fast fences are on (--fast-sync); should this Mac's GPU lock up, only a restart of the Mac "
-                    "frees it")
+        log.warning("MLX's fast fences are on (--fast-sync); should this Mac's GPU lock up, only a restart of the Mac frees it")
     elif (variable(FAST_FENCE) or "0") != "0":
         set_variables({FAST_FENCE: "0"})
-        log.warning("%s of the environment is not taken: it has locked GPUs up until the Mac was restarted; "
-                    "--fast-sync on is how to ask for it", FAST_FENCE)
+        log.warning(
+            "%s of the environment is not taken: it has locked GPUs up until the Mac was restarted; "
+            "--fast-sync on is how to ask for it",
+            FAST_FENCE,
+        )
 
 
 def _at_most(name: str, most: int) -> str:

@@ -32,9 +32,11 @@ def install_command(python: str, host: str) -> str:
     if url.startswith("file:"):
         path = unquote(urlsplit(url).path)
         if "dir_info" in origin:
-            return (f"rsync -a --exclude '.*' {shlex.quote(path + '/')} {host}:tandem/ && "
-                    f"ssh {host} \"{python} -m pip install ./tandem\"")
-        return f"scp {shlex.quote(path)} {host}: && ssh {host} \"{python} -m pip install ./{path.rpartition('/')[2]}\""
+            return (
+                f"rsync -a --exclude '.*' {shlex.quote(path + '/')} {host}:tandem/ && "
+                f'ssh {host} "{python} -m pip install ./tandem"'
+            )
+        return f'scp {shlex.quote(path)} {host}: && ssh {host} "{python} -m pip install ./{path.rpartition("/")[2]}"'
     return f"ssh {host} \"{python} -m pip install '{_requirement(origin, url)}'\""
 
 
@@ -64,12 +66,14 @@ def write_wheel(directory: Path) -> Path:
     try:
         ours = distribution(PACKAGE)
     except PackageNotFoundError:
-        raise UsageError(f"{PACKAGE} is not installed here, only on the module path, so that it cannot be copied; "
-                         "install it with pip or uv") from None
+        raise UsageError(
+            f"{PACKAGE} is not installed here, only on the module path, so that it cannot be copied; install it with pip or uv"
+        ) from None
     stem = f"{PACKAGE.replace('-', '_')}-{ours.version}"
     path = directory / f"{stem}-py3-none-any.whl"
     record: list[str] = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+
         def add(name: str, data: bytes) -> None:
             archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

@@ -10,9 +10,11 @@ import sys
 
 from tandem.system.tools import output_of
 
-LOCAL_NETWORK = ("macOS withholds the local network from the app that started this (iTerm, VS Code, tmux or a launch "
-                 "agent need a permission, Terminal and ssh do not): System Settings, Privacy & Security, Local "
-                 "Network, turn it on there; or start it from Terminal or over ssh")
+LOCAL_NETWORK = (
+    "macOS withholds the local network from the app that started this (iTerm, VS Code, tmux or a launch "
+    "agent need a permission, Terminal and ssh do not): System Settings, Privacy & Security, Local "
+    "Network, turn it on there; or start it from Terminal or over ssh"
+)
 LOCAL_NETWORK_PANE = "x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork"
 """Address of that page of the settings, for `open`."""
 _INET = re.compile(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", re.MULTILINE)
@@ -35,8 +37,10 @@ def network_withheld(error: OSError, address: str) -> bool:
 
 def _own_networks() -> list[ipaddress.IPv4Network]:
     text = output_of(["ifconfig", "-a"]) or ""
-    return [ipaddress.IPv4Network(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}", strict=False)
-            for address, mask in _INET.findall(text)]
+    return [
+        ipaddress.IPv4Network(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}", strict=False)
+        for address, mask in _INET.findall(text)
+    ]
 
 
 def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:

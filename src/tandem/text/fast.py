@@ -76,9 +76,7 @@ def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
     if kinds == ["ByteLevel"]:
         return Scheme(kind="byte_level", added=added)
     if kinds == ["Metaspace"] and steps[0].get("replacement", "\u2581") == "\u2581":
-        return Scheme(
-            kind="spaces", strips_first_space=steps[0].get("prepend_scheme", "always") != "never", added=added
-        )
+        return Scheme(kind="spaces", strips_first_space=steps[0].get("prepend_scheme", "always") != "never", added=added)
     if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and kinds[0] == "Replace":
         strip = next((step for step in steps if step["type"] == "Strip"), None)
         replace = steps[0]
@@ -130,8 +128,7 @@ def longest_token(tokenizer: Mapping[str, Any], scheme: Scheme, pieces: Iterable
     return shortens * max(len(piece.encode("utf-8", "replace")) for piece in known)
 
 
-_SPLITS = frozenset(("Split", behaviour) for behaviour in ("Isolated", "MergedWithPrevious", "MergedWithNext",
-                                                           "Contiguous"))
+_SPLITS = frozenset(("Split", behaviour) for behaviour in ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
 
 
 def _knows_all_bytes(model: Mapping[str, Any], scheme: Scheme, known: set[str]) -> bool:
@@ -192,9 +189,7 @@ class FastBackend:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids, by the library's decoder. Raises ServerError where that fails."""
         with _failures():
-            return self._tokenizer.decode(
-                [i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens
-            )
+            return self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens)
 
 
 def _is_the_librarys(error: BaseException) -> bool:
@@ -210,7 +205,13 @@ def _failures() -> Iterator[None]:
     except BaseException as error:
         if not _is_the_librarys(error):
             raise
-        seldom.log(logging.ERROR, "the tokenizers library failed (%s); the request ends with status 500, all else goes "
-                   "on; please report it, with the model's name", type(error).__name__, kind=type(error).__name__)
-        raise ServerError("The model's tokenizer failed on this request's text; other texts are answered.",
-                          code="tokenizer_failed") from None
+        seldom.log(
+            logging.ERROR,
+            "the tokenizers library failed (%s); the request ends with status 500, all else goes "
+            "on; please report it, with the model's name",
+            type(error).__name__,
+            kind=type(error).__name__,
+        )
+        raise ServerError(
+            "The model's tokenizer failed on this request's text; other texts are answered.", code="tokenizer_failed"
+        ) from None

@@ -42,6 +42,4 @@ class HFBackend:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids, by transformers."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
-        return str(
-            self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-        )
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))

@@ -20,16 +20,10 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        continues: bool = False,
-        shown: frozenset[int] = frozenset(),
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, continues: bool = False, shown: frozenset[int] = frozenset()
     ) -> None:
         self._pieces: _Bytes | _Library = (
-            _Bytes(tokenizer, tokenizer.special_ids - shown,
-                   strip=tokenizer.scheme.strips_first_space and not continues)
+            _Bytes(tokenizer, tokenizer.special_ids - shown, strip=tokenizer.scheme.strips_first_space and not continues)
             if tokenizer.scheme.has_bytes
             else _Library(tokenizer, not shown)
         )
@@ -93,9 +87,7 @@ class _Bytes:
         self._strip = strip
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._first(
-            self._decoder.decode(b"".join(self._token_bytes(i) for i in token_ids if i not in self._skipped))
-        )
+        return self._first(self._decoder.decode(b"".join(self._token_bytes(i) for i in token_ids if i not in self._skipped)))
 
     def finish(self) -> str:
         return self._first(self._decoder.decode(b"", final=True))

@@ -192,9 +192,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         """With the block settings and extensions that transformers gives chat templates."""
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Charges, jinja2.ext.loopcontrols], finalize=_output
-        )
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Charges, jinja2.ext.loopcontrols], finalize=_output)
         del self.globals["lipsum"]
         self.globals["namespace"] = _Opaque
         for name in _REMOVED_FILTERS:

@@ -239,8 +239,9 @@ def _read_template(file: str | Path) -> str:
     try:
         return read_text(Path(file).expanduser())
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{_flag(file)}: cannot be read: {getattr(error, 'strerror', None) or error}",
-                         param="chat_template") from error
+        raise UsageError(
+            f"{_flag(file)}: cannot be read: {getattr(error, 'strerror', None) or error}", param="chat_template"
+        ) from error
 
 
 def _template_source(path: Path, config: dict[str, Any]) -> str | None:
@@ -249,8 +250,9 @@ def _template_source(path: Path, config: dict[str, Any]) -> str | None:
         try:
             return read_text(jinja)
         except (OSError, ValueError) as error:
-            raise BrokenModel(f"{jinja}: cannot be read: {getattr(error, 'strerror', None) or error}",
-                              param="chat_template") from error
+            raise BrokenModel(
+                f"{jinja}: cannot be read: {getattr(error, 'strerror', None) or error}", param="chat_template"
+            ) from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates: [{"name": "default", "template": "..."}, ...]
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}

@@ -76,8 +76,7 @@ class BlobServer(MemberSocket):
         try:
             request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
         except TransportError as error:
-            seldom.warning("a request for a file cannot be read: %s; it is dropped; is the rank of this version?",
-                           error)
+            seldom.warning("a request for a file cannot be read: %s; it is dropped; is the rank of this version?", error)
             return None
         try:
             if isinstance(request, blobs.ListFiles):
@@ -104,8 +103,10 @@ class BlobServer(MemberSocket):
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")
         if not 0 < wanted.length <= CHUNK or wanted.offset < 0 or wanted.offset + wanted.length > file.size:
-            raise TransportError(f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on are not served: the "
-                                 f"file has {file.size}, an answer at most {CHUNK}")
+            raise TransportError(
+                f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on are not served: the "
+                f"file has {file.size}, an answer at most {CHUNK}"
+            )
         with self._paths[wanted.name].open("rb", buffering=0) as opened:
             status = os.fstat(opened.fileno())
             data = os.pread(opened.fileno(), wanted.length, wanted.offset)
@@ -188,8 +189,9 @@ class BlobClient(MemberSocket):
                 continue
             where = f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on"
             if attempt >= ATTEMPTS:
-                raise TransportError(f"{where} arrived damaged {attempt} times (wrong checksum); check the memory and "
-                                     "network of both machines")
+                raise TransportError(
+                    f"{where} arrived damaged {attempt} times (wrong checksum); check the memory and network of both machines"
+                )
             log.warning("%s arrived damaged; asking again", where)
             waiting.appendleft((index, attempt + 1))
 

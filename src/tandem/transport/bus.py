@@ -29,9 +29,20 @@ Received = TypeVar("Received")
 class HubSocket(MemberSocket, Generic[Sent, Received]):
     """The end that others connect to. They are known by the identities that they connect with."""
 
-    def __init__(self, received: object, keys: ClusterKeys | None, host: str, port: int | None, *, name: str,
-                 max_frame: int, linger_ms: int = 0, most_queued: int = 1000, admits: Admits | None = None,
-                 keyless_s: float | None = None) -> None:
+    def __init__(
+        self,
+        received: object,
+        keys: ClusterKeys | None,
+        host: str,
+        port: int | None,
+        *,
+        name: str,
+        max_frame: int,
+        linger_ms: int = 0,
+        most_queued: int = 1000,
+        admits: Admits | None = None,
+        keyless_s: float | None = None,
+    ) -> None:
         """`received` is `Received` once more, as a value. Listen on an address of this machine (`0.0.0.0` for all) and
         a port, or any free one; messages call the socket `name`, and `most_queued` wait for each peer, 0 for any
         number. `admits` and `keyless_s` as in `_listen`. Raises TransportError."""
@@ -84,8 +95,9 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
 class SpokeSocket(MemberSocket, Generic[Sent, Received]):
     """The end that connects."""
 
-    def __init__(self, received: object, keys: ClusterKeys | None, identity: bytes, *, max_frame: int, linger_ms: int,
-                 drops: bool = False) -> None:
+    def __init__(
+        self, received: object, keys: ClusterKeys | None, identity: bytes, *, max_frame: int, linger_ms: int, drops: bool = False
+    ) -> None:
         """`received` is `Received` once more, as a value; with `drops` a message is dropped, not waited with, when the
         other end has not taken any for long. `_connect` follows."""
         super().__init__(zmq.DEALER, keys, max_frame, linger_ms)
@@ -146,12 +158,15 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
     """A node agent's end of the join socket: connected to one address of the head."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, identity: str) -> None:
-        super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500,
-                         drops=True)
+        super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500, drops=True)
         self.socket.reconnect_ivl = 200
         self._monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
         self._connect(endpoint)
         self._connected = self._refused = False
 

@@ -27,8 +27,13 @@ MOST = 128
 """Number of connections without a handshake at once; fewer where this process may have few descriptors. An address gets
 a quarter of them."""
 LOOK_MS = 1000
-_EVENTS = (zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-           | zmq.EVENT_MONITOR_STOPPED)
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_MONITOR_STOPPED
+)
 
 
 class Guard:
@@ -74,8 +79,12 @@ class Guard:
         if event == zmq.EVENT_ACCEPTED:
             self._admit(number)
         elif event == zmq.EVENT_ACCEPT_FAILED:
-            seldom.warning("a connection cannot be accepted at the %s: %s; it is closed; a higher `ulimit -n` before "
-                           "the start gives more room", self._name, os.strerror(number))
+            seldom.warning(
+                "a connection cannot be accepted at the %s: %s; it is closed; a higher `ulimit -n` before "
+                "the start gives more room",
+                self._name,
+                os.strerror(number),
+            )
             if self._standby is not None:
                 os.close(self._standby)
                 self._standby = None
@@ -83,9 +92,14 @@ class Guard:
             if self._keyless_s is None and self._strangers:
                 self._strangers.popitem()
         elif self._strangers.pop(number, None) and self._keyless_s is None:
-            seldom.log(logging.WARNING, "refused a peer at the %s %s: it does not hold this cluster's keys; it is not "
-                       "let in, and disturbs nobody (others are not logged for a while)", self._name, self._endpoint,
-                       kind=self._endpoint)
+            seldom.log(
+                logging.WARNING,
+                "refused a peer at the %s %s: it does not hold this cluster's keys; it is not "
+                "let in, and disturbs nobody (others are not logged for a while)",
+                self._name,
+                self._endpoint,
+                kind=self._endpoint,
+            )
         if self._standby is None and event != zmq.EVENT_ACCEPT_FAILED:
             with contextlib.suppress(OSError):  # there is still none
                 self._standby = os.open(os.devnull, os.O_RDONLY)
@@ -108,8 +122,13 @@ class Guard:
     def _shut(self, number: int) -> None:
         address, _ = self._strangers.pop(number)
         self._peer(number, shut=True)
-        seldom.log(logging.WARNING, "too many connections at the %s, most of them from %s; those without a key are "
-                   "closed, and nobody else is disturbed", self._name, address, kind=self._name)
+        seldom.log(
+            logging.WARNING,
+            "too many connections at the %s, most of them from %s; those without a key are closed, and nobody else is disturbed",
+            self._name,
+            address,
+            kind=self._name,
+        )
 
     def _forget_old(self, now: float) -> None:
         """Connections that have lasted: ZeroMQ has closed them, or knows their keys; without keys their time is up."""

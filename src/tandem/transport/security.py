@@ -30,8 +30,7 @@ def translated(what: str, undo: Callable[[], object] = lambda: None) -> Iterator
 class Authenticator(ThreadAuthenticator):
     """Admit to a context's bound sockets only peers whose CURVE key is accepted (RFC 27/ZAP)."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys,
-                 admits: Admits | None = None) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys, admits: Admits | None = None) -> None:
         """Start at once, and run until `stop`, which comes before the sockets are closed. `admits` judges a peer's
         public key in Z85; without it only the cluster's connect key is accepted."""
         super().__init__(context)
@@ -57,8 +56,9 @@ class MemberSocket:
         self.socket = self._context.socket(kind)
         self.socket.linger, self.socket.maxmsgsize = linger_ms, max_frame
 
-    def _listen(self, host: str, port: int | None = None, *, name: str = "", admits: Admits | None = None,
-                keyless_s: float | None = None) -> None:
+    def _listen(
+        self, host: str, port: int | None = None, *, name: str = "", admits: Admits | None = None, keyless_s: float | None = None
+    ) -> None:
         """Listen at `port`, or any free one; with a `name`, which messages call it, connections are bounded.
 
         `admits` as in `Authenticator`, `keyless_s` as in `Guard`. Raises TransportError, and closes.

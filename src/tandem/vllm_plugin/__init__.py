@@ -77,5 +77,7 @@ def require_platform() -> None:
     why = "VLLM_TARGET_DEVICE=cpu makes vLLM ignore platform plugins; unset it"
     if variable("VLLM_TARGET_DEVICE") != "cpu":
         why = "look for 'Platform plugin tandem failed' in its log at VLLM_LOGGING_LEVEL=DEBUG"
-    raise RuntimeError(f"vLLM has chosen {type(current_platform).__name__} and not Tandem's platform: {why}, or set "
-                       "TANDEM_VLLM=0 to do without Tandem")
+    raise RuntimeError(
+        f"vLLM has chosen {type(current_platform).__name__} and not Tandem's platform: {why}, or set "
+        "TANDEM_VLLM=0 to do without Tandem"
+    )

@@ -69,8 +69,17 @@ class _Ops:
 class Adapter:
     """Follows vLLM's scheduler and writes plans."""
 
-    def __init__(self, *, stages: int, kv_tokens: int, chunk: int, prefix_tokens: int, trimmable: bool,
-                 prefix_extra: int = 0, drafts: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        stages: int,
+        kv_tokens: int,
+        chunk: int,
+        prefix_tokens: int,
+        trimmable: bool,
+        prefix_extra: int = 0,
+        drafts: bool = False,
+    ) -> None:
         """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
 
         `prefix_tokens`: positions of cached prefixes, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
@@ -96,8 +105,7 @@ class Adapter:
         self._leave(output, ops)
         fresh = self._arrivals(output, ops)
         tried, counts = self._tried(output)
-        decode = [request_id for request_id in counts
-                  if request_id not in fresh and self._sequences[request_id].decoding]
+        decode = [request_id for request_id in counts if request_id not in fresh and self._sequences[request_id].decoding]
         micro_batch = self._choose(decode)
         self._gather(micro_batch, list(counts), fresh, decode, ops)
         for request_id, computed in fresh.items():
@@ -106,18 +114,29 @@ class Adapter:
             return None
         spec = self._spec_decode(decode, tried) if self._drafts and decode else None
         fingerprint = batch_fingerprint(
-            (request_id, self._sequences[request_id].computed) for request_id in self._members[micro_batch])
+            (request_id, self._sequences[request_id].computed) for request_id in self._members[micro_batch]
+        )
         for request_id, count in counts.items():
             self._advance(request_id, fresh.get(request_id, self._sequences[request_id].computed) + count, ops)
         self._make_room()
         rows = [request_id for request_id in self._members[micro_batch] if self._sequences[request_id].decoding]
         ends = {op.request_id for op in ops.prefill if op.last}
         plan = StepPlan(
-            step_id=self._step, micro_batch=micro_batch, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
-            restores=ops.restores, decode=decode, prefill=ops.prefill, saves=ops.saves,
-            evicts=self._prefixes.take_evicted(), sampling_seeds=ops.seeds, fingerprint=fingerprint,
+            step_id=self._step,
+            micro_batch=micro_batch,
+            removes=ops.removes,
+            moves=ops.moves,
+            inserts=ops.inserts,
+            restores=ops.restores,
+            decode=decode,
+            prefill=ops.prefill,
+            saves=ops.saves,
+            evicts=self._prefixes.take_evicted(),
+            sampling_seeds=ops.seeds,
+            fingerprint=fingerprint,
             spec_decode_plan=spec,
-            pause=not decode and any(request_id not in ends for request_id in rows))
+            pause=not decode and any(request_id not in ends for request_id in rows),
+        )
         self._step += 1
         self._last_micro_batch = micro_batch
         return plan
@@ -139,10 +158,16 @@ class Adapter:
 
     def _spec_decode(self, decode: list[str], tried: dict[str, list[int]]) -> SpecDecodePlan:
         """Every row's tokens by name: which drafts were accepted, no rank knows."""
-        return SpecDecodePlan([
-            SpecDecodeRow(request_id, self._sequences[request_id].computed,
-                          [self._sequences[request_id].latest, *tried.get(request_id, ())])
-            for request_id in decode])
+        return SpecDecodePlan(
+            [
+                SpecDecodeRow(
+                    request_id,
+                    self._sequences[request_id].computed,
+                    [self._sequences[request_id].latest, *tried.get(request_id, ())],
+                )
+                for request_id in decode
+            ]
+        )
 
     # --- who leaves, who joins ---
 
@@ -186,8 +211,9 @@ class Adapter:
             elif self._drafts and sequence.decoding and computed < sequence.computed:
                 sequence.computed = computed  # drafts that were not accepted
             elif computed != sequence.computed:
-                raise BatchDesync(f"BATCH DESYNC DETECTED: vLLM has {computed} positions of {request_id}, the ranks "
-                                  f"have {sequence.computed}")
+                raise BatchDesync(
+                    f"BATCH DESYNC DETECTED: vLLM has {computed} positions of {request_id}, the ranks have {sequence.computed}"
+                )
         return fresh
 
     # --- which micro-batch ---
@@ -199,7 +225,9 @@ class Adapter:
         best = max(micro_batches, key=lambda micro_batch: micro_batches_of.count(micro_batch))
         if micro_batches_of.count(best):
             return best
-        return min(micro_batches, key=lambda micro_batch: (len(self._members[micro_batch]), micro_batch == self._last_micro_batch))
+        return min(
+            micro_batches, key=lambda micro_batch: (len(self._members[micro_batch]), micro_batch == self._last_micro_batch)
+        )
 
     def _gather(self, micro_batch: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
         """Move what is scheduled into `micro_batch`, and out of it what holds the decode up."""
@@ -226,7 +254,7 @@ class Adapter:
         self._members[micro_batch][request_id] = None
         ops.inserts.append(InsertOp(request_id, sequence.tokens, sequence.prompt_len, sequence.params))
         ops.seeds[request_id] = sequence.seed
-        hit = self._prefixes.lookup(sequence.tokens[:computed + 1]) if computed else None
+        hit = self._prefixes.lookup(sequence.tokens[: computed + 1]) if computed else None
         if hit is not None:
             ops.restores.append(SavePrefixOp(request_id, hit.key, hit.length))
             sequence.computed = hit.length
@@ -252,6 +280,5 @@ class Adapter:
 
     def _make_room(self) -> None:
         """Drop cached prefixes where running sequences need the room."""
-        used = sum(batch_positions(self._sequences[request_id].computed for request_id in members)
-                   for members in self._members)
+        used = sum(batch_positions(self._sequences[request_id].computed for request_id in members) for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

@@ -111,13 +111,15 @@ OVERRIDES = (
         versions="vllm 0.32, ray 2.60",
         apply=_keep_sigterm,
     ),
-    *(Override(
-        target=f"torch.accelerator.{name}",
-        reason="vLLM calls it when any platform but its own CPU one shuts down; without an accelerator torch raises",
-        versions="vllm 0.32, torch 2.13",
-        apply=_emptying(name),
-    )
-    for name in ("empty_cache", "empty_host_cache")),
+    *(
+        Override(
+            target=f"torch.accelerator.{name}",
+            reason="vLLM calls it when any platform but its own CPU one shuts down; without an accelerator torch raises",
+            versions="vllm 0.32, torch 2.13",
+            apply=_emptying(name),
+        )
+        for name in ("empty_cache", "empty_host_cache")
+    ),
 )
 
 

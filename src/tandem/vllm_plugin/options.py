@@ -34,17 +34,22 @@ def read_options() -> Options:
     """From the environment; the first name that is set wins. Raises ConfigError naming a variable that is wrong."""
     fraction = _number("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION")
     if fraction is not None and not 0 < fraction <= 1:
-        raise ConfigError(f"the memory fraction is {fraction}; it must lie above 0 and be at most 1 (or auto)",
-                          param="memory_fraction")
+        raise ConfigError(
+            f"the memory fraction is {fraction}; it must lie above 0 and be at most 1 (or auto)", param="memory_fraction"
+        )
     port = _number("TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT")
     if port is not None and not (port.is_integer() and 1024 <= port <= 65535):
         raise ConfigError(f"the base port is {port:g}; it must be a port from 1024 to 65535", param="base_port")
     threads = _number("TANDEM_THREADS_PER_RANK")
     split = variable("TANDEM_LAYER_SPLIT") or variable("VLLM_PP_LAYER_PARTITION")
-    return Options(memory_fraction=fraction, base_port=None if port is None else int(port),
-                   blas=variable("TANDEM_BLAS") or "auto", dtype=variable("TANDEM_DTYPE"),
-                   layer_split=None if split is None else _numbers(split),
-                   threads=None if threads is None else int(threads))
+    return Options(
+        memory_fraction=fraction,
+        base_port=None if port is None else int(port),
+        blas=variable("TANDEM_BLAS") or "auto",
+        dtype=variable("TANDEM_DTYPE"),
+        layer_split=None if split is None else _numbers(split),
+        threads=None if threads is None else int(threads),
+    )
 
 
 def check_devices() -> None:
@@ -54,8 +59,11 @@ def check_devices() -> None:
     """
     listed = variable(DEVICES)
     if listed is not None and {part.strip() for part in listed.split(",")} != {"0"}:
-        raise ConfigError(f"{DEVICES}={listed}: MLX has one device, number 0, which all workers of a machine share; "
-                          "set it to 0 or leave it out (NVIDIA GPUs: CUDA_VISIBLE_DEVICES)", param=DEVICES)
+        raise ConfigError(
+            f"{DEVICES}={listed}: MLX has one device, number 0, which all workers of a machine share; "
+            "set it to 0 or leave it out (NVIDIA GPUs: CUDA_VISIBLE_DEVICES)",
+            param=DEVICES,
+        )
 
 
 def _number(*names: str) -> float | None:

@@ -16,13 +16,7 @@ from tandem.env import machine_memory, variable
 from tandem.launchers.ray.nodes import UNIT
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
-from tandem.vllm_plugin.options import (
-    DEVICES,
-    FROM_VLLM_METAL,
-    WITHOUT_EFFECT,
-    check_devices,
-    read_options,
-)
+from tandem.vllm_plugin.options import DEVICES, FROM_VLLM_METAL, WITHOUT_EFFECT, check_devices, read_options
 from tandem.vllm_plugin.params import check
 from tandem.vllm_plugin.rendezvous import add_keys
 
@@ -42,9 +36,16 @@ class TandemPlatform(Platform):
     dist_backend = "gloo"
     device_control_env_var = DEVICES
     simple_compile_backend = "eager"
-    additional_env_vars = ["TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT",
-                           "VLLM_METAL_RING_BASE_PORT", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_LAYER_SPLIT",
-                           "TANDEM_THREADS_PER_RANK"]
+    additional_env_vars = [
+        "TANDEM_MEMORY_FRACTION",
+        "VLLM_METAL_MEMORY_FRACTION",
+        "TANDEM_BASE_PORT",
+        "VLLM_METAL_RING_BASE_PORT",
+        "TANDEM_DTYPE",
+        "TANDEM_BLAS",
+        "TANDEM_LAYER_SPLIT",
+        "TANDEM_THREADS_PER_RANK",
+    ]
 
     @property
     def ray_device_key(self) -> str:

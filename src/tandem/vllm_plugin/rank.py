@@ -121,8 +121,19 @@ def counted_room(nbytes: int, counted: int, own: CacheBytes, cached_prefix_posit
     return nbytes * counted // each
 
 
-def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, micro_batches: int,
-         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> LoadedRank:
+def load(
+    model: str,
+    revision: str | None,
+    layout: WorkerLayout,
+    *,
+    dtype: str | None,
+    memory_share: float,
+    micro_batches: int,
+    group: StageGroup | None,
+    channel: TcpChannel | None,
+    drafts: int = 0,
+    sharing: int = 1,
+) -> LoadedRank:
     """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
     `sharing`: ranks on this machine.
 
@@ -133,27 +144,58 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
     require_dry_run(files.path, description)
-    layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
-                          explicit=layout.layer_split, uncut=description.uncut)[layout.stage]
+    layers = split_layers(
+        description.num_layers,
+        layout.stages,
+        layer_bytes=description.layer_bytes,
+        explicit=layout.layer_split,
+        uncut=description.uncut,
+    )[layout.stage]
     dequantize = not on_gpu()
     kind = dtype or "auto"
     need = slice_bytes(description, layers, kind, dequantize, 1 / layout.tp_size, gpu=on_gpu())
     total = memory_bytes()
     if need > total * memory_share:
-        raise OutOfMemory(f"layers {layers.start}-{layers.stop - 1} need {need / 2**20:.0f} MiB for their weights, and "
-                          f"may use {total * memory_share / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size),"
-                          " use a smaller or quantised model, or raise --gpu-memory-utilization",
-                          param="memory_fraction")
-    shards = plan_shards(description, layout.tp_size, dequantize=dequantize,
-                         expert_parallel=layout.expert_parallel and layout.tp_size > 1)
-    stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shards[layout.tp_rank],
-                       tensor_parallel=group, fuse=on_gpu())
+        raise OutOfMemory(
+            f"layers {layers.start}-{layers.stop - 1} need {need / 2**20:.0f} MiB for their weights, and "
+            f"may use {total * memory_share / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size),"
+            " use a smaller or quantised model, or raise --gpu-memory-utilization",
+            param="memory_fraction",
+        )
+    shards = plan_shards(
+        description, layout.tp_size, dequantize=dequantize, expert_parallel=layout.expert_parallel and layout.tp_size > 1
+    )
+    stage = load_stage(
+        files,
+        description,
+        layers,
+        dtype=kind,
+        dequantize=dequantize,
+        shard=shards[layout.tp_rank],
+        tensor_parallel=group,
+        fuse=on_gpu(),
+    )
     link = ChannelLink(channel) if channel is not None else None
-    runner = Runner(stage, micro_batches=micro_batches, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
-                    link=link, group=group, samples=layout.samples, drafts=drafts, attention=chosen_attention())
+    runner = Runner(
+        stage,
+        micro_batches=micro_batches,
+        vocab_size=description.vocab_size,
+        eos_token_ids=description.eos_token_ids,
+        link=link,
+        group=group,
+        samples=layout.samples,
+        drafts=drafts,
+        attention=chosen_attention(),
+    )
     wire_weights(None, memory_share)
-    return LoadedRank(runner=runner, stage=stage, description=description,
-                      trimmable=trimmable(stage.caches_of_all_stages()),
-                      cached_prefix_positions=math.ceil(layer_state_bytes(description, stage.dtype.size)
-                                                   / max(token_elements(description) * stage.dtype.size, 1)),
-                      memory_bytes=total, kv_heads=max(held_kv_heads(description, shard) for shard in shards))
+    return LoadedRank(
+        runner=runner,
+        stage=stage,
+        description=description,
+        trimmable=trimmable(stage.caches_of_all_stages()),
+        cached_prefix_positions=math.ceil(
+            layer_state_bytes(description, stage.dtype.size) / max(token_elements(description) * stage.dtype.size, 1)
+        ),
+        memory_bytes=total,
+        kv_heads=max(held_kv_heads(description, shard) for shard in shards),
+    )

@@ -54,26 +54,33 @@ class Cluster(NodeList, frozen=True):
         """
         key = self.device_key
         if (there := self.total(key)) < needed:
-            remedy = f"give ray.init(resources={{\"{UNIT}\": {needed}}}), or " if joined else ""
+            remedy = f'give ray.init(resources={{"{UNIT}": {needed}}}), or ' if joined else ""
             raise UsageError(
                 f"the layout needs {needed} of the Ray resource {UNIT!r} (or, where no node has it, {GPU!r}), and "
                 f"the cluster has {there:g} of {key!r}: {remedy}start each node with ray start ... "
-                f"--resources='{{\"{UNIT}\": 1}}'")
+                f"--resources='{{\"{UNIT}\": 1}}'"
+            )
         if mine not in self.addresses:
-            raise UsageError(f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(self.addresses)}: set "
-                             f"VLLM_HOST_IP={self.here}, or give ray start --node-ip-address={mine}")
+            raise UsageError(
+                f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(self.addresses)}: set "
+                f"VLLM_HOST_IP={self.here}, or give ray start --node-ip-address={mine}"
+            )
 
     def require_local(self, count: int, address: str) -> None:
         """Raise UsageError where the node with this address has no room for so many replicas of one rank each."""
         node = next((node for node in self.nodes if node.address == address), None)
         if node is None:
-            raise UsageError(f"--data-parallel-address {address}: no node of the Ray cluster has it; there is "
-                             f"{', '.join(self.addresses)}")
+            raise UsageError(
+                f"--data-parallel-address {address}: no node of the Ray cluster has it; there is {', '.join(self.addresses)}"
+            )
         if count > (there := int(node.total.get(self.device_key, 0))):
-            raise UsageError(f"--data-parallel-size-local {count}: the node {address} has {there} of "
-                             f"{self.device_key!r}, one for each replica; give --data-parallel-size-local {there}"
-                             if there else f"the node {address} has none of {self.device_key!r}, and the first replica "
-                             "is placed there; start it with ray start ... --resources='{\"mlx\": 1}'")
+            raise UsageError(
+                f"--data-parallel-size-local {count}: the node {address} has {there} of "
+                f"{self.device_key!r}, one for each replica; give --data-parallel-size-local {there}"
+                if there
+                else f"the node {address} has none of {self.device_key!r}, and the first replica "
+                "is placed there; start it with ray start ... --resources='{\"mlx\": 1}'"
+            )
 
 
 def look() -> Cluster:
@@ -81,8 +88,11 @@ def look() -> Cluster:
     import ray
 
     mine = ray.get_runtime_context().get_node_id()
-    nodes = [RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], node["Resources"], {})
-             for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        RayNode(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], node["Resources"], {})
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
     return Cluster(nodes, next(node.address for node in nodes if node.node_id == mine))
 
 
@@ -97,8 +107,7 @@ def ask() -> Cluster | None:
             return None
         where = f"at RAY_ADDRESS={address}" if address not in (None, "auto") else "on this machine"
         other = ", or set RAY_ADDRESS" if address is None else ""
-        raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({error.message[:300]})"
-                         ) from None
+        raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({error.message[:300]})") from None
     return Cluster([node for node in listed.nodes if not node.trouble], listed.here)
 
 
@@ -143,4 +152,3 @@ def check_start(parallel: Any, mine: str) -> None:
         if is_loopback(parallel.data_parallel_master_ip):
             parallel.data_parallel_master_ip = cluster.here
         cluster.require_local(parallel.data_parallel_size_local, parallel.data_parallel_master_ip)
-

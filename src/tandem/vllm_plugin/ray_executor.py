@@ -22,8 +22,7 @@ class TandemRayWorkerProc(RayWorkerProc):
         """Node and devices of this actor. Ray never lists a custom resource among the accelerators."""
         context = ray.get_runtime_context()
         key = look().device_key
-        logger.info("tandem: patched Ray V2 worker get_node_and_physical_gpu_ids on RayWorkerProc (custom Ray "
-                    "resource %s)", key)
+        logger.info("tandem: patched Ray V2 worker get_node_and_physical_gpu_ids on RayWorkerProc (custom Ray resource %s)", key)
         return context.get_node_id(), list(range(int(context.get_assigned_resources().get(key, 1))))
 
     def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
@@ -31,8 +30,11 @@ class TandemRayWorkerProc(RayWorkerProc):
         cluster = look()
         node = next(node for node in cluster.nodes if node.node_id == ray.get_runtime_context().get_node_id())
         config: Any = self._init_kwargs["vllm_config"]
-        config.additional_config = {**(config.additional_config or {}), "tandem_units": cluster.units(node),
-                                    "tandem_address": node.address}
+        config.additional_config = {
+            **(config.additional_config or {}),
+            "tandem_units": cluster.units(node),
+            "tandem_address": node.address,
+        }
         super().initialize_worker(*args, **kwargs)
 
 

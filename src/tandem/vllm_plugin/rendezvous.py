@@ -55,8 +55,15 @@ class Rendezvous:
             self._store: _Store = FileStore(address.path, size)
         else:
             # Under Ray the store is up in rank 0's process already: multi_tenant joins that one.
-            self._store = TCPStore(address.hostname, address.port, size, is_master=rank == 0, timeout=TIMEOUT,
-                                   wait_for_workers=False, multi_tenant=True)
+            self._store = TCPStore(
+                address.hostname,
+                address.port,
+                size,
+                is_master=rank == 0,
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
 
     def gather(self, key: str, value: str) -> list[str]:
         """Everybody's value, in rank order. Waits for all; raises TransportError for one that no worker has written."""
@@ -66,8 +73,10 @@ class Rendezvous:
     def _value(self, key: str, rank: int) -> str:
         seal, _, value = self._store.get(f"tandem/{key}/{rank}").decode(errors="replace").partition(" ")
         if not hmac.compare_digest(seal.encode(), self._seal(key, rank, value).encode()):
-            raise TransportError(f"what vLLM's key-value store has as {key} of rank {rank} was not written by this "
-                                 "engine; keep its port from others, and start again")
+            raise TransportError(
+                f"what vLLM's key-value store has as {key} of rank {rank} was not written by this "
+                "engine; keep its port from others, and start again"
+            )
         return value
 
     def _seal(self, key: str, rank: int, value: str) -> str:

@@ -28,11 +28,12 @@ def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -
         tokens[request_id].append(token)
     for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
         sampled = tokens[row.request_id]
-        del sampled[accepted(row.tokens, sampled) + 1:]
+        del sampled[accepted(row.tokens, sampled) + 1 :]
     for request_id, sampled in tokens.items():
         if any(token < 0 for token in sampled):
-            raise RankFailure(f"the model produced logits that are not finite numbers for {request_id}; check its "
-                              "weights and dtype", rank=0)
+            raise RankFailure(
+                f"the model produced logits that are not finite numbers for {request_id}; check its weights and dtype", rank=0
+            )
     return ModelRunnerOutput(
         req_ids=list(scheduled),
         req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
@@ -52,7 +53,7 @@ def _logprobs(tokens: dict[str, list[int]], logprobs: dict[str, list[TokenLogpro
     values = np.full((starts[-1], width), -np.inf, dtype=np.float32)
     ranks = np.zeros(starts[-1], dtype=np.int32)
     for start, (request_id, sampled) in zip(starts, tokens.items(), strict=False):
-        for row, entry in enumerate(logprobs.get(request_id, [])[:len(sampled)], start=start):
+        for row, entry in enumerate(logprobs.get(request_id, [])[: len(sampled)], start=start):
             ids[row, 0], values[row, 0] = entry.token, entry.logprob
             for column, (token, value) in enumerate(entry.top, start=1):
                 ids[row, column], values[row, column] = token, value
@@ -85,8 +86,14 @@ class StepTimes:
 class StepUnderWay(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[PendingStep], profile: StepTimes,
-                 tell: Callable[[ModelRunnerOutput], None]) -> None:
+    def __init__(
+        self,
+        scheduled: list[str],
+        plan: StepPlan,
+        step: Future[PendingStep],
+        profile: StepTimes,
+        tell: Callable[[ModelRunnerOutput], None],
+    ) -> None:
         self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
         self._tell = tell
         self._started = time.perf_counter()

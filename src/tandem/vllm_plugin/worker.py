@@ -62,8 +62,9 @@ class TandemWorker(WorkerBase):
         from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, after the BLAS
 
         sizes = (parallel.tensor_parallel_size,) * parallel.pipeline_parallel_size
-        self._layout = WorkerLayout(rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split,
-                                    expert_parallel=parallel.enable_expert_parallel)
+        self._layout = WorkerLayout(
+            rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split, expert_parallel=parallel.enable_expert_parallel
+        )
         self._rendezvous: Rendezvous | None = None
         placed: dict[str, Any] = self.vllm_config.additional_config or {}
         here, address = 1, "127.0.0.1"
@@ -81,17 +82,29 @@ class TandemWorker(WorkerBase):
         self._pending: SchedulerOutput | None = None
         self._profile = StepTimes()
         layout = self._layout
-        logger.info("Pipeline stage %d/%d (is_first=%s, is_last=%s)", layout.stage, layout.stages, layout.stage == 0,
-                    layout.stage == layout.stages - 1)
+        logger.info(
+            "Pipeline stage %d/%d (is_first=%s, is_last=%s)",
+            layout.stage,
+            layout.stages,
+            layout.stage == 0,
+            layout.stage == layout.stages - 1,
+        )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Connect to the neighbours and load this rank's slice."""
         started = time.monotonic()
         self._loaded: LoadedRank = self._mlx.submit(self._load).result()
         stage = self._loaded.stage
-        logger.info("layers %d-%d in %.0f MiB of %s, linear algebra %s, %d worker(s) on this machine, %.1f s",
-                    stage.layers.start, stage.layers.stop - 1, stage.nbytes / 2**20, stage.dtype, self._blas or "MLX's",
-                    self._here, time.monotonic() - started)
+        logger.info(
+            "layers %d-%d in %.0f MiB of %s, linear algebra %s, %d worker(s) on this machine, %.1f s",
+            stage.layers.start,
+            stage.layers.stop - 1,
+            stage.nbytes / 2**20,
+            stage.dtype,
+            self._blas or "MLX's",
+            self._here,
+            time.monotonic() - started,
+        )
 
     def _load(self) -> LoadedRank:
         from tandem.comm.group import StageGroup
@@ -106,9 +119,18 @@ class TandemWorker(WorkerBase):
             process_group.remove()
         channel = self._channel() if self._layout.stages > 1 else None
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
-        return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
-                    memory_share=self._fraction() / self._here, micro_batches=self._layout.stages + 1, group=group,
-                    channel=channel, drafts=self._drafts, sharing=self._here)
+        return load(
+            self.model_config.model,
+            self.model_config.revision,
+            self._layout,
+            dtype=dtype,
+            memory_share=self._fraction() / self._here,
+            micro_batches=self._layout.stages + 1,
+            group=group,
+            channel=channel,
+            drafts=self._drafts,
+            sharing=self._here,
+        )
 
     @property
     def _drafts(self) -> int:
@@ -129,7 +151,7 @@ class TandemWorker(WorkerBase):
         port = listen_port(self._address, self._port(1))
         endpoints = self._rendezvous.gather("ring", f"{self._address}:{port}")
         layout = self._layout
-        mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
+        mine = endpoints[layout.stage * layout.tp_size : (layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
         return written_process_group(ring_process_group([[endpoint] for endpoint in mine]))
 
@@ -149,8 +171,12 @@ class TandemWorker(WorkerBase):
         All ranks of a stage must say the same of a layer, also those that hold fewer heads than others.
         """
         stage, (heads, size) = self._loaded.stage, self._loaded.counted_heads
-        spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
-                                 dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
+        spec = FullAttentionSpec(
+            block_size=self.cache_config.block_size,
+            num_kv_heads=heads,
+            head_size=size,
+            dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")),
+        )
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
@@ -172,12 +198,21 @@ class TandemWorker(WorkerBase):
         """vLLM knows how many blocks there are: from here on steps may come."""
         tokens = kv_cache_config.num_blocks * self.cache_config.block_size
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
-        self._adapter = Adapter(stages=self._layout.stages, kv_tokens=tokens, prefix_tokens=prefixes,
-                                chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
-                                prefix_extra=self._loaded.cached_prefix_positions, drafts=bool(self._drafts))
+        self._adapter = Adapter(
+            stages=self._layout.stages,
+            kv_tokens=tokens,
+            prefix_tokens=prefixes,
+            chunk=self.scheduler_config.max_num_batched_tokens,
+            trimmable=self._loaded.trimmable,
+            prefix_extra=self._loaded.cached_prefix_positions,
+            drafts=bool(self._drafts),
+        )
         speculation = self.vllm_config.speculative_config
-        self._drafter = NgramDrafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
-                                longest=speculation.prompt_lookup_max) if speculation else None
+        self._drafter = (
+            NgramDrafter(most=self._drafts, shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
+            if speculation
+            else None
+        )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Do nothing: no kernel is compiled."""
@@ -209,8 +244,9 @@ class TandemWorker(WorkerBase):
                 self._adapter.sampled(request_id, tokens)
             self._drafter.read(output)
 
-    def _start(self, output: SchedulerOutput,
-               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[PendingStep] | None]:
+    def _start(
+        self, output: SchedulerOutput, masks: dict[str, npt.NDArray[np.bool_]]
+    ) -> tuple[StepPlan | None, Future[PendingStep] | None]:
         started = time.perf_counter()
         plan = self._adapter.plan(output)
         self._profile.adapter += time.perf_counter() - started

@@ -29,28 +29,49 @@ def ifconfig(*lines: str) -> str:
 
 def mac(number: int, **outputs: str) -> Facts:
     own = {
-        "ifconfig": ifconfig(f"en0 inet 192.168.1.{number} netmask 0xffffff00",
-                             f"en2 inet 10.254.0.{number} netmask 0xfffffffc"),
-        "routes": "default 192.168.1.254 UGScg en0\n", "firewall": "Firewall is disabled. (State = 0)",
+        "ifconfig": ifconfig(f"en0 inet 192.168.1.{number} netmask 0xffffff00", f"en2 inet 10.254.0.{number} netmask 0xfffffffc"),
+        "routes": "default 192.168.1.254 UGScg en0\n",
+        "firewall": "Firewall is disabled. (State = 0)",
         "hardware_ports": "Hardware Port: Wi-Fi\nDevice: en0\n\nHardware Port: Thunderbolt 1\nDevice: en2\n",
-        "rdma_ctl": "RDMA is enabled\n", "ibv_devices": DEVICES + "    rdma_en2            00\n",
-        "ibv_devinfo": "hca_id: rdma_en2\n\tport: 1\n\t\tstate: PORT_ACTIVE (4)\n", "os_version": "26.3\n",
-        "os_build": "25D125\n", **outputs}
-    return Facts(hostname=f"mac{number}", hostname_addresses=[f"192.168.1.{number}"], system="Darwin", root=False,
-                 executable="/opt/venv/bin/python3.12", chip="Apple M4 Max", memory_bytes=64 << 30,
-                 available_bytes=50 << 30, mlx_bytes=48 << 30, versions=dict(VERSIONS), busy_ports=[], outputs=own,
-                 model=ModelFacts("/models/m", digests={"config.json": "1", "model.safetensors": "2"}, bytes=1 << 30))
+        "rdma_ctl": "RDMA is enabled\n",
+        "ibv_devices": DEVICES + "    rdma_en2            00\n",
+        "ibv_devinfo": "hca_id: rdma_en2\n\tport: 1\n\t\tstate: PORT_ACTIVE (4)\n",
+        "os_version": "26.3\n",
+        "os_build": "25D125\n",
+        **outputs,
+    }
+    return Facts(
+        hostname=f"mac{number}",
+        hostname_addresses=[f"192.168.1.{number}"],
+        system="Darwin",
+        root=False,
+        executable="/opt/venv/bin/python3.12",
+        chip="Apple M4 Max",
+        memory_bytes=64 << 30,
+        available_bytes=50 << 30,
+        mlx_bytes=48 << 30,
+        versions=dict(VERSIONS),
+        busy_ports=[],
+        outputs=own,
+        model=ModelFacts("/models/m", digests={"config.json": "1", "model.safetensors": "2"}, bytes=1 << 30),
+    )
 
 
 def pair(**changes) -> Evidence:
     """Two Macs with nothing wrong."""
     evidence = Evidence(
-        [Host("a", "10.254.0.1", (None, "rdma_en2")), Host("b", "10.254.0.2", ("rdma_en2", None))], "a", "jaccl", "m",
+        [Host("a", "10.254.0.1", (None, "rdma_en2")), Host("b", "10.254.0.2", ("rdma_en2", None))],
+        "a",
+        "jaccl",
+        "m",
         planned=Planned("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
-        facts={"a": mac(1), "b": mac(2)}, clocks={"b": Clock(0.01, 0.02)},
+        facts={"a": mac(1), "b": mac(2)},
+        clocks={"b": Clock(0.01, 0.02)},
         links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},
-        collected=dict.fromkeys("ab", RankTimes(rows=[Row(operation="all_sum", bytes=4096, median_us=30.0, p99_us=40.0,
-                                                          gb_per_s=0.1)])))
+        collected=dict.fromkeys(
+            "ab", RankTimes(rows=[Row(operation="all_sum", bytes=4096, median_us=30.0, p99_us=40.0, gb_per_s=0.1)])
+        ),
+    )
     for name, value in changes.items():
         setattr(evidence, name, value)
     return evidence
@@ -81,26 +102,40 @@ def test_nothing_is_found_on_healthy_macs():
     assert {one.verdict for one in judged(evidence)} == {"ok"}
 
 
-@pytest.mark.parametrize(("outputs", "check", "words", "remedy"), [
-    ({"rdma_ctl": "RDMA is disabled\n"}, "rdma", "disabled", "rdma_ctl enable"),
-    ({"ibv_devices": DEVICES}, "rdma", "no device", "cable"),
-    ({"ibv_devices": DEVICES + "    rdma_en5            00\n"}, "rdma", "no device rdma_en2 (for a)",
-     "mlx.distributed_config"),
-    ({"ibv_devinfo": "hca_id: rdma_en2\n\t\tstate: PORT_DOWN (1)\n"}, "rdma", "PORT_DOWN", "cable between b and a"),
-    ({"os_version": "26.1\n"}, "rdma", "needs 26.2", "softwareupdate"),
-    ({"ifconfig": ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 ether 36:ab:c0:de:f0:04")}, "rdma",
-     "en2, the interface of rdma_en2 (for a), has no IPv4 address",
-     'ssh b "sudo ifconfig en2 inet 169.254.2.1 netmask 255.255.0.0 alias"'),
-    ({"battery": "Now drawing from 'Battery Power'\n"}, "power", "battery", "plug b in"),
-    ({"power": "Currently in use:\n lowpowermode         1\n"}, "power", "low power", "pmset -a lowpowermode 0"),
-    ({"translated": "1\n"}, "versions", "run by Rosetta", "macos-aarch64"),
-    ({"os_build": "25D1\n"}, "macos", "build 25D1", "softwareupdate"),
-    ({"os_version": "26.2\n"}, "macos", "before 26.3", "softwareupdate"),
-    ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "application firewall: on", "--unblockapp"),
-    ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "on", "again after each upgrade of that Python"),
-    ({"routes": "default 10.254.0.1 UGScg en0\n"}, "subnets", "holds the default gateway 10.254.0.1",
-     "sudo ifconfig en2 inet 10.254.0.2 delete && sudo ifconfig en2 inet 10.254.0.5 netmask 255.255.255.252"),
-])
+@pytest.mark.parametrize(
+    ("outputs", "check", "words", "remedy"),
+    [
+        ({"rdma_ctl": "RDMA is disabled\n"}, "rdma", "disabled", "rdma_ctl enable"),
+        ({"ibv_devices": DEVICES}, "rdma", "no device", "cable"),
+        (
+            {"ibv_devices": DEVICES + "    rdma_en5            00\n"},
+            "rdma",
+            "no device rdma_en2 (for a)",
+            "mlx.distributed_config",
+        ),
+        ({"ibv_devinfo": "hca_id: rdma_en2\n\t\tstate: PORT_DOWN (1)\n"}, "rdma", "PORT_DOWN", "cable between b and a"),
+        ({"os_version": "26.1\n"}, "rdma", "needs 26.2", "softwareupdate"),
+        (
+            {"ifconfig": ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 ether 36:ab:c0:de:f0:04")},
+            "rdma",
+            "en2, the interface of rdma_en2 (for a), has no IPv4 address",
+            'ssh b "sudo ifconfig en2 inet 169.254.2.1 netmask 255.255.0.0 alias"',
+        ),
+        ({"battery": "Now drawing from 'Battery Power'\n"}, "power", "battery", "plug b in"),
+        ({"power": "Currently in use:\n lowpowermode         1\n"}, "power", "low power", "pmset -a lowpowermode 0"),
+        ({"translated": "1\n"}, "versions", "run by Rosetta", "macos-aarch64"),
+        ({"os_build": "25D1\n"}, "macos", "build 25D1", "softwareupdate"),
+        ({"os_version": "26.2\n"}, "macos", "before 26.3", "softwareupdate"),
+        ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "application firewall: on", "--unblockapp"),
+        ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "on", "again after each upgrade of that Python"),
+        (
+            {"routes": "default 10.254.0.1 UGScg en0\n"},
+            "subnets",
+            "holds the default gateway 10.254.0.1",
+            "sudo ifconfig en2 inet 10.254.0.2 delete && sudo ifconfig en2 inet 10.254.0.5 netmask 255.255.255.252",
+        ),
+    ],
+)
 def test_what_a_mac_says(outputs, check, words, remedy):
     evidence = with_output(pair(), **outputs)
     found = [one for one in bad(evidence) if one.check == check]
@@ -131,8 +166,11 @@ def test_an_address_on_wifi():
 
 def test_stages_that_would_go_beside_the_cable():
     """MLX's own set-up for RDMA writes the addresses of Ethernet into the hosts file."""
-    text = ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 inet 10.254.0.2 netmask 0xfffffffc",
-                    "en7 inet 192.168.7.2 netmask 0xffffff00")
+    text = ifconfig(
+        "en0 inet 192.168.1.2 netmask 0xffffff00",
+        "en2 inet 10.254.0.2 netmask 0xfffffffc",
+        "en7 inet 192.168.7.2 netmask 0xffffff00",
+    )
     evidence = with_output(pair(), ifconfig=text)
     evidence.hosts[1] = Host("b", "192.168.7.2", ("rdma_en2", None))
     [found] = bad(evidence)
@@ -145,22 +183,28 @@ def test_fast_fences_are_told_wherever_they_are_turned_on(value):
     fast = {"MLX_METAL_FAST_SYNCH": value}
     found = bad(pair(variables=fast)) + bad(with_b(pair(), variables=fast))
     assert [(one.check, one.verdict, one.where) for one in found] == (
-        [("fences", "warn", ""), ("fences", "warn", "b")] if value == "1" else [])
+        [("fences", "warn", ""), ("fences", "warn", "b")] if value == "1" else []
+    )
 
 
 def test_a_local_network_that_macos_withholds_is_told_as_that():
     evidence = pair()
     evidence.links["b", "a"] = Transferred(f"No route to host: {LOCAL_NETWORK}")
     found = next(one for one in bad(evidence) if one.check == "reachable")
-    assert (found.where, found.remedy) == ("b -> a", 'ssh b "open \'x-apple.systempreferences:com.apple.preference.'
-                                           'security?Privacy_LocalNetwork\'"')
+    assert (found.where, found.remedy) == (
+        "b -> a",
+        "ssh b \"open 'x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork'\"",
+    )
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["for RDMA alone", "connected to"])
 def test_link_local_addresses_of_several_cables_clash_only_if_connections_go_there(used):
     """macOS gives each cable one, and the doctor's own remedy for RDMA does."""
-    text = ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 inet 169.254.2.1 netmask 0xffff0000",
-                    "en3 inet 169.254.2.3 netmask 0xffff0000")
+    text = ifconfig(
+        "en0 inet 192.168.1.2 netmask 0xffffff00",
+        "en2 inet 169.254.2.1 netmask 0xffff0000",
+        "en3 inet 169.254.2.3 netmask 0xffff0000",
+    )
     evidence = with_output(pair(), ifconfig=text)
     evidence.hosts[1] = Host("b", "169.254.2.1" if used else "192.168.1.2", ("rdma_en2", None))
     found = [one for one in bad(evidence) if one.check in ("rdma", "subnets")]
@@ -172,16 +216,22 @@ def test_of_interfaces_that_cannot_be_read_nothing_is_said():
 
 
 def test_two_cables_with_one_subnet():
-    text = mac(2).outputs["ifconfig"] + ifconfig("en3 inet 10.254.0.2 netmask 0xfffffffc").partition("en3")[1] + (
-        ": flags=8863<UP> mtu 1500\n\tinet 10.254.0.3 netmask 0xfffffffc\n")
+    text = (
+        mac(2).outputs["ifconfig"]
+        + ifconfig("en3 inet 10.254.0.2 netmask 0xfffffffc").partition("en3")[1]
+        + (": flags=8863<UP> mtu 1500\n\tinet 10.254.0.3 netmask 0xfffffffc\n")
+    )
     [found] = bad(with_output(pair(), ifconfig=text))
     assert (found.check, found.where) == ("subnets", "b")
     assert "en2 (10.254.0.2/30) and en3 (10.254.0.3/30) share a subnet" in found.detail
 
 
 def test_cable_and_wifi_to_the_same_router_are_no_clash():
-    text = ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en1 inet 192.168.1.3 netmask 0xffffff00",
-                    "en2 inet 10.254.0.2 netmask 0xfffffffc")
+    text = ifconfig(
+        "en0 inet 192.168.1.2 netmask 0xffffff00",
+        "en1 inet 192.168.1.3 netmask 0xffffff00",
+        "en2 inet 10.254.0.2 netmask 0xfffffffc",
+    )
     routes = "default 192.168.1.254 UGScg en0\ndefault 192.168.1.254 UGScIg en1\n"
     assert bad(with_output(pair(), ifconfig=text, routes=routes)) == []
 
@@ -191,10 +241,15 @@ def test_one_address_on_two_machines():
     assert any("10.254.0.1 of en2 is a's too" in one.detail for one in bad(with_output(pair(), ifconfig=text)))
 
 
-@pytest.mark.parametrize(("package", "version", "remedy"), [
-    ("mlx", "0.31.0", 'ssh b "/opt/venv/bin/python3.12 -m pip install \'mlx==0.32.4\'"'),
-    ("mlx-lm", None, "'mlx-lm==0.32.2'"), ("tandem", "0.0.9", "/opt/venv/bin/python3.12 -m pip install "),
-    ("python", "3.11.9", "3.12")])
+@pytest.mark.parametrize(
+    ("package", "version", "remedy"),
+    [
+        ("mlx", "0.31.0", "ssh b \"/opt/venv/bin/python3.12 -m pip install 'mlx==0.32.4'\""),
+        ("mlx-lm", None, "'mlx-lm==0.32.2'"),
+        ("tandem", "0.0.9", "/opt/venv/bin/python3.12 -m pip install "),
+        ("python", "3.11.9", "3.12"),
+    ],
+)
 def test_versions(package, version, remedy):
     [found] = bad(with_b(pair(), versions={**VERSIONS, package: version}))
     assert (found.check, found.where) == ("versions", "b")
@@ -217,11 +272,16 @@ def test_a_copy_of_the_model_that_differs_or_is_not_there():
 
 
 def test_memory():
-    small = Planned("pp=2", {"a": Need(1 << 30, 40 << 30), "b": Need(50 << 30, 40 << 30)}, "tandem plan m",
-                    ("use 4-bit weights",))
+    small = Planned(
+        "pp=2", {"a": Need(1 << 30, 40 << 30), "b": Need(50 << 30, 40 << 30)}, "tandem plan m", ("use 4-bit weights",)
+    )
     [found] = bad(pair(planned=small))
-    assert (found.check, found.verdict, found.where, found.remedy) == ("memory", "fail", "b",
-                                                                              "tandem plan m   (use 4-bit weights)")
+    assert (found.check, found.verdict, found.where, found.remedy) == (
+        "memory",
+        "fail",
+        "b",
+        "tandem plan m   (use 4-bit weights)",
+    )
     [found] = bad(with_output(pair(), memory_pages="(page size of 16384 bytes)\nPages free:     100.\n"))
     assert (found.check, found.verdict, found.where) == ("memory", "warn", "b")
 
@@ -237,8 +297,9 @@ def test_single_machines():
     assert (found.check, found.remedy.split("   ")[0]) == ("ports", 'ssh b "lsof -nP -iTCP:32323"')
 
 
-@pytest.mark.parametrize(("ahead", "within", "verdict"), [(0.4, 0.1, None), (2.0, 0.1, "warn"), (-90.0, 0.1, "fail"),
-                                                         (1.0, 0.8, None)])
+@pytest.mark.parametrize(
+    ("ahead", "within", "verdict"), [(0.4, 0.1, None), (2.0, 0.1, "warn"), (-90.0, 0.1, "fail"), (1.0, 0.8, None)]
+)
 def test_clocks(ahead, within, verdict):
     found = bad(pair(clocks={"b": Clock(ahead, within)}))
     assert [one.verdict for one in found] == ([verdict] if verdict else [])
@@ -264,15 +325,23 @@ def test_sums():
     assert [one.verdict for one in judged(evidence) if one.check == "all_sum"] == ["skip"]
 
 
-@pytest.mark.parametrize(("code", "said", "remedy"), [
-    (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
-    (255, "Host key verification failed.", "ssh b hostname"),
-    (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
-    (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
-    (255, "ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
-    (1, "/usr/bin/python: Error while finding module specification for 'tandem.diagnostics.doctor.probe' "
-     "(ModuleNotFoundError: No module named 'tandem')", "python -m pip install "),
-    (127, "zsh:1: command not found: python3", "--remote-python")])
+@pytest.mark.parametrize(
+    ("code", "said", "remedy"),
+    [
+        (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
+        (255, "Host key verification failed.", "ssh b hostname"),
+        (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
+        (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
+        (255, "ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
+        (
+            1,
+            "/usr/bin/python: Error while finding module specification for 'tandem.diagnostics.doctor.probe' "
+            "(ModuleNotFoundError: No module named 'tandem')",
+            "python -m pip install ",
+        ),
+        (127, "zsh:1: command not found: python3", "--remote-python"),
+    ],
+)
 def test_why_ssh_failed(code, said, remedy):
     found = explain("b", code, ["Warning: Permanently added 'b' to the list of known hosts.", said])
     assert remedy in found.remedy
@@ -297,8 +366,9 @@ def test_subnets_for_cables_clash_with_nothing():
 
 
 def test_linux_rules_are_mended_where_they_are():
-    rules = json.dumps({"nftables": [{"chain": {"family": "inet", "table": "fw", "name": "in", "hook": "input",
-                                                "policy": "drop"}}]})
+    rules = json.dumps(
+        {"nftables": [{"chain": {"family": "inet", "table": "fw", "name": "in", "hook": "input", "policy": "drop"}}]}
+    )
     evidence = with_b(pair(backend="ring"), system="Linux", root=True, outputs={"nft": rules})
     evidence.links["a", "b"] = Transferred("timed out")
     found = next(one for one in bad(evidence) if one.check == "firewall")

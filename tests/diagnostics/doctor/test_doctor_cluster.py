@@ -29,8 +29,20 @@ class Cluster:
     hostfile: Path
 
     def doctor(self, *options: str) -> tuple[int, dict]:
-        words = ["python", "-m", "tandem", "doctor", "--hostfile", str(self.hostfile), "--model", str(self.model),
-                 "--ports", str(PORT), "--json", *options]
+        words = [
+            "python",
+            "-m",
+            "tandem",
+            "doctor",
+            "--hostfile",
+            str(self.hostfile),
+            "--model",
+            str(self.model),
+            "--ports",
+            str(PORT),
+            "--json",
+            *options,
+        ]
         done = self.machines.run("h0", words, timeout=240, check=False)
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
@@ -70,8 +82,7 @@ def mounted(machines: Machines, name: str, source: Path, target: Path | str) -> 
 
 @contextlib.contextmanager
 def another_version(cluster: Cluster) -> Iterator[None]:
-    shim(cluster.machines, "h1", "mlx_lm-0.30.1.dist-info/METADATA",
-         "Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.30.1\n")
+    shim(cluster.machines, "h1", "mlx_lm-0.30.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: mlx-lm\nVersion: 0.30.1\n")
     yield
     unshim(cluster.machines, "h1")
 
@@ -121,8 +132,9 @@ def clock_ahead(cluster: Cluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def port_taken(cluster: Cluster) -> Iterator[None]:
-    taker = cluster.machines.start("h2", ["python", "-m", "http.server", str(PORT)], stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
+    taker = cluster.machines.start(
+        "h2", ["python", "-m", "http.server", str(PORT)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 240
     while str(PORT) not in cluster.machines.run("h2", ["ss", "-ltn"]).stdout:
         assert time.monotonic() < deadline
@@ -133,10 +145,13 @@ def port_taken(cluster: Cluster) -> Iterator[None]:
 
 @contextlib.contextmanager
 def firewall(cluster: Cluster) -> Iterator[None]:
-    cluster.machines.run("h1", "nft add table inet strict; "
-                         "nft add chain inet strict input '{ type filter hook input priority 0; policy drop; }'; "
-                         "nft add rule inet strict input tcp dport 22 accept; "
-                         "nft add rule inet strict input ct state established,related accept")
+    cluster.machines.run(
+        "h1",
+        "nft add table inet strict; "
+        "nft add chain inet strict input '{ type filter hook input priority 0; policy drop; }'; "
+        "nft add rule inet strict input tcp dport 22 accept; "
+        "nft add rule inet strict input ct state established,related accept",
+    )
     yield
     cluster.machines.run("h1", "nft delete table inet strict")
 
@@ -155,8 +170,10 @@ def gateway_in_a_cables_subnet(cluster: Cluster) -> Iterator[None]:
 @contextlib.contextmanager
 def two_cables_one_subnet(cluster: Cluster) -> Iterator[None]:
     machines = cluster.machines
-    devices = [machines.link("h1", "h0", ("10.254.0.1/30", "10.254.0.2/32")),
-               machines.link("h1", "h2", ("10.254.0.2/30", "10.254.0.1/32"))]
+    devices = [
+        machines.link("h1", "h0", ("10.254.0.1/30", "10.254.0.2/32")),
+        machines.link("h1", "h2", ("10.254.0.2/30", "10.254.0.1/32")),
+    ]
     yield
     for device in devices:
         machines.unlink("h1", device)
@@ -200,9 +217,12 @@ def cable_cut(cluster: Cluster) -> Iterator[None]:
 def closed_one_way(cluster: Cluster) -> Iterator[None]:
     machines = cluster.machines
     inside = ["ip", "netns", "exec", machines.switch, "nft"]
-    sh(*inside, "add table bridge filter; add chain bridge filter forward { type filter hook forward priority 0; }; "
-       f"add rule bridge filter forward ip saddr {machines['h1'].address} ip daddr {machines['h2'].address} "
-       "tcp flags & (syn|ack) == syn drop")
+    sh(
+        *inside,
+        "add table bridge filter; add chain bridge filter forward { type filter hook forward priority 0; }; "
+        f"add rule bridge filter forward ip saddr {machines['h1'].address} ip daddr {machines['h2'].address} "
+        "tcp flags & (syn|ack) == syn drop",
+    )
     yield
     sh(*inside, "delete table bridge filter")
 
@@ -246,12 +266,15 @@ FAULTS: dict[str, list[Fault]] = {
         (little_memory, "memory", "h1", "GiB", "--hosts h0="),
         (name_on_loopback, "hostname", "h2", "127.0.1.1", "/etc/hosts"),
         (clock_ahead, "clock", "h2", "90.0 s ahead of h0", "set-ntp"),
-        (port_taken, "ports", "h2", f"port {PORT} is taken by python", "ss -ltnp")],
+        (port_taken, "ports", "h2", f"port {PORT} is taken by python", "ss -ltnp"),
+    ],
     "model missing": [(no_model, "model", "h1", "no config.json", "rsync -a")],
     "gateway": [(gateway_in_a_cables_subnet, "subnets", "h1", "holds the default gateway", "addr add 10.254.0.1/30")],
     "cables": [(two_cables_one_subnet, "subnets", "h1", "share a subnet", "ip addr add")],
-    "ssh": [(key_not_accepted, "ssh", "h2", "refuses this user's key", "ssh-copy-id h2"),
-            (another_host_key, "ssh", "h1", "host key is not the known one", "ssh-keygen -R h1")],
+    "ssh": [
+        (key_not_accepted, "ssh", "h2", "refuses this user's key", "ssh-copy-id h2"),
+        (another_host_key, "ssh", "h1", "host key is not the known one", "ssh-keygen -R h1"),
+    ],
     "installation": [(no_tandem, "ssh", "h1", "no Python with Tandem was found there", "python -m pip install")],
     "cable cut": [(cable_cut, "ssh", "h2", "cannot be reached", "ping")],
     "closed one way": [(closed_one_way, "reachable", "h1 -> h2", "timed out", "ping")],
@@ -285,12 +308,15 @@ def test_planted_faults_are_found_and_nothing_else(cluster, faults):
     failed = [one for one in said["findings"] if one["verdict"] == "fail"]
     for _, check, where, detail, remedy in faults:
         verdict = "warn" if check == "hostname" else "fail"  # Tandem goes by addresses
-        assert any((one["check"], one["where"], one["verdict"]) == (check, where, verdict) and detail in one["detail"]
-                   and remedy in one["remedy"] for one in said["findings"]), (check, said["findings"])
+        assert any(
+            (one["check"], one["where"], one["verdict"]) == (check, where, verdict)
+            and detail in one["detail"]
+            and remedy in one["remedy"]
+            for one in said["findings"]
+        ), (check, said["findings"])
     planted = {(check, where) for _, check, where, *_ in faults}
     for one in failed:
-        assert (one["check"], one["where"]) in planted or any(
-            (check, one["check"]) in CONSEQUENCES for check, _ in planted), one
+        assert (one["check"], one["where"]) in planted or any((check, one["check"]) in CONSEQUENCES for check, _ in planted), one
 
 
 def test_a_firewall_is_found_and_its_remedy_opens_it(cluster):
@@ -308,8 +334,21 @@ def test_a_firewall_is_found_and_its_remedy_opens_it(cluster):
 
 def test_bench_comm_measures_what_joins_machines(cluster, tmp_path):
     hosts, found = tmp_path / "two.json", tmp_path / "found.json"
-    words = ["python", "-m", "tandem", "bench", "comm", "--hostfile", str(hosts), "--sizes", "4K", "--num-iters", "3",
-             "--output-json", str(found)]
+    words = [
+        "python",
+        "-m",
+        "tandem",
+        "bench",
+        "comm",
+        "--hostfile",
+        str(hosts),
+        "--sizes",
+        "4K",
+        "--num-iters",
+        "3",
+        "--output-json",
+        str(found),
+    ]
     entries = json.loads(cluster.hostfile.read_text())
     hosts.write_text(json.dumps(entries[1:]))  # not the machine that asks
     assert "=== h1 - h2 (ring)" in cluster.machines.run("h0", words).stdout

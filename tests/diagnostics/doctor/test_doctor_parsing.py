@@ -105,15 +105,31 @@ python3.1  4711  ann    7u  IPv6 0xabcdef0123456780      0t0  TCP [::1]:8000 (LI
 
 
 def facts(system: str, root: bool = True, **outputs: str) -> Facts:
-    return Facts(hostname="a", hostname_addresses=[], system=system, executable="python", root=root, chip="",
-                 memory_bytes=1, available_bytes=7, mlx_bytes=None, versions={}, outputs=outputs, busy_ports=[])
+    return Facts(
+        hostname="a",
+        hostname_addresses=[],
+        system=system,
+        executable="python",
+        root=root,
+        chip="",
+        memory_bytes=1,
+        available_bytes=7,
+        mlx_bytes=None,
+        versions={},
+        outputs=outputs,
+        busy_ports=[],
+    )
 
 
 def test_interfaces_of_a_mac():
     found = {one.name: one for one in interfaces(facts("Darwin", ifconfig=IFCONFIG, hardware_ports=PORTS))}
     assert set(found) == {"lo0", "en0", "en3", "bridge0"}  # neither those that are down nor without a cable
     assert {name: one.kind for name, one in found.items()} == {
-        "lo0": "loopback", "en0": "wifi", "en3": "thunderbolt", "bridge0": "thunderbolt"}
+        "lo0": "loopback",
+        "en0": "wifi",
+        "en3": "thunderbolt",
+        "bridge0": "thunderbolt",
+    }
     assert [str(one) for one in found["en0"].networks] == ["192.168.1.23/24"]
     assert [str(one) for one in found["en3"].networks] == ["10.254.0.1/30"]
     assert found["en3"].point_to_point
@@ -133,16 +149,24 @@ def test_gateways_of_a_mac():
 
 
 def test_interfaces_and_gateways_of_linux():
-    addresses = [{"ifname": "lo", "flags": ["LOOPBACK", "UP"], "addr_info": [
-                     {"family": "inet", "local": "127.0.0.1", "prefixlen": 8},
-                     {"family": "inet6", "local": "::1", "prefixlen": 128}]},
-                 {"ifname": "eth0", "flags": ["UP"], "addr_info": [
-                     {"family": "inet", "local": "10.0.0.2", "prefixlen": 24}]},
-                 {"ifname": "eth1", "flags": [], "addr_info": []}]
+    addresses = [
+        {
+            "ifname": "lo",
+            "flags": ["LOOPBACK", "UP"],
+            "addr_info": [
+                {"family": "inet", "local": "127.0.0.1", "prefixlen": 8},
+                {"family": "inet6", "local": "::1", "prefixlen": 128},
+            ],
+        },
+        {"ifname": "eth0", "flags": ["UP"], "addr_info": [{"family": "inet", "local": "10.0.0.2", "prefixlen": 24}]},
+        {"ifname": "eth1", "flags": [], "addr_info": []},
+    ]
     routes = [{"dst": "default", "gateway": "10.0.0.1", "dev": "eth0"}, {"dst": "10.0.0.0/24", "dev": "eth0"}]
     one = facts("Linux", addresses=json.dumps(addresses), routes=json.dumps(routes))
     assert [(i.name, i.kind, [str(n) for n in i.networks]) for i in interfaces(one)] == [
-        ("lo", "loopback", ["127.0.0.1/8"]), ("eth0", "", ["10.0.0.2/24"])]
+        ("lo", "loopback", ["127.0.0.1/8"]),
+        ("eth0", "", ["10.0.0.2/24"]),
+    ]
     assert [(str(g.address), g.interface) for g in gateways(one)] == [("10.0.0.1", "eth0")]
 
 
@@ -156,25 +180,34 @@ def test_what_is_not_there_is_not_guessed():
     assert interfaces(facts("Linux", addresses="ip: command failed")) == []
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("RDMA is enabled\n", True), ("RDMA is disabled\n", False), ("enabled\n", True), ("usage: rdma_ctl", None),
-    (None, None)])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("RDMA is enabled\n", True), ("RDMA is disabled\n", False), ("enabled\n", True), ("usage: rdma_ctl", None), (None, None)],
+)
 def test_rdma_ctl(text, expected):
     assert rdma_enabled(text) is expected
 
 
 def test_rdma_devices():
-    text = "    device          \t   node GUID\n    ------          \t----------------\n    rdma_en2        \t" \
-           "36abc0def0040000\n    rdma_en3        \t36abc0def0050000\n"
+    text = (
+        "    device          \t   node GUID\n    ------          \t----------------\n    rdma_en2        \t"
+        "36abc0def0040000\n    rdma_en3        \t36abc0def0050000\n"
+    )
     assert rdma_devices(text) == ["rdma_en2", "rdma_en3"]
     assert rdma_devices("    device          \t   node GUID\n    ------          \t----------------\n") == []
     assert rdma_devices(None) == []
     assert rdma_port_states(IBV_DEVINFO) == {"rdma_en2": "PORT_DOWN", "rdma_en3": "PORT_ACTIVE"}
 
 
-@pytest.mark.parametrize(("text", "blocks"), [
-    ("Firewall is disabled. (State = 0)", False), ("Firewall is enabled. (State = 1)", True),
-    ("Firewall is enabled. (State = 2)", True), ("not permitted", None)])
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("Firewall is disabled. (State = 0)", False),
+        ("Firewall is enabled. (State = 1)", True),
+        ("Firewall is enabled. (State = 2)", True),
+        ("not permitted", None),
+    ],
+)
 def test_the_application_firewall(text, blocks):
     [found] = firewalls(facts("Darwin", firewall=text))
     assert found.blocks is blocks
@@ -183,13 +216,28 @@ def test_the_application_firewall(text, blocks):
 def nft(policy: str, *rules: dict) -> str:
     chain = {"family": "inet", "table": "filter", "name": "input", "hook": "input", "policy": policy}
     forward = {"family": "inet", "table": "filter", "name": "forward", "hook": "forward", "policy": "drop"}
-    return json.dumps({"nftables": [{"metainfo": {}}, {"chain": chain}, {"chain": forward}, *(
-        {"rule": {"family": "inet", "table": "filter", "chain": "input", "expr": [rule]}} for rule in rules)]})
+    return json.dumps(
+        {
+            "nftables": [
+                {"metainfo": {}},
+                {"chain": chain},
+                {"chain": forward},
+                *({"rule": {"family": "inet", "table": "filter", "chain": "input", "expr": [rule]}} for rule in rules),
+            ]
+        }
+    )
 
 
-@pytest.mark.parametrize(("text", "blocks"), [
-    (nft("accept"), False), (nft("drop"), True), (nft("accept", {"drop": None}), True),
-    (nft("accept", {"accept": None}), False), (nft("accept", {"reject": {"type": "tcp reset"}}), True)])
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        (nft("accept"), False),
+        (nft("drop"), True),
+        (nft("accept", {"drop": None}), True),
+        (nft("accept", {"accept": None}), False),
+        (nft("accept", {"reject": {"type": "tcp reset"}}), True),
+    ],
+)
 def test_nftables(text, blocks):
     [found] = firewalls(facts("Linux", nft=text))
     assert found.blocks is blocks

@@ -28,7 +28,8 @@ else:
 
 @pytest.mark.parametrize(("works", "expected"), [(True, "1.0"), (False, "the link is down")])
 def test_complaints_beyond_a_pipe_hold_up_nothing(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool, expected: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool, expected: str
+) -> None:
     (tmp_path / "chatty.py").write_text(CHATTY.format(works=works))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     [found] = run_ranks([TimingTask()], [{}], 60, "chatty")
@@ -48,11 +49,12 @@ Path(task["result"]).write_text(json.dumps({{"type": "RankTimes", "error": {erro
 """
 
 
-@pytest.mark.parametrize(("error", "timeout_s", "expected"), [
-    ("'a wrong sum'", 60, ["a wrong sum", LATE]), ("None", 3, [None, LATE])])
+@pytest.mark.parametrize(
+    ("error", "timeout_s", "expected"), [("'a wrong sum'", 60, ["a wrong sum", LATE]), ("None", 3, [None, LATE])]
+)
 def test_ranks_end_when_one_fails_or_the_time_is_up(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, timeout_s: float,
-        expected: list[str | None]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, timeout_s: float, expected: list[str | None]
+) -> None:
     (tmp_path / "half.py").write_text(HALF.format(seconds=600, error=error))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found: list[RankTimes] = run_ranks([TimingTask(rank=0), TimingTask(rank=1)], [{}, {}], timeout_s, "half")

@@ -52,8 +52,12 @@ def test_each_address_is_one_host():
 def test_a_real_cluster_is_looked_at():
     pytest.importorskip("ray")
     with new_cluster(2) as address:
-        done = subprocess.run([sys.executable, "-m", "tandem", "doctor", "--ray", address, "--json", "--port", "0"],
-                              capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem", "doctor", "--ray", address, "--json", "--port", "0"],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
     said = json.loads(done.stdout or "{}")
     assert said, done.stderr
     verdicts = {one["check"]: (one["verdict"], one["detail"]) for one in said["findings"]}
@@ -66,8 +70,9 @@ def test_a_real_cluster_is_looked_at():
 @pytest.mark.slow
 def test_no_cluster_is_said_in_one_line():
     pytest.importorskip("ray")
-    done = subprocess.run([sys.executable, "-m", "tandem", "doctor", "--ray", "127.0.0.1:9"], capture_output=True,
-                          text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "doctor", "--ray", "127.0.0.1:9"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 2
     assert "nothing answers there" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

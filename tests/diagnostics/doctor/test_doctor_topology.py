@@ -21,8 +21,10 @@ LO = interface("lo", "127.0.0.1/8", "loopback")
 
 
 def test_the_fastest_subnet_that_all_share():
-    machines = {name: [LO, interface("en1", f"192.168.1.{number}/24", "wifi"),
-                       interface("en0", f"10.0.0.{number}/24", "ethernet")] for number, name in enumerate("abc", 1)}
+    machines = {
+        name: [LO, interface("en1", f"192.168.1.{number}/24", "wifi"), interface("en0", f"10.0.0.{number}/24", "ethernet")]
+        for number, name in enumerate("abc", 1)
+    }
     assert choose_addresses("abc", machines) == {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
     machines["c"].pop()
     assert choose_addresses("abc", machines) == {"a": "192.168.1.1", "b": "192.168.1.2", "c": "192.168.1.3"}
@@ -41,9 +43,14 @@ def test_containers_and_loopback_are_no_way():
 def test_cables_between_neighbours_win():
     """Each rank listens on its cable to the one before it, which is where that one looks for it."""
     ends = {"a": (1, 9), "b": (2, 5), "c": (6, 10)}
-    machines = {name: [interface("e0", f"10.0.0.{number}/24"), interface("t0", f"10.254.0.{one}/30"),
-                       interface("t1", f"10.254.0.{other}/30")]
-                for number, (name, (one, other)) in enumerate(ends.items(), 1)}
+    machines = {
+        name: [
+            interface("e0", f"10.0.0.{number}/24"),
+            interface("t0", f"10.254.0.{one}/30"),
+            interface("t1", f"10.254.0.{other}/30"),
+        ]
+        for number, (name, (one, other)) in enumerate(ends.items(), 1)
+    }
     assert choose_addresses("abc", machines) == {"a": "10.254.0.9", "b": "10.254.0.2", "c": "10.254.0.6"}
     machines["c"].pop()  # the ring is open
     assert choose_addresses("abc", machines)["a"] == "10.0.0.1"
@@ -57,7 +64,8 @@ def test_subnets_of_cables_clash_with_nothing():
     assert found == {
         "a": [("en2", ipaddress.IPv4Interface("10.254.0.9/30"))],
         "u@b": [("en2", ipaddress.IPv4Interface("10.254.0.10/30")), ("en3", ipaddress.IPv4Interface("10.254.0.13/30"))],
-        "c": [("en2", ipaddress.IPv4Interface("10.254.0.14/30"))]}
+        "c": [("en2", ipaddress.IPv4Interface("10.254.0.14/30"))],
+    }
     with pytest.raises(ConfigError, match="a:en2 is named twice"):
         address_cables([cables[0], parse_cable("a:en2=c:en3", list(machines))], machines)
 
@@ -86,8 +94,9 @@ sudo route change 192.168.0.1 -interface en3
 def test_subnets_of_mlx_are_replaced():
     """What mlx.distributed_config 0.32.4 prints for two Macs with one cable."""
     used = [ipaddress.IPv4Network("192.168.0.0/24")]
-    ring = json.dumps({"backend": "ring", "hosts": [{"ssh": "mac-a", "ips": ["192.168.0.1"]},
-                                                    {"ssh": "mac-b", "ips": ["192.168.0.2"]}]})
+    ring = json.dumps(
+        {"backend": "ring", "hosts": [{"ssh": "mac-a", "ips": ["192.168.0.1"]}, {"ssh": "mac-b", "ips": ["192.168.0.2"]}]}
+    )
     commands, hostfile = readdress(COMMANDS, ring, used)
     assert commands == COMMANDS.replace("192.168.0.", "10.254.0.")
     assert [one["ips"] for one in json.loads(hostfile)["hosts"]] == [["10.254.0.1"], ["10.254.0.2"]]

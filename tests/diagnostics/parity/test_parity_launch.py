@@ -15,8 +15,7 @@ from tandem.cli.main import main
 from tandem.testing import tiny_model
 
 LAUNCH = Path(sys.executable).parent / "mlx.launch"
-pytestmark = [pytest.mark.slow,
-              pytest.mark.skipif(not LAUNCH.is_file(), reason="mlx.launch stands beside the interpreter")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not LAUNCH.is_file(), reason="mlx.launch stands beside the interpreter")]
 
 
 def _free_block(count: int) -> int:
@@ -34,8 +33,21 @@ def _free_block(count: int) -> int:
 
 def _launch(ranks: int, *arguments: str, directory: Path) -> str:
     """What all ranks printed. mlx.launch's own exit code says nothing."""
-    command = [str(LAUNCH), "-n", str(ranks), "--backend", "ring", "--starting-port", str(_free_block(ranks)), "--",
-               sys.executable, "-m", "tandem", "parity", *arguments]
+    command = [
+        str(LAUNCH),
+        "-n",
+        str(ranks),
+        "--backend",
+        "ring",
+        "--starting-port",
+        str(_free_block(ranks)),
+        "--",
+        sys.executable,
+        "-m",
+        "tandem",
+        "parity",
+        *arguments,
+    ]
     with (directory / "out").open("w+") as out:
         # An open pipe: it would spin on a closed one.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)

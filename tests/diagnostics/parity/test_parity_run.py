@@ -35,14 +35,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize(("options", "exact"), [
-    (["--pipeline-parallel-size", "2"], True),
-    (["--pipeline-parallel-size", "3", "--channel", "mlx"], True),
-    (["--tensor-parallel-size", "2"], False),
-    (["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"], False),
-], ids=["pp2", "pp3", "tp2", "tp2pp2"])
-def test_every_layout_passes(models: dict[str, Path], references: Path, capsys: pytest.CaptureFixture[str], family: str,
-                             options: list[str], exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        (["--pipeline-parallel-size", "2"], True),
+        (["--pipeline-parallel-size", "3", "--channel", "mlx"], True),
+        (["--tensor-parallel-size", "2"], False),
+        (["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"], False),
+    ],
+    ids=["pp2", "pp3", "tp2", "tp2pp2"],
+)
+def test_every_layout_passes(
+    models: dict[str, Path], references: Path, capsys: pytest.CaptureFixture[str], family: str, options: list[str], exact: bool
+) -> None:
     reference = references / f"{family}.npz"
     code = main(["parity", str(models[family]), "--reference", str(reference), *options])
     printed = capsys.readouterr()
@@ -52,8 +57,9 @@ def test_every_layout_passes(models: dict[str, Path], references: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_without_a_file_the_reference_goes_to_the_cache(models: dict[str, Path], tmp_path: Path,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_the_reference_goes_to_the_cache(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "prompts").write_text("hello there\n\n[5, 6, 7]\n")
     options = ["--prompts", str(tmp_path / "prompts"), "--tokens", "3"]
     assert main(["parity", str(models["llama"]), *options]) == 0
@@ -62,15 +68,13 @@ def test_without_a_file_the_reference_goes_to_the_cache(models: dict[str, Path],
     with np.load(path) as archive:
         metadata = json.loads(str(archive["metadata"]))
         assert metadata["prompts"][1] == [5, 6, 7]
-        assert (metadata["dtype"], metadata["gpu"], set(metadata["versions"])) == (
-            "float32", False, {"tandem", "mlx", "mlx-lm"})
+        assert (metadata["dtype"], metadata["gpu"], set(metadata["versions"])) == ("float32", False, {"tandem", "mlx", "mlx-lm"})
         assert archive["logits_1"].shape == (5, 512)
         assert archive["tokens_1"].shape == (3,)
 
 
 @pytest.mark.slow
-def test_other_weights_in_one_file_fail(models: dict[str, Path], tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_weights_in_one_file_fail(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import mlx.core as mx
 
     reference = str(tmp_path / "reference.npz")
@@ -94,8 +98,9 @@ def test_other_weights_in_one_file_fail(models: dict[str, Path], tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_another_model_fails_and_the_reference_is_only_read(models: dict[str, Path], tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_fails_and_the_reference_is_only_read(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reference = tmp_path / "reference.npz"
     other = tiny_model(tmp_path / "other", "llama", seed=1, shards=2)
     assert main(["parity", str(other), "--reference", str(reference), "--tokens", "2"]) == 0
@@ -113,8 +118,9 @@ def _misuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_misuse_is_one_line_and_code_2(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misuse_is_one_line_and_code_2(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = str(models["llama"])
     broken = tmp_path / "broken.npz"
     broken.write_bytes(b"PK\x03\x04 not really")
@@ -141,30 +147,32 @@ def test_misuse_is_one_line_and_code_2(models: dict[str, Path], tmp_path: Path, 
     assert "leave out --channel" in _misuse(capsys, model, "--channel", "tcp")
 
 
-def test_a_reference_for_another_question_is_refused(models: dict[str, Path], tmp_path: Path,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_for_another_question_is_refused(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tandem.checkpoints.resolve import resolve
     from tandem.diagnostics.parity.reference import Recording, describe, write
     from tandem.diagnostics.parity.runs import checked_workload, default_prompts
 
     def save(name: str, tokens: int, chunk: int) -> str:
-        work = checked_workload(default_prompts(512, 4), tokens=tokens, prefill_chunk=chunk, vocab_size=512,
-                                max_context=512)
+        work = checked_workload(default_prompts(512, 4), tokens=tokens, prefill_chunk=chunk, vocab_size=512, max_context=512)
         logits = [np.zeros((work.rows(i), 512), dtype=np.float32) for i in range(2)]
         path = tmp_path / name
         write(path, Recording([[0] * tokens] * 2, logits, "float32", False), describe(resolve(str(models[name])), work))
         return str(path)
 
     path = save("llama", 8, 4)
-    assert "another --tokens" in _misuse(capsys, str(models["llama"]), "--reference", path, "--tokens", "9",
-                                         "--prefill-chunk", "4")
+    assert "another --tokens" in _misuse(
+        capsys, str(models["llama"]), "--reference", path, "--tokens", "9", "--prefill-chunk", "4"
+    )
     assert "other prompts" in _misuse(capsys, str(models["llama"]), "--reference", path, "--prefill-chunk", "5")
     assert "another model" in _misuse(capsys, str(models["gpt_oss"]), "--reference", path, "--prefill-chunk", "4")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [["kimi_linear"], ["minimax_m3_vl"], ["deepseek_v3", "--expert-parallel"]], ids=lambda one: one[0])
+    "options", [["kimi_linear"], ["minimax_m3_vl"], ["deepseek_v3", "--expert-parallel"]], ids=lambda one: one[0]
+)
 def test_a_type_is_tried_with_ranks_that_share_layers(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One of them computes its sequences one by one."""
     [name, *flags] = options

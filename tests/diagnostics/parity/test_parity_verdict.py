@@ -16,13 +16,13 @@ def _recording(dtype: str = "float32") -> Recording:
     rng = np.random.default_rng(3)
     logits = rng.standard_normal((PROMPT + TOKENS - 1, VOCAB)).astype(np.float32)
     logits[2, 1] = 10.0
-    return Recording([[int(row.argmax()) for row in logits[PROMPT - 1:]]], [logits], dtype, False)
+    return Recording([[int(row.argmax()) for row in logits[PROMPT - 1 :]]], [logits], dtype, False)
 
 
 def _changed(row: int, column: int, by: float) -> Recording:
     other = _recording()
     other.logits[0][row, column] += by
-    other.tokens = [[int(row.argmax()) for row in other.logits[0][PROMPT - 1:]]]
+    other.tokens = [[int(row.argmax()) for row in other.logits[0][PROMPT - 1 :]]]
     return other
 
 

@@ -44,15 +44,19 @@ def model_at(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("output", "words"), [
-    (".", "is a directory"),
-    ("missing/page.md", "there is no directory missing"),
-    ("page.json", "the place of the JSON that stands beside the page"),
-    ("taken.md", "taken.json is a directory"),
-    ("/proc/page.md", "cannot be written"),
-])
-def test_a_report_that_cannot_be_written_is_refused_at_once(output: str, words: str, made: list[str], tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (".", "is a directory"),
+        ("missing/page.md", "there is no directory missing"),
+        ("page.json", "the place of the JSON that stands beside the page"),
+        ("taken.md", "taken.json is a directory"),
+        ("/proc/page.md", "cannot be written"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_at_once(
+    output: str, words: str, made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "taken.json").mkdir()
     assert main(["firstlight", "--only", "digests", "-o", output]) == 2
     said = capsys.readouterr().err
@@ -81,9 +85,9 @@ def test_a_check_that_is_no_more_is_not_waited_for(made: list[str], tmp_path: Pa
     assert ([one["name"] for one in report["checks"]], report["wanted"]) == (["digests"], 1)
 
 
-def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(made: list[str], monkeypatch: pytest.MonkeyPatch,
-                                                                tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                                ) -> None:
+def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(
+    made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     end_well = run.make
 
     def pressed(check: Check, attempt: int, *rest: Any) -> Outcome:
@@ -101,11 +105,12 @@ def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(made: list[str],
     assert made == ["digests", "fence"]
     report = json.loads((tmp_path / "firstlight.json").read_text())
     assert [(one["name"], one["verdict"], one["attempts"]) for one in report["checks"]] == [
-        ("digests", "ok", 1), ("fence", "ok", 1)]
+        ("digests", "ok", 1),
+        ("fence", "ok", 1),
+    ]
 
 
-def test_a_mac_is_awake_before_the_first_check(made: list[str], monkeypatch: pytest.MonkeyPatch,
-                                               tmp_path: Path) -> None:
+def test_a_mac_is_awake_before_the_first_check(made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     held: list[list[str]] = []
     monkeypatch.setattr(command, "keep_awake", lambda: held.append(list(made)))
     assert main(["firstlight", "--model", str(model_at(tmp_path / "m")), "--only", "digests"]) == 0
@@ -124,8 +129,9 @@ def test_two_at_once_are_refused(made: list[str], tmp_path: Path, capsys: pytest
     assert "digests" in made
 
 
-def test_a_full_disk_is_told_with_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_told_with_its_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -136,8 +142,9 @@ def test_a_full_disk_is_told_with_its_directory(monkeypatch: pytest.MonkeyPatch,
     assert "TANDEM_STATE_DIR" in said
 
 
-def test_a_directory_that_checks_cannot_be_told_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str], made: list[str]) -> None:
+def test_a_directory_that_checks_cannot_be_told_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], made: list[str]
+) -> None:
     monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "caf\udce9"))
     assert main(["firstlight", "--only", "digests"]) == 2
     assert "caf\\udce9/firstlight': no path that checks can be told" in capsys.readouterr().err
@@ -145,7 +152,8 @@ def test_a_directory_that_checks_cannot_be_told_is_refused(monkeypatch: pytest.M
 
 
 def test_findings_of_another_model_of_that_name_or_of_a_changed_hosts_file_are_not_taken_over(
-        made: list[str], tmp_path: Path) -> None:
+    made: list[str], tmp_path: Path
+) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": "localhost", "ips": ["10.0.0.1"]}]))
     models = [model_at(tmp_path / one / "same") for one in ("first", "second")]

@@ -49,9 +49,11 @@ def test_every_check_has_its_function_and_words() -> None:
 
 def serves(server: object = None) -> Any:
     """What takes the place of `serving`: a server that is there."""
+
     @contextmanager
     def serving(*_: object, **__: object) -> Any:
         yield server
+
     return serving
 
 
@@ -126,6 +128,7 @@ def test_broken_kernel(task: Task, monkeypatch: Patch) -> None:
     def refuses(**_: object) -> Callable[..., list[mx.array]]:
         def call(**_: object) -> list[mx.array]:
             raise RuntimeError("does not compile")
+
         return call
 
     monkeypatch.setattr(mx.fast, "metal_kernel", refuses)
@@ -134,12 +137,15 @@ def test_broken_kernel(task: Task, monkeypatch: Patch) -> None:
     differs(device.broken_kernel, task, "nothing, seen")
 
 
-@pytest.mark.parametrize(("place", "name", "broken", "words"), [
-    (sampler, "filtered_weights", lambda scaled, filters, top_p: mx.exp(scaled), "draws of others"),
-    (sampler, "draw", lambda weights, uniforms: mx.argmax(weights, axis=-1).astype(mx.int32), "of all draws"),
-    (penalties.TokenHistory, "penalise", lambda self, logits, rows: logits, "log probability"),
-    (penalties.TokenHistory, "count", lambda self, tokens, rows: None, "log probability"),
-])
+@pytest.mark.parametrize(
+    ("place", "name", "broken", "words"),
+    [
+        (sampler, "filtered_weights", lambda scaled, filters, top_p: mx.exp(scaled), "draws of others"),
+        (sampler, "draw", lambda weights, uniforms: mx.argmax(weights, axis=-1).astype(mx.int32), "of all draws"),
+        (penalties.TokenHistory, "penalise", lambda self, logits, rows: logits, "log probability"),
+        (penalties.TokenHistory, "count", lambda self, tokens, rows: None, "log probability"),
+    ],
+)
 def test_sampler(place: Any, name: str, broken: Any, words: str, task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sampling, "LARGE_VOCAB", 2000)
     assert sampling.sampler(task)
@@ -192,8 +198,9 @@ def test_attention(task: Task, monkeypatch: Patch) -> None:
         with pytest.raises(NotApplicable, match="CUDA alone"):
             kv_buffer.attention(task)
 
-    def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
-               longest: int, scale: float) -> mx.array:
+    def attend(
+        queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array, longest: int, scale: float
+    ) -> mx.array:
         keys, values = (side.expanded() if isinstance(side, Quantized) else side for side in (keys, values))
         mask = (mx.arange(keys.shape[2]) <= lengths[:, None])[:, None, None]
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
@@ -202,8 +209,9 @@ def test_attention(task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr("tandem.runner.ragged_attention.HEAD_DIMS", (64,))
     monkeypatch.setattr("tandem.runner.ragged_attention.attend", attend)
     assert kv_buffer.attention(task)["largest difference"] < 0.03  # type: ignore[operator]
-    monkeypatch.setattr("tandem.runner.ragged_attention.attend",
-                        lambda *a: attend(*a[:3], a[3] * 0 + a[4], *a[4:]))  # all rows as long as the longest
+    monkeypatch.setattr(
+        "tandem.runner.ragged_attention.attend", lambda *a: attend(*a[:3], a[3] * 0 + a[4], *a[4:])
+    )  # all rows as long as the longest
     differs(kv_buffer.attention, task, "heads of 64")
 
 
@@ -246,17 +254,23 @@ def test_fence(task: Task, monkeypatch: Patch) -> None:
 
 def ranks_that_find(found: Finding) -> Any:
     """What takes the place of two ranks."""
+
     @contextmanager
     def made(entry: str, **_: object) -> Any:
         yield SimpleNamespace(finding=lambda seconds: found), None
+
     return made
 
 
-@pytest.mark.parametrize(("found", "words"), [
-    (Finding(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
-    (Finding(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
-    (Finding(verdict="no answer", detail="its process was ended by SIGABRT"), "SIGABRT, seen"),
-    (Finding(verdict="no answer", detail="its process was ended by SIGABRT: Caused GPU Timeout Error"), "SIGABRT")])
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Finding(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
+        (Finding(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
+        (Finding(verdict="no answer", detail="its process was ended by SIGABRT"), "SIGABRT, seen"),
+        (Finding(verdict="no answer", detail="its process was ended by SIGABRT: Caused GPU Timeout Error"), "SIGABRT"),
+    ],
+)
 def test_late(found: Finding, words: str, task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(found))
     differs(fences.late, task, words)
@@ -331,8 +345,14 @@ def test_awake(task: Task, monkeypatch: Patch) -> None:
 @pytest.fixture
 def cluster(task: Task, tmp_path: Path) -> Task:
     file = tmp_path / "hosts.json"
-    file.write_text(json.dumps([{"ssh": "localhost", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
-                                {"ssh": "mac-b", "ips": ["10.0.0.2"], "rdma": ["rdma_en2", None]}]))
+    file.write_text(
+        json.dumps(
+            [
+                {"ssh": "localhost", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
+                {"ssh": "mac-b", "ips": ["10.0.0.2"], "rdma": ["rdma_en2", None]},
+            ]
+        )
+    )
     return msgspec.structs.replace(task, hostfile=str(file))
 
 
@@ -434,6 +454,7 @@ def test_full_memory(task: Task, monkeypatch: Patch) -> None:
             if shape == (risky.STEP // 4,):
                 raise RuntimeError(words)
             return ones(shape, *rest)
+
         return make
 
     monkeypatch.setattr(mx, "ones", full("[metal::malloc] Unable to allocate 9 bytes"))

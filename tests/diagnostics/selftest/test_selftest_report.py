@@ -12,24 +12,34 @@ from tandem.diagnostics.tasks import Figures
 LINUX: Figures = {"system": "Linux 6.1", "gpu": False, "device": "CPU", "cores": 2}
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("fails on mac-of-ann.local: timeout", "fails on <a>.local: timeout"),
-    ("ann has it, joanna has not", "<b> has it, joanna has not"),
-    ("10.0.0.17 and fe80::1c2f:33ff:fe01:2%en0 and 3c:06:30:11:22:33", "<address> and <address> and <address>"),
-    ("127.0.0.1:8000 took 13:45:12 for 5 tok/s", "127.0.0.1:8000 took 13:45:12 for 5 tok/s"),
-    ("no /Users/ann/models/a/config.json there, nor ~/x/y", "no <path> there, nor <path>"),
-    ("/Users/Änn O. Lee/models/a is gone, /Volumes/x/y too", "<path> is gone, <path> too"),
-    ("ask /v1/completions, /health", "ask /v1/completions, /health"),
-    ("serial 564D1A2B-0011-2233-4455-66778899AABB", "serial <id>"),
-    ("Tandem 0.1.0, mlx 0.32.4", "Tandem 0.1.0, mlx 0.32.4"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fails on mac-of-ann.local: timeout", "fails on <a>.local: timeout"),
+        ("ann has it, joanna has not", "<b> has it, joanna has not"),
+        ("10.0.0.17 and fe80::1c2f:33ff:fe01:2%en0 and 3c:06:30:11:22:33", "<address> and <address> and <address>"),
+        ("127.0.0.1:8000 took 13:45:12 for 5 tok/s", "127.0.0.1:8000 took 13:45:12 for 5 tok/s"),
+        ("no /Users/ann/models/a/config.json there, nor ~/x/y", "no <path> there, nor <path>"),
+        ("/Users/Änn O. Lee/models/a is gone, /Volumes/x/y too", "<path> is gone, <path> too"),
+        ("ask /v1/completions, /health", "ask /v1/completions, /health"),
+        ("serial 564D1A2B-0011-2233-4455-66778899AABB", "serial <id>"),
+        ("Tandem 0.1.0, mlx 0.32.4", "Tandem 0.1.0, mlx 0.32.4"),
+    ],
+)
 def test_names_addresses_and_paths_are_taken_out(text: str, expected: str) -> None:
     assert redacted(text, ["mac-of-ann", "/Users/Änn O. Lee", "ann", "/"]) == expected
 
 
 def report(*checks: Outcome, wanted: int | None = None, facts: Figures = LINUX) -> Report:
-    return make_report(checks, wanted=len(checks) if wanted is None else wanted, date="2030-01-02", facts=facts,
-                       model="demo", hosts=0, names=["secret"])
+    return make_report(
+        checks,
+        wanted=len(checks) if wanted is None else wanted,
+        date="2030-01-02",
+        facts=facts,
+        model="demo",
+        hosts=0,
+        names=["secret"],
+    )
 
 
 def outcome(verdict: str, **fields: object) -> Outcome:
@@ -44,8 +54,11 @@ def test_the_exit_code_tells() -> None:
 
 
 def test_the_page_has_every_check_and_nothing_secret() -> None:
-    found = report(outcome("failed", detail="5 | 6 on secret", figures={"us": 1.25, "fine": True}, attempts=2),
-                   Outcome(name="machine", verdict="ok", seconds=1.0, figures=LINUX), wanted=4)
+    found = report(
+        outcome("failed", detail="5 | 6 on secret", figures={"us": 1.25, "fine": True}, attempts=2),
+        Outcome(name="machine", verdict="ok", seconds=1.0, figures=LINUX),
+        wanted=4,
+    )
     text = page(found)
     row = "| crossings between CPU and GPU | **failed** (attempt 2) | 1.5 | 5 \\| 6 on <a>; us: 1.25; fine: yes |"
     assert row in text
@@ -54,8 +67,14 @@ def test_the_page_has_every_check_and_nothing_secret() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Report) == found
 
 
-@pytest.mark.parametrize(("system", "gpu", "platform"), [
-    ("Linux 6.1", False, "Linux, CPU"), ("Linux 6.1", True, "Linux, CUDA"),
-    ("Darwin 26.3 25D60", True, "macOS, Metal"), ("Darwin 26.3 25D60", False, "macOS, CPU")])
+@pytest.mark.parametrize(
+    ("system", "gpu", "platform"),
+    [
+        ("Linux 6.1", False, "Linux, CPU"),
+        ("Linux 6.1", True, "Linux, CUDA"),
+        ("Darwin 26.3 25D60", True, "macOS, Metal"),
+        ("Darwin 26.3 25D60", False, "macOS, CPU"),
+    ],
+)
 def test_the_platform_of_a_report(system: str, gpu: bool, platform: str) -> None:
     assert report(facts={"system": system, "gpu": gpu}).platform == platform

@@ -25,18 +25,23 @@ def journal(directory: Path, question: str = "q", **options: object) -> Journal:
     return Journal(directory / "run.json", {"about": question}, **{"boot": "one", **options})  # type: ignore[arg-type]
 
 
-def directed(directory: Path, kept: Journal, names: list[Check], monkeypatch: pytest.MonkeyPatch,
-             seconds: float = 600) -> tuple[list[Outcome], list[str]]:
+def directed(
+    directory: Path, kept: Journal, names: list[Check], monkeypatch: pytest.MonkeyPatch, seconds: float = 600
+) -> tuple[list[Outcome], list[str]]:
     monkeypatch.setenv("PYTHONPATH", str(PLANTED))
     begun: list[str] = []
-    found = run_checks(names, kept, Task(entry="", result="", directory=str(directory), model=""), seconds=seconds,
-                       listener=lambda one, outcome: begun.append(one.name) if outcome is None else None,
-                       module="stand_in")
+    found = run_checks(
+        names,
+        kept,
+        Task(entry="", result="", directory=str(directory), model=""),
+        seconds=seconds,
+        listener=lambda one, outcome: begun.append(one.name) if outcome is None else None,
+        module="stand_in",
+    )
     return found, begun
 
 
-def test_a_check_that_hangs_or_dies_has_an_outcome_and_the_next_goes_on(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_or_dies_has_an_outcome_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [check("hang", 6), check("abort"), check("fine")]
     found, _ = directed(tmp_path, journal(tmp_path), checks, monkeypatch)
     assert [one.verdict for one in found] == ["no answer", "no answer", "ok"]

@@ -51,8 +51,8 @@ def surroundings(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.fixture
 def looked(model: Path) -> Callable[..., Finding]:
     def look_at(entry: str, **fields: Any) -> Finding:
-        return look(Task(**{"entry": entry, "result": "", "directory": "", "model": str(model), "random": True,
-                            **fields}))
+        return look(Task(**{"entry": entry, "result": "", "directory": "", "model": str(model), "random": True, **fields}))
+
     return look_at
 
 
@@ -61,18 +61,22 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setenv("PLANTED", fault)
 
 
-@pytest.mark.parametrize(("entry", "fault", "words"), [
-    ("single:pace", "unlikely tokens", "24 tokens of mlx-lm's, expected"),
-    ("single:connections", "few files", "300 connections, expected"),
-    ("layouts:stages", "later stages", "logits and tokens of one process, expected"),
-    ("layouts:ring", "later stages", "logits and tokens of one process, expected"),
-    ("layouts:tensor", "no sums", "logits and tokens of one process, expected"),
-    ("layouts:both", "no sums", "logits and tokens of one process, expected"),
-    ("fences:collectives", "wrong sums", "a sum of 4096 bytes over 2 ranks gives 3 everywhere, expected"),
-    ("faults:orphans", "no lifeline", "no process outlives its supervisor"),
-])
-def test_a_planted_fault_is_seen(entry: str, fault: str, words: str, looked: Callable[..., Finding],
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("entry", "fault", "words"),
+    [
+        ("single:pace", "unlikely tokens", "24 tokens of mlx-lm's, expected"),
+        ("single:connections", "few files", "300 connections, expected"),
+        ("layouts:stages", "later stages", "logits and tokens of one process, expected"),
+        ("layouts:ring", "later stages", "logits and tokens of one process, expected"),
+        ("layouts:tensor", "no sums", "logits and tokens of one process, expected"),
+        ("layouts:both", "no sums", "logits and tokens of one process, expected"),
+        ("fences:collectives", "wrong sums", "a sum of 4096 bytes over 2 ranks gives 3 everywhere, expected"),
+        ("faults:orphans", "no lifeline", "no process outlives its supervisor"),
+    ],
+)
+def test_a_planted_fault_is_seen(
+    entry: str, fault: str, words: str, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.GONE_S", 4.0)
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.single.HEALTH_S", 4.0)
     plant(monkeypatch, fault)
@@ -81,12 +85,16 @@ def test_a_planted_fault_is_seen(entry: str, fault: str, words: str, looked: Cal
     assert words in found.detail
 
 
-@pytest.mark.parametrize(("entry", "variable", "value", "words"), [
-    ("single:chunks", "TANDEM_MAX_CONTEXT", "100", "100"),
-    ("faults:killed", "TANDEM_MAX_RESTARTS", "0", "gave up after 1 failures in a row"),
-])
-def test_a_setting_that_breaks_it_is_seen(entry: str, variable: str, value: str, words: str,
-                                          looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("entry", "variable", "value", "words"),
+    [
+        ("single:chunks", "TANDEM_MAX_CONTEXT", "100", "100"),
+        ("faults:killed", "TANDEM_MAX_RESTARTS", "0", "gave up after 1 failures in a row"),
+    ],
+)
+def test_a_setting_that_breaks_it_is_seen(
+    entry: str, variable: str, value: str, words: str, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.BACK_S", 5.0)
     monkeypatch.setenv(variable, value)
     found = looked(entry)
@@ -107,8 +115,7 @@ def hostfile(directory: Path, *names: str) -> str:
     return str(path)
 
 
-def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., Finding],
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts_checks, "DEATHS", 1)
     file = hostfile(tmp_path, "localhost", "localhost")
     for entry in ("hosts:doctor", "hosts:layouts", "hosts:deaths"):
@@ -117,8 +124,9 @@ def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., Finding
 
 
 @pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:layouts", "hosts:deaths"])
-def test_a_host_that_does_not_answer(entry: str, tmp_path: Path, looked: Callable[..., Finding],
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_answer(
+    entry: str, tmp_path: Path, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hosts_checks, "START_S", 20.0)
     found = looked(entry, hostfile=hostfile(tmp_path, "localhost", "nobody.invalid"))
     assert found.verdict == "failed"
@@ -127,10 +135,21 @@ def test_a_host_that_does_not_answer(entry: str, tmp_path: Path, looked: Callabl
 
 def firstlight(directory: Path, *words: str) -> subprocess.Popen[str]:
     """The command as somebody has it who has PYTHONPATH and nothing else: no `tandem` on PATH, no demo model."""
-    environment = {**os.environ, "PATH": "/usr/bin:/bin", "TANDEM_STATE_DIR": str(directory / "state"),
-                   "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-P", "-m", "tandem", "firstlight", *words], cwd=directory,
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {
+        **os.environ,
+        "PATH": "/usr/bin:/bin",
+        "TANDEM_STATE_DIR": str(directory / "state"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "tandem", "firstlight", *words],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_run_that_is_killed_in_the_middle_goes_on(tmp_path: Path) -> None:
@@ -160,24 +179,29 @@ def test_a_run_that_is_killed_in_the_middle_goes_on(tmp_path: Path) -> None:
     assert {name: len(boots) for name, boots in begun().items()} == {"model": 1, "digests": 1, "wiring": 2, "stages": 1}
     report = json.loads((tmp_path / "firstlight.json").read_text())
     assert [(one["name"], one["verdict"], one.get("attempts", 1)) for one in report["checks"]] == [
-        ("model", "ok", 1), ("digests", "ok", 1), ("wiring", "ok", 2), ("stages", "ok", 1)]
+        ("model", "ok", 1),
+        ("digests", "ok", 1),
+        ("wiring", "ok", 2),
+        ("stages", "ok", 1),
+    ]
     assert "| weights in memory after a pause | ok (attempt 2) |" in (tmp_path / "firstlight.md").read_text()
     assert str(tmp_path) not in out + (tmp_path / "firstlight.json").read_text()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--only", "nothing"), "--only nothing: is no check"),
-    (("--only", "links"), "needs several machines; give --hostfile"),
-    (("--only", "fast-fences"), "give --risky"),
-    (("--minutes", "0"), "--minutes 0.0: must be above 0"),
-    (("--output", "nowhere/x.md"), "there is no directory nowhere"),
-    (("--hostfile", "none.json"), "cannot be read"),
-    (("--model", "./none"), "no such directory or file"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--only", "nothing"), "--only nothing: is no check"),
+        (("--only", "links"), "needs several machines; give --hostfile"),
+        (("--only", "fast-fences"), "give --risky"),
+        (("--minutes", "0"), "--minutes 0.0: must be above 0"),
+        (("--output", "nowhere/x.md"), "there is no directory nowhere"),
+        (("--hostfile", "none.json"), "cannot be read"),
+        (("--model", "./none"), "no such directory or file"),
+    ],
+)
 def test_wrong_words(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = firstlight(tmp_path, *words)
     out, errors = done.communicate(timeout=240)
     assert (done.returncode, out) == (2, "")
     assert said in errors
-
-

@@ -26,8 +26,9 @@ class Disguised(ModuleType):
 
 DISGUISED = {
     "sys": Disguised(sys, platform="darwin"),
-    "platform": Disguised(platform, system=lambda: "Darwin", machine=lambda: "arm64",
-                          mac_ver=lambda *_: ("26.3", ("", "", ""), "arm64")),
+    "platform": Disguised(
+        platform, system=lambda: "Darwin", machine=lambda: "arm64", mac_ver=lambda *_: ("26.3", ("", "", ""), "arm64")
+    ),
 }
 
 

@@ -9,8 +9,12 @@ import pytest
 
 from tandem.testing import CHAT_TEMPLATE
 
-WEATHER = {"name": "weather", "description": "Tells the weather.", "cache_control": {"type": "ephemeral"},
-           "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+WEATHER = {
+    "name": "weather",
+    "description": "Tells the weather.",
+    "cache_control": {"type": "ephemeral"},
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
 ASK = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
@@ -27,8 +31,10 @@ def ask(server, **fields):
 
 def streamed(server, **fields):
     """The message that the client makes of the events, and the types of these."""
-    with client_of(server) as client, client.messages.stream(
-            **{"model": "tiny", "max_tokens": 200, "messages": ASK, **fields}) as stream:
+    with (
+        client_of(server) as client,
+        client.messages.stream(**{"model": "tiny", "max_tokens": 200, "messages": ASK, **fields}) as stream,
+    ):
         kinds = [event.type for event in stream]
         return stream.get_final_message(), kinds
 
@@ -71,8 +77,15 @@ def test_events_come_by_name_in_order(server):
     assert names == [json.loads(lines[1].removeprefix("data: "))["type"] for lines in events]
     deltas = names.count("content_block_delta")
     assert deltas > 1
-    assert names == ["message_start", "ping", "content_block_start", *["content_block_delta"] * deltas,
-                     "content_block_stop", "message_delta", "message_stop"]
+    assert names == [
+        "message_start",
+        "ping",
+        "content_block_start",
+        *["content_block_delta"] * deltas,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
 
 
 @pytest.mark.parametrize("run", [ask, lambda server, **fields: streamed(server, **fields)[0]], ids=["whole", "stream"])
@@ -134,36 +147,69 @@ def test_thinking_comes_as_blocks_and_goes_back(family, engine):
     message, _ = streamed(server, **fields)
     assert comparable(message) == comparable(whole)
     result = {"type": "tool_result", "tool_use_id": whole.content[1].id, "content": "sunny"}
-    ask(server, tools=[WEATHER], thinking={"type": "disabled"},
-        messages=[*ASK, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}])
+    ask(
+        server,
+        tools=[WEATHER],
+        thinking={"type": "disabled"},
+        messages=[*ASK, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}],
+    )
     assert "False" in prompt_of(engine)
 
 
 def test_calls_and_results_reach_the_template(family, engine):
-    server = family("{{ tools | tojson }}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.tool_call_id }}|"
-                    "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }};{% endfor %}]"
-                    "{% endfor %}<tool_call>", "ok")
-    ask(server, system="Be brief.", tools=[WEATHER], messages=[
-        {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": [
-            {"type": "text", "text": "Let me see."},
-            {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "no"}],
-             "is_error": True},
-            {"type": "tool_result", "tool_use_id": "toolu_2"},
-            {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}}]}])
-    tool = {"type": "function", "function": {"name": "weather", "description": "Tells the weather.",
-                                             "parameters": WEATHER["input_schema"]}}
+    server = family(
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.tool_call_id }}|"
+        "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }};{% endfor %}]"
+        "{% endfor %}<tool_call>",
+        "ok",
+    )
+    ask(
+        server,
+        system="Be brief.",
+        tools=[WEATHER],
+        messages=[
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": [{"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "Let me see."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": [{"type": "text", "text": "no"}],
+                        "is_error": True,
+                    },
+                    {"type": "tool_result", "tool_use_id": "toolu_2"},
+                    {"type": "text", "text": "Go on.", "cache_control": {"type": "ephemeral"}},
+                ],
+            },
+        ],
+    )
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER["input_schema"]},
+    }
     assert prompt_of(engine) == (
         json.dumps([tool]) + '[system|Be brief.||][user|a\nb||][assistant|Let me see.||weather {"city": "Paris"};]'
-        "[tool|Error: no|toolu_1|][tool||toolu_2|][user|Go on.||]<tool_call>")
+        "[tool|Error: no|toolu_1|][tool||toolu_2|][user|Go on.||]<tool_call>"
+    )
 
 
-@pytest.mark.parametrize(("choice", "several"), [
-    ({"type": "any"}, True), ({"type": "any", "disable_parallel_tool_use": True}, False),
-    ({"type": "tool", "name": "weather"}, False),
-])
+@pytest.mark.parametrize(
+    ("choice", "several"),
+    [
+        ({"type": "any"}, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, False),
+        ({"type": "tool", "name": "weather"}, False),
+    ],
+)
 def test_forced_calls_reach_the_engine_as_a_grammar(family, engine, choice, several):
     server = family(TOOLS + CHAT_TEMPLATE, CALL)
     assert ask(server, tools=[WEATHER], tool_choice=choice).stop_reason == "tool_use"
@@ -194,8 +240,10 @@ def test_tokens_are_counted_as_the_engine_gets_them(family, engine):
 
 
 def test_kept_prefixes_are_counted_apart(server, engine, monkeypatch):
-    monkeypatch.setattr("tandem.server.generation.Generation.usage", lambda self: {
-        "prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}})
+    monkeypatch.setattr(
+        "tandem.server.generation.Generation.usage",
+        lambda self: {"prompt_tokens": 10, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}},
+    )
     for message in (ask(server), streamed(server)[0]):
         assert message.usage.input_tokens == 2
         assert message.usage.cache_read_input_tokens == 8
@@ -204,29 +252,31 @@ def test_kept_prefixes_are_counted_apart(server, engine, monkeypatch):
 USER_CALL = {"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    ({"max_tokens": None}, "'max_tokens'"),
-    ({"nonsense": 1}, "Unknown parameter: 'nonsense'"),
-    ({"n": 2}, "Unknown parameter: 'n'"),
-    ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers' is not supported"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "'context_management' is not"),
-    ({"temperature": 1.5}, "'temperature'"),
-    ({"stop_sequences": ["x"] * 17}, "Invalid 'stop_sequences': at most 16"),
-    ({"messages": [{"role": "user", "content": "x" * 600}]}, "maximum context length is 256"),
-    ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "last message"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-     "'messages[0].content[0]': blocks of type 'image'"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs 'text'"),
-    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "id": "1"}]}]}, "'id' does not belong"),
-    ({"messages": [USER_CALL, *ASK]}, "no place in a user message"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'tools[0]': tools of type 'bash_20250124'"),
-    ({"tools": [WEATHER, WEATHER]}, "two tools 'weather'"),
-    ({"tool_choice": {"type": "any"}}, "'tool_choice' needs 'tools'"),
-    ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "'name' belongs"),
-    ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "no tool 'x'"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
-     "'output_config.format.schema'"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": None}, "'max_tokens'"),
+        ({"nonsense": 1}, "Unknown parameter: 'nonsense'"),
+        ({"n": 2}, "Unknown parameter: 'n'"),
+        ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers' is not supported"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "'context_management' is not"),
+        ({"temperature": 1.5}, "'temperature'"),
+        ({"stop_sequences": ["x"] * 17}, "Invalid 'stop_sequences': at most 16"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "maximum context length is 256"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "last message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages[0].content[0]': blocks of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs 'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "id": "1"}]}]}, "'id' does not belong"),
+        ({"messages": [USER_CALL, *ASK]}, "no place in a user message"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'tools[0]': tools of type 'bash_20250124'"),
+        ({"tools": [WEATHER, WEATHER]}, "two tools 'weather'"),
+        ({"tool_choice": {"type": "any"}}, "'tool_choice' needs 'tools'"),
+        ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "'name' belongs"),
+        ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [WEATHER]}, "no tool 'x'"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "'output_config.format.schema'"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_is_a_400_in_anthropics_shape(shared, fields, words):
     body = {"model": "tiny", "max_tokens": 5, "messages": ASK, **fields}
     response = shared.http.post("/v1/messages", json={k: v for k, v in body.items() if v is not None})

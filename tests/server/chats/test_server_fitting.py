@@ -32,8 +32,9 @@ def test_bytes_are_compared_with_what_the_longest_token_stands_for(tokenizer):
 
 def test_a_long_text_is_tokenised_only_as_far_as_it_takes(tokenizer, monkeypatch):
     sizes, encode = [], type(tokenizer).encode
-    monkeypatch.setattr(type(tokenizer), "encode",
-                        lambda self, text, special=True: sizes.append(len(text)) or encode(self, text, special))
+    monkeypatch.setattr(
+        type(tokenizer), "encode", lambda self, text, special=True: sizes.append(len(text)) or encode(self, text, special)
+    )
     with pytest.raises(RequestError, match=r"resulted in at least \d+ tokens"):
         encode_fitting(tokenizer, "x " * 6000, 1000, "prompt")
     assert sizes == [8000]
@@ -58,16 +59,20 @@ def test_the_bound_follows_what_happens_to_a_text_before_it_is_tokenised():
     assert described(normalizer={"type": "Sequence", "normalizers": [{"type": "Prepend"}, {"type": "NFD"}]}) == 6
 
 
-@pytest.mark.parametrize("parts", [
-    {"normalizer": {"type": "Strip"}},
-    {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
-    {"normalizer": {"type": "Replace", "pattern": {"String": "abc"}, "content": ""}},
-    {"pre_tokenizer": {"type": "WhitespaceSplit"}},
-    {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed"}},
-    {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
-    {"model": {"type": "WordPiece"}},
-    {"pieces": ["a", "b"]},
-    {"decoder": {"type": "Metaspace"}},
-], ids=json.dumps)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Strip"}},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "abc"}, "content": ""}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed"}},
+        {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
+        {"model": {"type": "WordPiece"}},
+        {"pieces": ["a", "b"]},
+        {"decoder": {"type": "Metaspace"}},
+    ],
+    ids=json.dumps,
+)
 def test_there_is_none_where_text_may_vanish(parts):
     assert described(**parts) is None

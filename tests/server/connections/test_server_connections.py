@@ -128,17 +128,22 @@ def test_a_client_that_reads_nothing_is_given_up(shared):
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("sent", [
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"a" * 300_000 + b"\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 15_000 + b"\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
-    b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
-    b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n",
-    b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    b"GET http:///health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://me@x/health HTTP/1.1\r\nHost: x\r\n\r\n",
-])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"a" * 300_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 15_000 + b"\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n",
+        b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET http:///health HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET http://me@x/health HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
 def test_what_is_not_http_is_told_so_in_the_shape_of_all_errors_and_logged_nowhere(shared, caplog, sent):
     status, error = error_of(everything(shared.raw(sent)))
     assert status in (400, 413, 431)
@@ -157,16 +162,23 @@ def test_a_header_of_64_kib_is_taken_and_a_longer_one_refused_however_it_is_cut(
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(ConnectionError):
             for start in range(0, size, piece):
-                client.sendall(header[start:start + piece])
+                client.sendall(header[start : start + piece])
         if size > connection.MOST_HEADER:
             assert error_of(everything(client))[0] == 431
         else:
             assert answer(client).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize(("target", "status"), [
-    (b"http://127.0.0.1/health/live?a=http://b/", b"200"), (b"HTTP://localhost:1/health/live", b"200"),
-    (b"http://127.0.0.1", b"200"), (b"http://localhost?a", b"200"), (b"http://foreign.example/v1/models", b"403")])
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://127.0.0.1/health/live?a=http://b/", b"200"),
+        (b"HTTP://localhost:1/health/live", b"200"),
+        (b"http://127.0.0.1", b"200"),
+        (b"http://localhost?a", b"200"),
+        (b"http://foreign.example/v1/models", b"403"),
+    ],
+)
 def test_a_target_in_absolute_form_is_taken_and_its_host_counts(shared, target, status):
     with shared.raw(b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % target) as client:
         assert everything(client).split()[1] == status
@@ -175,8 +187,7 @@ def test_a_target_in_absolute_form_is_taken_and_its_host_counts(shared, target, 
 def test_a_body_in_chunks_of_a_byte_is_read_in_slices(shared, monkeypatch):
     """Bytes of which each costs a lot are not all read before the event loop does anything else."""
     read, lines = h11.Connection.receive_data, []
-    monkeypatch.setattr(h11.Connection, "receive_data",
-                        lambda self, data: (lines.append(data.count(b"\n")), read(self, data))[1])
+    monkeypatch.setattr(h11.Connection, "receive_data", lambda self, data: (lines.append(data.count(b"\n")), read(self, data))[1])
     head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = b'{"prompt": "a"' + b" " * 20_000 + b"}"
     with shared.raw(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n") as client:

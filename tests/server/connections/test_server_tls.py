@@ -21,11 +21,31 @@ def make_certificate(folder, name, *, password=None):
     require("openssl")
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     secret = ["-pass", f"pass:{password}", "-aes256"] if password else []
-    subprocess.run(["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", *secret,
-                    "-out", key], check=True, capture_output=True)
-    subprocess.run(["openssl", "req", "-x509", "-key", key, "-days", "2", "-subj", f"/CN={name}", "-addext",
-                    "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", cert,
-                    *(["-passin", f"pass:{password}"] if password else [])], check=True, capture_output=True)
+    subprocess.run(
+        ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", *secret, "-out", key],
+        check=True,
+        capture_output=True,
+    )
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-key",
+            key,
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-out",
+            cert,
+            *(["-passin", f"pass:{password}"] if password else []),
+        ],
+        check=True,
+        capture_output=True,
+    )
     return str(cert), str(key)
 
 
@@ -51,16 +71,18 @@ def subject(address):
     return "second" if b"second" in shown else "first"
 
 
-def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(serve, pair, tmp_path, monkeypatch,
-                                                                           wait_until, caplog):
+def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(
+    serve, pair, tmp_path, monkeypatch, wait_until, caplog
+):
     monkeypatch.setattr(tls, "LOOK_S", 0.1)
     monkeypatch.setattr("tandem.server.run.LOOK_S", 0.1)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     replace(cert, pair[0])
     replace(key, pair[1])
     server = serve(tls_cert=str(cert), tls_key=str(key), ready=False)
-    with httpx.Client(base_url=server.url.replace("http:", "https:"), verify=ssl.create_default_context(cafile=cert),
-                      trust_env=False) as client:
+    with httpx.Client(
+        base_url=server.url.replace("http:", "https:"), verify=ssl.create_default_context(cafile=cert), trust_env=False
+    ) as client:
         wait_until(lambda: client.get("/health/ready").status_code == 200)
         headers = {"Origin": server.url.replace("http:", "https:")}
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers)
@@ -100,7 +122,8 @@ def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):
         (("/nowhere/c.pem", key), "--tls-cert /nowhere/c.pem: cannot be read .No such file"),
         ((cert, "/nowhere/k.pem"), "--tls-key /nowhere/k.pem: cannot be read"),
         ((cert, other_key), f"--tls-cert {cert}, --tls-key {other_key}: the key is not that of the certificate"),
-        ((str(nothing), key), "in PEM format"), ((cert, str(nothing)), "in PEM format"),
+        ((str(nothing), key), "in PEM format"),
+        ((cert, str(nothing)), "in PEM format"),
         ((cert, None), "in PEM format"),
         (secret_key, "the key is encrypted; .openssl pkey"),
     ):
@@ -114,5 +137,4 @@ def test_tandem_serve_refuses_a_certificate_before_it_starts_anything(tmp_path):
     command = [sys.executable, "-m", "tandem", "serve", str(tmp_path), "--tls-cert", "/nowhere/cert.pem"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
-        "tandem: --tls-cert /nowhere/cert.pem: cannot be read (No such file or directory)")
+    assert done.stderr.splitlines()[-1] == ("tandem: --tls-cert /nowhere/cert.pem: cannot be read (No such file or directory)")

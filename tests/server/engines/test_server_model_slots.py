@@ -25,8 +25,12 @@ def test_what_fits_is_loaded_beside_the_others():
 
 
 def test_the_least_recently_used_goes_and_no_more_than_needed():
-    slots = [slot("a", 3, state="in", used_at=2.0), slot("b", 3, state="in", used_at=1.0),
-             slot("c", 3, state="in", used_at=3.0), slot("d", 4, wanted_at=5.0)]
+    slots = [
+        slot("a", 3, state="in", used_at=2.0),
+        slot("b", 3, state="in", used_at=1.0),
+        slot("c", 3, state="in", used_at=3.0),
+        slot("d", 4, wanted_at=5.0),
+    ]
     decision = decide(slots, BUDGET, None, 5.0)
     assert names(decision.unload) == ["b"] and not decision.load
     slots[1].state = "leaving"
@@ -38,8 +42,7 @@ def test_the_least_recently_used_goes_and_no_more_than_needed():
 
 
 def test_idle_ones_go_before_busy_ones_and_kept_ones_never():
-    slots = [slot("a", 5, state="in", used_at=1.0, users=1), slot("b", 5, state="in", used_at=2.0),
-             slot("c", 5, wanted_at=5.0)]
+    slots = [slot("a", 5, state="in", used_at=1.0, users=1), slot("b", 5, state="in", used_at=2.0), slot("c", 5, wanted_at=5.0)]
     assert names(decide(slots, BUDGET, None, 99.0).unload) == ["b"]
     slots[1].keep = True
     assert decide(slots, BUDGET, None, 5.0 + PATIENCE_S / 2).close == []
@@ -75,8 +78,11 @@ def test_an_idle_model_goes_after_its_time():
         assert decide([changed], BUDGET, None, 999.0).unload == []
 
 
-@given(needs=st.lists(st.integers(1, 10), min_size=2, max_size=5), limit=st.none() | st.integers(1, 3),
-       events=st.lists(st.tuples(st.sampled_from(["ask", "end"]), st.integers(0, 4)), max_size=40))
+@given(
+    needs=st.lists(st.integers(1, 10), min_size=2, max_size=5),
+    limit=st.none() | st.integers(1, 3),
+    events=st.lists(st.tuples(st.sampled_from(["ask", "end"]), st.integers(0, 4)), max_size=40),
+)
 def test_the_budget_holds_and_every_request_is_served(needs, limit, events):
     """A server in steps: loading and leaving take one step each; requests end when they are told to, or at the end."""
     slots = [slot(str(i), need) for i, need in enumerate(needs)]

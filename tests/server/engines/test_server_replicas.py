@@ -38,8 +38,7 @@ def engines(engine, model_dir):
 
 @contextlib.asynccontextmanager
 async def connected(engines, patience_s=0.0):
-    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05,
-                        patience_s=patience_s)
+    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05, patience_s=patience_s)
     await replicas.start()
     try:
         await until(lambda: all(one.state != "unreachable" for one in replicas.replicas()))
@@ -80,6 +79,7 @@ def slow(engines, delay=5.0):
 
 def in_loop(test):
     """The test is a coroutine."""
+
     @functools.wraps(test)
     def run(*arguments, **fixtures):
         asyncio.run(test(*arguments, **fixtures))
@@ -103,8 +103,7 @@ async def held(replicas, engines):
 
 def where(engines, name):
     """Numbers of the engines that got the request, in any sending."""
-    return [i for i, one in enumerate(engines) for key in list(one.submitted)
-            if key.partition("+")[0] == name]
+    return [i for i, one in enumerate(engines) for key in list(one.submitted) if key.partition("+")[0] == name]
 
 
 def test_requests_spread_and_everything_is_forgotten(engines):
@@ -349,8 +348,7 @@ async def test_draining_joining_and_leaving(engines):
 
 def draining(engines, *numbers):
     """As the supervisor says it."""
-    return [ReplicaInfo(i, one.endpoint, "draining" if i in numbers else "running", 1, 0)
-            for i, one in enumerate(engines)]
+    return [ReplicaInfo(i, one.endpoint, "draining" if i in numbers else "running", 1, 0) for i, one in enumerate(engines)]
 
 
 @in_loop

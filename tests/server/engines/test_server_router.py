@@ -265,8 +265,13 @@ class History(RuleBasedStateMachine):
         del self.states[replica]
         self.live = {request: where for request, where in self.live.items() if where != replica}
 
-    @rule(length=st.integers(1, 200), start=st.integers(0, 2), limit=st.integers(1, 600), done=st.integers(0, 50),
-          avoid=st.sets(st.integers(0, 3)))
+    @rule(
+        length=st.integers(1, 200),
+        start=st.integers(0, 2),
+        limit=st.integers(1, 600),
+        done=st.integers(0, 50),
+        avoid=st.sets(st.integers(0, 3)),
+    )
     def place(self, length, start, limit, done, avoid):
         loads = {replica: self.router.outstanding(replica) for replica in self.states}
         name = f"r{self.sent}"

@@ -31,8 +31,7 @@ def prompt(count: int, seed: int = 1) -> list[int]:
     return [seed * 1_000_000 + i for i in range(count)]
 
 
-def choose(router: NamedRouter, name: str, tokens: list[int], output: int = 100,
-           **more: object) -> tuple[int | None, bool]:
+def choose(router: NamedRouter, name: str, tokens: list[int], output: int = 100, **more: object) -> tuple[int | None, bool]:
     """Who gets it, and whether it leaves again."""
     where = router.placed(name, tokens, output, **{"may_leave": True, **more})
     router.check()
@@ -82,8 +81,12 @@ def test_some_are_computed_where_they_go_on():
     assert choose(router, "stays", prompt(6000), may_leave=False) == (DECODE, False)
     assert choose(router, "ends", prompt(6000, 2), 0, may_leave=False) == (PREFILL, False), "nothing comes after it"
     assert choose(router, "one token", prompt(6000, 3), 1) == (PREFILL, False)
-    for store, reach, room, apart in (("other", [], 50_000, False), ("", [], 50_000, False), ("disk", [], 5000, False),
-                                      ("other", ["other", "disk"], 50_000, True)):
+    for store, reach, room, apart in (
+        ("other", [], 50_000, False),
+        ("", [], 50_000, False),
+        ("disk", [], 5000, False),
+        ("other", ["other", "disk"], 50_000, True),
+    ):
         router = engine_pool("prefill", "decode")
         router.set_disk(DECODE, store, 0.8, reach, 0.5)
         router.set_role(DECODE, "decode", 1000.0, room)
@@ -97,7 +100,7 @@ def test_a_slow_or_busy_replica_for_prompts_is_passed_over():
         assert choose(router, "long", prompt(6000))[0] == where
     router = engine_pool("prefill", "decode")
     placed = [choose(router, f"long {i}", prompt(6000, i))[0] for i in range(10)]
-    assert placed == [PREFILL] * int(LATER) + [DECODE] + placed[int(LATER) + 1:] and placed.count(PREFILL) > LATER
+    assert placed == [PREFILL] * int(LATER) + [DECODE] + placed[int(LATER) + 1 :] and placed.count(PREFILL) > LATER
     quick = engine_pool("prefill", "decode")
     quick.set_role(PREFILL, "prefill", 10_000.0, 50_000)
     assert [choose(quick, f"long {i}", prompt(6000, i))[0] for i in range(30)] == [PREFILL] * 30
@@ -153,8 +156,13 @@ def test_random_histories():
     live: list[str] = []
     for step in range(3000):
         router.set_state(rng.randrange(3), rng.choice(["ready", "ready", "ready", "recovering", "silent"]))
-        where, leaves = choose(router, f"r{step}", prompt(rng.randrange(1, 4000), rng.randrange(9)),
-                               rng.randrange(1, 900), may_leave=rng.random() < 0.8)
+        where, leaves = choose(
+            router,
+            f"r{step}",
+            prompt(rng.randrange(1, 4000), rng.randrange(9)),
+            rng.randrange(1, 900),
+            may_leave=rng.random() < 0.8,
+        )
         if where is not None:
             live.append(f"r{step}")
             assert not leaves or where == 0

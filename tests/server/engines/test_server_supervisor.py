@@ -13,10 +13,13 @@ from tandem.server.engines.supervisor import SupervisorLink
 from tandem.supervision.control_socket import ControlServer
 
 
-@pytest.mark.parametrize(("state", "never"), [("running", "INTERVAL_S"), ("restarting", "INTERVAL_S"),
-                                              ("draining", "INTERVAL_S"), ("failed", "BEGIN_S")])
+@pytest.mark.parametrize(
+    ("state", "never"),
+    [("running", "INTERVAL_S"), ("restarting", "INTERVAL_S"), ("draining", "INTERVAL_S"), ("failed", "BEGIN_S")],
+)
 def test_replicas_that_come_or_go_are_asked_after_often_failed_ones_seldom(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, never: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, never: str
+) -> None:
     """One of the two pauses never ends, so that a second answer shows that it was the other one."""
     monkeypatch.setattr(supervisor, never, 1e6)
     control = ControlServer(tmp_path / "s", lambda _: ReplicaList([ReplicaInfo(0, "ipc://none", state, 1, 0)]))

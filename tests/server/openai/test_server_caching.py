@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 HELLO = [{"role": "user", "content": "hi"}]
-BODIES = {"/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prompt": "hi"},
-          "/v1/responses": {"input": "hi"}}
+BODIES = {"/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
 
 
 def test_usage_says_what_was_read_from_disk(server, engine):
@@ -18,8 +17,7 @@ def test_usage_says_what_was_read_from_disk(server, engine):
         assert answer["usage"]["input_tokens_details"] == {**said, "cache_write_tokens": 0}
 
 
-@pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 5},
-                                    {"max_concurrent_requests": 1}])
+@pytest.mark.parametrize("limits", [{"requests_per_minute": 2}, {"tokens_per_minute": 5}, {"max_concurrent_requests": 1}])
 def test_limits_of_clients_do_not_hold_up_the_prompts_of_warm(serve, engine, tmp_path, limits):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": {list(range(8, 12 + i))}}}\n' for i in range(3)))
@@ -47,9 +45,12 @@ def test_prompts_of_warm_go_on_behind_the_last_that_was_computed(serve, engine, 
 
 @pytest.mark.parametrize(("route", "body"), BODIES.items())
 def test_key_and_retention_reach_the_engine(shared, route, body):
-    for fields, said in (({}, ("", True)), ({"prompt_cache_key": "agent"}, ("agent", True)),
-                         ({"prompt_cache_retention": "in_memory"}, ("", False)),
-                         ({"prompt_cache_retention": "24h", "prompt_cache_key": None}, ("", True))):
+    for fields, said in (
+        ({}, ("", True)),
+        ({"prompt_cache_key": "agent"}, ("agent", True)),
+        ({"prompt_cache_retention": "in_memory"}, ("", False)),
+        ({"prompt_cache_retention": "24h", "prompt_cache_key": None}, ("", True)),
+    ):
         shared.engine.submitted.clear()
         answer = shared.http.post(route, json={"model": "tiny", **body, **fields})
         assert answer.status_code == 200, answer.text

@@ -164,11 +164,7 @@ def test_content_parts_and_roles(server, engine):
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": []},
     ]
     assert server.chat(messages=messages).status_code == 200
-    plain = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": ""},
-    ]
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}, {"role": "assistant", "content": ""}]
     assert next(iter(engine.submitted.values())).prompt == engine.tokenizer.render_chat(plain)
 
 

@@ -25,9 +25,7 @@ def test_answer_in_one_piece(server, engine):
     assert "performance" in body
 
 
-@pytest.mark.parametrize(
-    ("prompt", "count"), [("hi", 1), (["hi", "there"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2), (["one"], 1)]
-)
+@pytest.mark.parametrize(("prompt", "count"), [("hi", 1), (["hi", "there"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2), (["one"], 1)])
 def test_forms_of_the_prompt(server, engine, prompt, count):
     body = complete(server, prompt=prompt, n=2).json()
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * count))

@@ -27,6 +27,7 @@ def told(engine):
 @pytest.fixture
 def asked(engine):
     """The prompt that messages come to, as text."""
+
     def render(*messages):
         return engine.tokenizer.decode(engine.tokenizer.render_chat(list(messages)), skip_special_tokens=False)
 
@@ -74,12 +75,17 @@ def test_what_fails_is_not_said(serve, engine):
 
 def test_calls_are_part_of_it(serve, engine, tmp_path):
     path = tmp_path / "template.jinja"
-    path.write_text("{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-                    "<{{ c.function.name }} {{ c.id }}>{% endfor %}{% endfor %}")
+    path.write_text(
+        "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<{{ c.function.name }} {{ c.id }}>{% endfor %}{% endfor %}"
+    )
     engine.set_status(max_context=4096)
     engine.reply = engine.tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
-    server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)),
-                   keep_conversations=60.0, tool_parser="hermes")
+    server = serve(
+        model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)),
+        keep_conversations=60.0,
+        tool_parser="hermes",
+    )
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     for stream in (False, True):
         name = f"c{stream}"
@@ -144,11 +150,9 @@ def test_time_number_and_bytes_are_bounded(monkeypatch):
     for name in ("3", "4"):
         kept.put(("a", name), b"[]", carried=name == "3")
     kept.put(("b", "1"), b"[]", carried=True)  # of the client that has most one goes whose id nobody has sent
-    assert [kept.get(name) is not None for name in (("a", "2"), ("a", "3"), ("a", "4"), ("b", "1"))] == [
-        True, True, False, True]
+    assert [kept.get(name) is not None for name in (("a", "2"), ("a", "3"), ("a", "4"), ("b", "1"))] == [True, True, False, True]
     monkeypatch.setattr(conversations, "MOST_BYTES", 3000)
     kept.put(("b", "2"), b"x" * 1500, carried=True)
-    assert [kept.get(name) is not None for name in (("a", "2"), ("a", "3"), ("b", "1"), ("b", "2"))] == [
-        False, True, True, True]
+    assert [kept.get(name) is not None for name in (("a", "2"), ("a", "3"), ("b", "1"), ("b", "2"))] == [False, True, True, True]
     kept.put(("b", "2"), b"x" * 5000, carried=True)
     assert kept.get(("b", "2")) is None and kept.get(("a", "3")) is not None

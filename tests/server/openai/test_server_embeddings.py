@@ -31,9 +31,9 @@ def vectors(response):
     return [one["embedding"] for one in data]
 
 
-@pytest.mark.parametrize(("given", "tokens"), [
-    ("hi", None), (["hi", "ho"], None), ([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]]),
-])
+@pytest.mark.parametrize(
+    ("given", "tokens"), [("hi", None), (["hi", "ho"], None), ([5, 6, 7], [[5, 6, 7]]), ([[5, 6], [7]], [[5, 6], [7]])]
+)
 def test_every_form_of_input(shared, given, tokens):
     if tokens is None:
         tokens = [shared.engine.tokenizer.encode(text) for text in ([given] if isinstance(given, str) else given)]
@@ -66,14 +66,25 @@ def test_what_reaches_the_engine(serve, engine, wait_until):
     assert (request.pooling, request.params.max_tokens, request.prompt) == ("mean", 0, [5, 6])
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"input": ""}, "input", "empty"), ({"input": ["a", ""]}, "input", "empty string"), ({"input": []}, "input", ""),
-    ({"input": [[]]}, "input", ""), ({"input": [1.5]}, "input", ""), ({"input": ["a", 1]}, "input", ""),
-    ({"input": [512]}, "input", "not in the vocabulary"), ({"input": [1] * 257}, "input", "resulted in 257 tokens"),
-    ({"input": ["a"] * 2049}, "input", "2048"), ({"dimensions": 9}, "dimensions", "more than the 8"),
-    ({"dimensions": 0}, "dimensions", ""), ({"encoding_format": "int8"}, "encoding_format", ""),
-    ({"pooling": "cls"}, "pooling", "Unknown"), ({"stream": True}, "stream", "Unknown"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": ""}, "input", "empty"),
+        ({"input": ["a", ""]}, "input", "empty string"),
+        ({"input": []}, "input", ""),
+        ({"input": [[]]}, "input", ""),
+        ({"input": [1.5]}, "input", ""),
+        ({"input": ["a", 1]}, "input", ""),
+        ({"input": [512]}, "input", "not in the vocabulary"),
+        ({"input": [1] * 257}, "input", "resulted in 257 tokens"),
+        ({"input": ["a"] * 2049}, "input", "2048"),
+        ({"dimensions": 9}, "dimensions", "more than the 8"),
+        ({"dimensions": 0}, "dimensions", ""),
+        ({"encoding_format": "int8"}, "encoding_format", ""),
+        ({"pooling": "cls"}, "pooling", "Unknown"),
+        ({"stream": True}, "stream", "Unknown"),
+    ],
+)
 def test_bad_requests_are_named(shared, fields, param, words):
     response = ask(shared, **{"given": fields.pop("input", "hi"), **fields})
     assert response.status_code == 400
@@ -135,8 +146,7 @@ def test_batches_the_journal_and_the_description(serve, engine, tmp_path):
     assert main(["batch", str(tmp_path / "in"), str(tmp_path / "out"), "--base-url", server.url]) == 0
     body = json.loads((tmp_path / "out").read_text())["response"]["body"]
     assert body["data"][0]["embedding"] == unit([5, 6])
-    answers = [server.http.post("/v1/embeddings", json={"input": "hi"}, headers={"idempotency-key": "k"})
-               for _ in range(2)]
+    answers = [server.http.post("/v1/embeddings", json={"input": "hi"}, headers={"idempotency-key": "k"}) for _ in range(2)]
     assert answers[0].content == answers[1].content and len(engine.submitted) == 2
     described = server.http.get("/openapi.json").json()["paths"]["/v1/embeddings"]["post"]["requestBody"]["content"]
     assert described["application/json"]["schema"]["$ref"].endswith("/EmbeddingRequest")

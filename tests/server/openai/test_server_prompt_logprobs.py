@@ -57,13 +57,15 @@ def test_a_stream_has_the_same_in_pieces(server, engine):
             assert [value for chunk in mine for value in chunk["logprobs"][name]] == values
 
 
-@pytest.mark.parametrize(("param", "route", "fields"), [
-    ("prompt_logprobs", "/v1/completions", {"prompt": [72] * 10, "prompt_logprobs": 20}),
-    ("prompt_logprobs", "/v1/completions", {"prompt": [[72] * 5, [73] * 6], "prompt_logprobs": 8, "n": 2}),
-    ("logprobs", "/v1/completions", {"prompt": [72] * 10, "echo": True, "logprobs": 20, "stream": True}),
-    ("prompt_logprobs", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}],
-                                                 "prompt_logprobs": 20}),
-])
+@pytest.mark.parametrize(
+    ("param", "route", "fields"),
+    [
+        ("prompt_logprobs", "/v1/completions", {"prompt": [72] * 10, "prompt_logprobs": 20}),
+        ("prompt_logprobs", "/v1/completions", {"prompt": [[72] * 5, [73] * 6], "prompt_logprobs": 8, "n": 2}),
+        ("logprobs", "/v1/completions", {"prompt": [72] * 10, "echo": True, "logprobs": 20, "stream": True}),
+        ("prompt_logprobs", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "prompt_logprobs": 20}),
+    ],
+)
 def test_an_answer_has_room_for_so_many(server, engine, monkeypatch, param, route, fields):
     monkeypatch.setattr("tandem.server.openai.sampling.MOST_PROMPT_LOGPROBS", 197)
     refused = server.http.post(route, json=fields)
@@ -80,8 +82,10 @@ def test_what_is_told_of_prompts_is_kept_as_json(engine):
     found = prompt_logprobs_of(tokens, count)
     writer = CompletionLogprobs(engine.tokenizer)
     text = engine.tokenizer.decode(tokens)
-    for write in (lambda: prompt_places(engine.tokenizer, tokens, found, count),
-                  lambda: writer.echoed(text, tokens, found, count)):
+    for write in (
+        lambda: prompt_places(engine.tokenizer, tokens, found, count),
+        lambda: writer.echoed(text, tokens, found, count),
+    ):
         write()
         tracemalloc.start()
         written = write()
@@ -106,8 +110,10 @@ def test_much_of_a_prompt_is_written_beside_the_loop(serve, engine, monkeypatch)
     assert [name.startswith("texts") for name in threads] == [False, True]
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1},
-                                    {"echo": True, "prompt_logprobs": 0, "n": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}, {"echo": True, "prompt_logprobs": 0, "n": 2}],
+)
 def test_of_the_prompt_alone(server, engine, fields):
     body = complete(server, prompt=[72, 73, 74], max_tokens=0, **fields).json()
     assert body["usage"]["completion_tokens"] == 0 and len(body["choices"]) == fields.get("n", 1)
@@ -119,7 +125,10 @@ def test_of_the_prompt_alone(server, engine, fields):
         if "prompt_logprobs" in fields:
             none, second, _ = choice["prompt_logprobs"]
             assert none is None and second["73"] == {
-                "logprob": -73 / 128, "rank": 3, "decoded_token": engine.tokenizer.token_text(73)}
+                "logprob": -73 / 128,
+                "rank": 3,
+                "decoded_token": engine.tokenizer.token_text(73),
+            }
             assert list(second) == ["73", "5"][: fields["prompt_logprobs"] + 1]
     assert all(request.params.max_tokens == 0 for request in engine.submitted.values())
     if "echo" in fields and "prompt_logprobs" not in fields:
@@ -145,18 +154,21 @@ def test_a_prompt_that_fills_the_context_has_room_for_no_token(server):
     assert complete(server, prompt=[5] * 257, max_tokens=0, echo=True).status_code == 400
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"prompt_logprobs": 10**400}, "prompt_logprobs"),
-    ({"prompt_logprobs": True}, "prompt_logprobs"),
-    ({"prompt_logprobs": "1"}, "prompt_logprobs"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
-    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
-    ({"logprobs": 21, "echo": True}, "logprobs"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 10**400}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": "1"}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"logprobs": 21, "echo": True}, "logprobs"),
+    ],
+)
 def test_what_cannot_be(shared, fields, param):
     response = complete(shared, prompt="hi", **fields)
     assert response.status_code == 400 and response.json()["error"]["param"] == param

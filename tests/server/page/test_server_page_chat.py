@@ -47,8 +47,10 @@ def page(window: Window, scripted: Any) -> Iterator[Window]:
     scripted.engine.submitted.clear()
     scripted.engine.aborted.clear()
     window.driver.get(f"{scripted.url}/ui/icon.svg")
-    window.run("localStorage.clear(); sessionStorage.clear(); const gone = indexedDB.deleteDatabase('tandem');"
-               "return new Promise((done, failed) => { gone.onsuccess = () => done(); gone.onerror = failed })")
+    window.run(
+        "localStorage.clear(); sessionStorage.clear(); const gone = indexedDB.deleteDatabase('tandem');"
+        "return new Promise((done, failed) => { gone.onsuccess = () => done(); gone.onerror = failed })"
+    )
     window.open(scripted.url)
     window.until(lambda: window.text("#state") == "healthy", "healthy")
     yield window
@@ -62,20 +64,20 @@ def says(scripted: Any, text: str, each: int = 1) -> None:
 
 
 def answered(page: Window, count: int = 1) -> None:
-    page.until(lambda: page.run("return document.querySelectorAll('.assistant[data-done]').length") == count
-               and page.shown("#send"), f"{count} answers")
+    page.until(
+        lambda: page.run("return document.querySelectorAll('.assistant[data-done]').length") == count and page.shown("#send"),
+        f"{count} answers",
+    )
 
 
 def prompt(scripted: Any) -> str:
     """What the model was shown last."""
-    return str(scripted.engine.tokenizer.decode(list(scripted.engine.submitted.values())[-1].prompt,
-                                                skip_special_tokens=False))
+    return str(scripted.engine.tokenizer.decode(list(scripted.engine.submitted.values())[-1].prompt, skip_special_tokens=False))
 
 
 def distance(page: Window) -> float:
     """Pixels from what is seen to the end of the conversation."""
-    return float(page.run("const s = document.getElementById('scroller');"
-                          "return s.scrollHeight - s.scrollTop - s.clientHeight"))
+    return float(page.run("const s = document.getElementById('scroller');return s.scrollHeight - s.scrollTop - s.clientHeight"))
 
 
 def test_it_follows_a_growing_answer_until_the_reader_leaves_the_end(page: Window, scripted: Any) -> None:
@@ -144,8 +146,10 @@ def test_an_answer_that_was_cut_says_so_and_goes_on(page: Window, scripted: Any)
 def test_a_long_answer_is_drawn_once_a_frame(page: Window, scripted: Any) -> None:
     """Frames come when the test says so: whatever comes in between is drawn with one of them, or at the end."""
     says(scripted, "First block.\n\n" + "word " * 3000 + "\n\nLast block.", each=2)
-    page.run("window.frames = []; window.animate = window.requestAnimationFrame;"
-             "window.requestAnimationFrame = f => window.frames.push(f)")
+    page.run(
+        "window.frames = []; window.animate = window.requestAnimationFrame;"
+        "window.requestAnimationFrame = f => window.frames.push(f)"
+    )
     scripted.engine.hold = True
     page.ask("Tell me.")
     page.until(lambda: page.shown(".message:last-child .pending"), "it waits")
@@ -190,10 +194,17 @@ def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None
 
 
 def test_mathematics_is_shown_as_it_stands(page: Window) -> None:
-    texts = [r"So $x = \frac{a_1}{b_1} * c_1 * d$ holds.", r"$$\int_0^\infty e^{-x^2}\,dx$$", r"$a < b & c$",
-             r"Then \( a^2+b^2=c^2 \) too.", "\\[ E = mc^2\n- m \\\\\n\\]", r"As \[ a_b * c_d * e \] says",
-             "It is $$x + y_1 * z_1 *$$ here"]
-    kept = page.run("""
+    texts = [
+        r"So $x = \frac{a_1}{b_1} * c_1 * d$ holds.",
+        r"$$\int_0^\infty e^{-x^2}\,dx$$",
+        r"$a < b & c$",
+        r"Then \( a^2+b^2=c^2 \) too.",
+        "\\[ E = mc^2\n- m \\\\\n\\]",
+        r"As \[ a_b * c_d * e \] says",
+        "It is $$x + y_1 * z_1 *$$ here",
+    ]
+    kept = page.run(
+        """
         const [texts] = arguments;
         return import('/ui/markdown.js').then(({ Markdown }) => texts.map(text => {
           const place = document.createElement('div');
@@ -202,14 +213,19 @@ def test_mathematics_is_shown_as_it_stands(page: Window) -> None:
           const seen = place.innerText;
           place.remove();
           return [seen.trim().replace(/\\n+/g, '\\n'), place.querySelectorAll('em, li, strong').length];
-        }))""", texts)
+        }))""",
+        texts,
+    )
     assert kept == [[text, 0] for text in texts]
 
 
 def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
-    text = ("It costs $5 and *more* than $10-$20.\n\n`$a` *b* `c$`\n\n```\n$$\n*x*\n$$\n```\n\n- [x] done\n"
-            "- [ ] to do\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\nand\n\n7. seven")
-    kept = page.run("""
+    text = (
+        "It costs $5 and *more* than $10-$20.\n\n`$a` *b* `c$`\n\n```\n$$\n*x*\n$$\n```\n\n- [x] done\n"
+        "- [ ] to do\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\nand\n\n7. seven"
+    )
+    kept = page.run(
+        """
         const [text] = arguments;
         return import('/ui/markdown.js').then(({ Markdown }) => {
           const place = document.createElement('div');
@@ -218,7 +234,9 @@ def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
             place.querySelector('pre').textContent.trim(),
             [...place.querySelectorAll('input')].map(e => e.checked),
             place.querySelectorAll('td')[1].align, place.querySelector('ol').start];
-        })""", text)
+        })""",
+        text,
+    )
     assert kept == [["more", "b"], "$$\n*x*\n$$", [True, False], "right", 7]
 
 
@@ -328,10 +346,15 @@ def test_a_browser_that_keeps_nothing_or_nonsense_is_good_enough(page: Window, s
     page.ask("And now?")
     answered(page, 2)
     page.until(lambda: "no room" in page.text("#kept"), "it is told")
-    denied = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": """
+    denied = page.driver.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument",
+        {
+            "source": """
         for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) {
           Object.defineProperty(window, name, { get() { throw new DOMException('denied', 'SecurityError') } });
-        }"""})
+        }"""
+        },
+    )
     try:
         page.open(scripted.url)
         page.ask("Do you forget?")
@@ -383,8 +406,9 @@ def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: A
     stats = page.text(".assistant footer small")
     assert "tokens/s" in stats and "first token after" in stats
     assert stats.startswith(f"{len(scripted.engine.reply) + 1} tokens"), "the end counts as one"
-    bar, back = page.run("const q = getComputedStyle(document.querySelector('.markdown blockquote'));"
-                         "return [q.borderLeftWidth, q.borderLeftStyle]")
+    bar, back = page.run(
+        "const q = getComputedStyle(document.querySelector('.markdown blockquote'));return [q.borderLeftWidth, q.borderLeftStyle]"
+    )
     assert (bar, back) == ("3px", "solid")
 
 
@@ -445,11 +469,17 @@ def test_what_a_hostile_model_writes_does_nothing(page: Window, scripted: Any) -
     assert page.run("return window.hit ?? null") is None
     live = "script, img, svg:not(.icon), style, iframe, form, base, math, object, video, audio, source"
     assert page.texts(f".markdown :is({live})") == []
-    assert page.run("return [...document.querySelectorAll('.markdown *')].flatMap(e => [...e.attributes]).filter(a =>"
-                    "a.name.startsWith('on') || a.name === 'style' || a.name === 'id' || a.name === 'name')"
-                    ".map(a => a.name)") == []
-    links = page.run("return [...document.querySelectorAll('.markdown a[href]')].map(a => [a.getAttribute('href'),"
-                     "a.target, a.rel])")
+    assert (
+        page.run(
+            "return [...document.querySelectorAll('.markdown *')].flatMap(e => [...e.attributes]).filter(a =>"
+            "a.name.startsWith('on') || a.name === 'style' || a.name === 'id' || a.name === 'name')"
+            ".map(a => a.name)"
+        )
+        == []
+    )
+    links = page.run(
+        "return [...document.querySelectorAll('.markdown a[href]')].map(a => [a.getAttribute('href'),a.target, a.rel])"
+    )
     assert {href for href, _, _ in links} == {"https://example.org/a?b=1", "https://example.org"}
     assert {(target, rel) for _, target, rel in links} == {("_blank", "noopener noreferrer nofollow")}
     assert page.run("return document.querySelectorAll('#question').length") == 1
@@ -507,11 +537,14 @@ def test_an_answer_that_broke_off_goes_on(page: Window, scripted: Any) -> None:
 
 def test_code_for_clients_is_sound_whatever_a_model_is_called(page: Window) -> None:
     name = "it's <b>$(touch x)"
-    code = page.run("""return import('/ui/snippets.js').then(({ snippets }) => {
+    code = page.run(
+        """return import('/ui/snippets.js').then(({ snippets }) => {
         const made = snippets(arguments[0], 'x');
         made.querySelector('#x-tab-4').click();
         return made.querySelector('pre').textContent;
-      })""", name)
+      })""",
+        name,
+    )
     code = code.replace("\nclaude", '\nprintf %s "$ANTHROPIC_MODEL"')
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout == name
@@ -570,9 +603,11 @@ def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme:
                 page.ask("A table, please.")
                 answered(page)
                 assert page.texts(".markdown td")[1:] == ["x", "y"]
-            wide, inside = page.run("const e = document.querySelector('main > :not([hidden])');"
-                                    "return [document.documentElement.scrollWidth - innerWidth,"
-                                    "e.scrollWidth - e.clientWidth]")
+            wide, inside = page.run(
+                "const e = document.querySelector('main > :not([hidden])');"
+                "return [document.documentElement.scrollWidth - innerWidth,"
+                "e.scrollWidth - e.clientWidth]"
+            )
             assert wide <= 0 and inside <= 1, view
             page.picture(f"page-phone-{view}-{theme}")
         back = page.run("return getComputedStyle(document.body).backgroundColor")

@@ -94,8 +94,7 @@ def test_cancelling_and_deleting(serve, engine, place, wait_until):
             client.responses.retrieve(response_id)
     done = finished(client, client.responses.create(**ASK).id, wait_until)
     assert client.responses.cancel(done.id) == done, "what is over stays as it is"
-    assert server.http.delete(f"/v1/responses/{done.id}").json() == {
-        "id": done.id, "object": "response", "deleted": True}
+    assert server.http.delete(f"/v1/responses/{done.id}").json() == {"id": done.id, "object": "response", "deleted": True}
 
 
 def test_it_waits_through_overload_and_keeps_what_cannot_be(serve, engine, place, wait_until):
@@ -127,8 +126,7 @@ def test_the_next_server_goes_on_with_the_same_seed_and_ids(serve, engine, place
     done = finished(client, response_id, wait_until)
     [again] = [one for one in engine.submitted.values() if one is not lost]
     assert again.params.seed == lost.params.seed is not None
-    assert (done.status, done.output_text, done.created_at) == (
-        "completed", engine.text(), before[0].response.created_at)
+    assert (done.status, done.output_text, done.created_at) == ("completed", engine.text(), before[0].response.created_at)
     after = list(client.responses.retrieve(response_id, stream=True))
     assert after[:8] == before
     assert done.output[0].id == before[2].item.id

@@ -65,8 +65,12 @@ def test_a_conversation_goes_on_from_what_is_kept(keeps, engine):
     assert prompt(engine) == ("[system Be long.][user One?][assistant Blue.][user Two?][assistant Blue.][user Three?]")
     items = list(client.responses.input_items.list(third.id, order="asc"))
     assert [(item.type, item.role, item.content[0].text) for item in items] == [
-        ("message", "user", "One?"), ("message", "assistant", "Blue."), ("message", "user", "Two?"),
-        ("message", "assistant", "Blue."), ("message", "user", "Three?")]
+        ("message", "user", "One?"),
+        ("message", "assistant", "Blue."),
+        ("message", "user", "Two?"),
+        ("message", "assistant", "Blue."),
+        ("message", "user", "Three?"),
+    ]
     assert len({item.id for item in items}) == 5
     pages = client.responses.input_items.list(third.id, limit=2)
     assert [item.id for item in pages] == [item.id for item in items[::-1]], "pages follow one another"
@@ -111,8 +115,10 @@ def test_background_and_conversation_go_together(keeps, engine, wait_until):
 
 
 def test_tools_and_their_results_are_part_of_it(keeps, engine):
-    server = keeps("{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }} "
-                   "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{% endfor %}")
+    server = keeps(
+        "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}[{{ m.role }} "
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}]{% endfor %}"
+    )
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
     engine.reply = engine.tokenizer.encode(call)
     client = server.openai()
@@ -131,8 +137,7 @@ def test_it_survives_another_start_and_is_nobody_elses(keeps, engine):
     server.stop()
     server = keeps(api_key=("a", "b"))
     other = server.openai(api_key="b")
-    for theirs in (other.responses.retrieve, other.responses.delete, other.responses.cancel,
-                   other.responses.input_items.list):
+    for theirs in (other.responses.retrieve, other.responses.delete, other.responses.cancel, other.responses.input_items.list):
         with pytest.raises(openai.NotFoundError):
             theirs(first.id)
     with pytest.raises(openai.BadRequestError, match="not found") as refused:
@@ -157,8 +162,23 @@ def test_the_remedy_without_a_journal(shared, serve):
         assert shared.http.post("/v1/responses", json={"input": "hi", **fields}).json()["store"] is False
 
 
-@pytest.mark.parametrize("name", ["resp_", "resp_none", "req-x", "../../etc/passwd", "resp_' OR 1=1 --", "x" * 100_000,
-                                  "resp_\x00", "resp_%", 5, ["resp_x"], {"id": "x"}, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resp_",
+        "resp_none",
+        "req-x",
+        "../../etc/passwd",
+        "resp_' OR 1=1 --",
+        "x" * 100_000,
+        "resp_\x00",
+        "resp_%",
+        5,
+        ["resp_x"],
+        {"id": "x"},
+        True,
+    ],
+)
 def test_odd_ids(keeps, name):
     server = keeps()
     response = server.http.post("/v1/responses", json={"input": "hi", "previous_response_id": name})
@@ -166,8 +186,10 @@ def test_odd_ids(keeps, name):
     assert len(response.text) < 1000
 
 
-@pytest.mark.parametrize(("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("limit=101", "limit"),
-                                              ("limit=" + "9" * 5000, "limit"), ("order=up", "order")])
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("limit=0", "limit"), ("limit=x", "limit"), ("limit=101", "limit"), ("limit=" + "9" * 5000, "limit"), ("order=up", "order")],
+)
 def test_pages_at_fault(keeps, query, param):
     server = keeps()
     first = ask(server.openai(), "One?")

@@ -9,8 +9,13 @@ import pytest
 
 from tandem.testing import CHAT_TEMPLATE
 
-WEATHER = {"type": "function", "name": "weather", "description": "Tells the weather.", "strict": None, "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tells the weather.",
+    "strict": None,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -23,8 +28,7 @@ def ask(server, **fields):
 
 def streamed(server, **fields):
     """The response that the events add up to by the client's reckoning, and the events."""
-    with server.openai() as client, client.responses.stream(
-            **{"model": "tiny", "input": "Weather?", **fields}) as stream:
+    with server.openai() as client, client.responses.stream(**{"model": "tiny", "input": "Weather?", **fields}) as stream:
         events = list(stream)
         return events[-1].response, events
 
@@ -69,9 +73,17 @@ def test_events_come_by_name_number_and_order(server, engine):
     names = [one["type"].removeprefix("response.") for one in data]
     deltas = names.count("output_text.delta")
     assert deltas > 1
-    assert names == ["created", "in_progress", "output_item.added", "content_part.added",
-                     *["output_text.delta"] * deltas, "output_text.done", "content_part.done", "output_item.done",
-                     "completed"]
+    assert names == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
     item = data[2]["item"]
     assert (item["status"], item["content"]) == ("in_progress", [])
     assert data[3]["part"]["text"] == ""
@@ -117,9 +129,11 @@ def test_functions_of_a_namespace_are_called_by_both_names(family, engine):
 
 
 def test_reasoning_is_an_item_and_goes_back(family, engine):
-    template = ("{# </think> #}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
-                "{{ m.tool_call_id }}|{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}]"
-                "{% endfor %}" + TOOLS)
+    template = (
+        "{# </think> #}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
+        "{{ m.tool_call_id }}|{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}]"
+        "{% endfor %}" + TOOLS
+    )
     server = family(template, f"<think>Hm.</think>{CALL}")
     whole = ask(server, tools=[WEATHER], include=["reasoning.encrypted_content"])
     assert [item.type for item in whole.output] == ["reasoning", "function_call"]
@@ -128,14 +142,22 @@ def test_reasoning_is_an_item_and_goes_back(family, engine):
     response, _ = streamed(server, tools=[WEATHER])
     assert comparable(response) == comparable(whole)
     call_id = whole.output[1].call_id
-    ask(server, instructions="Be brief.", tools=[WEATHER], input=[
-        {"role": "developer", "content": "In French."}, {"role": "user", "content": "Weather?"},
-        *[item.to_dict() for item in whole.output],
-        {"type": "function_call_output", "call_id": call_id, "output": "sunny"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]}])
+    ask(
+        server,
+        instructions="Be brief.",
+        tools=[WEATHER],
+        input=[
+            {"role": "developer", "content": "In French."},
+            {"role": "user", "content": "Weather?"},
+            *[item.to_dict() for item in whole.output],
+            {"type": "function_call_output", "call_id": call_id, "output": "sunny"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+        ],
+    )
     assert prompt_of(engine).startswith(
         '[system|Be brief.\n\nIn French.|||][user|Weather?|||][assistant||Hm.||{"city": "Paris"}]'
-        f"[tool|sunny||{call_id}|][user|Go on.|||]")
+        f"[tool|sunny||{call_id}|][user|Go on.|||]"
+    )
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}], ids=str)
@@ -165,29 +187,36 @@ def test_sampling_and_effort_reach_their_place(family, engine):
     assert prompt_of(engine).startswith("low")
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "--journal DIR"),
-    ({"background": True}, "background", "--journal DIR"),
-    ({"nonsense": 1}, "nonsense", "Unknown parameter"),
-    ({"messages": []}, "messages", "Unknown parameter"),
-    ({"conversation": "c"}, "conversation", "not supported"),
-    ({"truncation": "auto"}, "truncation", "not supported"),
-    ({"input": []}, "input", "at least 1"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference'"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
-    ({"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input[0]", "needs 'arguments'"),
-    ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0]", "'name' does not belong"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]", "of type 'web_search'"),
-    ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
-    ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
-    ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice", "no tool 'x'"),
-    ({"tool_choice": {"type": "web_search"}}, "tool_choice", "expected"),
-    ({"max_output_tokens": 1000}, "input", "maximum context length is 256"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "'schema'"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}}, "text.format.schema",
-     "'text.format.schema'"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "encrypted_content"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "--journal DIR"),
+        ({"background": True}, "background", "--journal DIR"),
+        ({"nonsense": 1}, "nonsense", "Unknown parameter"),
+        ({"messages": []}, "messages", "Unknown parameter"),
+        ({"conversation": "c"}, "conversation", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"input": []}, "input", "at least 1"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input[0]", "needs 'arguments'"),
+        ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0]", "'name' does not belong"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "of type 'web_search'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
+        ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice", "no tool 'x'"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "expected"),
+        ({"max_output_tokens": 1000}, "input", "maximum context length is 256"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "'schema'"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}},
+            "text.format.schema",
+            "'text.format.schema'",
+        ),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]", "encrypted_content"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_is_a_400_naming_field_and_reason(shared, fields, param, words):
     response = shared.http.post("/v1/responses", json={"input": "hi", **fields})
     assert response.status_code == 400, response.text

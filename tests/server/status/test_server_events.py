@@ -16,11 +16,15 @@ from tandem.supervision.control_socket import ControlServer
 
 def history() -> History:
     made = History()
-    made.note("rank_lost", "rank 1 was ended by SIGKILL; all ranks are replaced", level="error", rank=1,
-              remedy="Nothing to do if it stays at this once.")
+    made.note(
+        "rank_lost",
+        "rank 1 was ended by SIGKILL; all ranks are replaced",
+        level="error",
+        rank=1,
+        remedy="Nothing to do if it stays at this once.",
+    )
     made.note("ranks_replaced", "2 rank(s) serve again after 1.5 s; 3 request(s) go on")
-    made.note("request_refused", "a request is not tried again", level="error", request_id="chatcmpl-7",
-              group=key_group("first"))
+    made.note("request_refused", "a request is not tried again", level="error", request_id="chatcmpl-7", group=key_group("first"))
     return made
 
 
@@ -55,8 +59,10 @@ def test_the_id_of_a_request_is_for_its_own_key(serve, engine) -> None:
     assert {**mine, "request_id": None} == theirs
 
 
-@pytest.mark.parametrize(("query", "named"), [("limit=0", "limit"), ("limit=100000", "limit"), ("after=-1", "after"),
-                                              ("after=x", "after"), ("since=3", "since")])
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [("limit=0", "limit"), ("limit=100000", "limit"), ("after=-1", "after"), ("after=x", "after"), ("since=3", "since")],
+)
 def test_a_wrong_query_is_named(shared, query: str, named: str) -> None:
     answer = shared.http.get(f"/v1/events?{query}")
     assert answer.status_code == 400 and named in answer.json()["error"]["message"]

@@ -81,8 +81,7 @@ def test_a_batch_from_upload_to_results(keeps, engine, wait_until, endpoint, pla
     file = upload(client, *lines, line("bad", endpoint, nonsense=1), "", name="../../etc/été.jsonl")
     assert (file.filename, file.purpose, file.object) == ("../../etc/été.jsonl", "batch", "file")
     assert file.bytes == len(client.files.content(file.id).content)
-    begun = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h",
-                                  metadata={"order": "4711"})
+    begun = client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"order": "4711"})
     assert begun.status in ("validating", "in_progress") and begun.metadata == {"order": "4711"}
     client.files.delete(file.id)
     done = over(client, begun, wait_until)
@@ -338,17 +337,23 @@ def test_lines_that_were_refused_are_asked_for_again_once_each(keeps, engine, wa
     assert set(results(client, done.output_file_id)) == set(map(str, range(60)))
 
 
-@pytest.mark.parametrize(("lines", "words"), [
-    (["{"], "line 1: not valid JSON"), (["[]"], "line 1: a request is a JSON object"),
-    ([line("a"), "", line("a")], "line 3: custom_id 'a' is there twice"),
-    ([line("a", "/v1/completions")], "'url' is not the batch's endpoint /v1/chat/completions"),
-    ([line("a", stream=True)], "'stream' has no place in a batch"),
-    ([line("a", background=True)], "'background' has no place in a batch"),
-    ([json.dumps({"custom_id": "a", "url": CHAT})], "'body' must be a JSON object"),
-    ([json.dumps({"custom_id": 5, "url": CHAT, "body": {}})], "'custom_id'"),
-    (["[" * 100_000], "line 1"), (['{"custom_id": "\\ud800", "url": "/v1/x", "body": {}}'], "line 1"),
-    ([" "], "no requests"), (["\x00\x01"], "line 1"),
-])
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{"], "line 1: not valid JSON"),
+        (["[]"], "line 1: a request is a JSON object"),
+        ([line("a"), "", line("a")], "line 3: custom_id 'a' is there twice"),
+        ([line("a", "/v1/completions")], "'url' is not the batch's endpoint /v1/chat/completions"),
+        ([line("a", stream=True)], "'stream' has no place in a batch"),
+        ([line("a", background=True)], "'background' has no place in a batch"),
+        ([json.dumps({"custom_id": "a", "url": CHAT})], "'body' must be a JSON object"),
+        ([json.dumps({"custom_id": 5, "url": CHAT, "body": {}})], "'custom_id'"),
+        (["[" * 100_000], "line 1"),
+        (['{"custom_id": "\\ud800", "url": "/v1/x", "body": {}}'], "line 1"),
+        ([" "], "no requests"),
+        (["\x00\x01"], "line 1"),
+    ],
+)
 def test_a_file_at_fault_fails_the_batch_and_says_why(keeps, engine, wait_until, lines, words):
     client = keeps().openai()
     done = over(client, begin(client, *lines), wait_until)
@@ -384,8 +389,9 @@ def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engi
     engine.hold = True
     body = {"input_file_id": upload(client, line("a")).id, "endpoint": CHAT, "completion_window": "24h"}
     with ThreadPoolExecutor(12) as threads:
-        made = list(threads.map(
-            lambda _: httpx.post(f"{client.base_url}batches", json=body, trust_env=False, timeout=240), range(12)))
+        made = list(
+            threads.map(lambda _: httpx.post(f"{client.base_url}batches", json=body, trust_env=False, timeout=240), range(12))
+        )
     assert sorted(one.status_code for one in made) == [200] * 3 + [400] * 9
     files = client_files(place / "two", max_bytes=100)
     files._coming = {"first": 60}
@@ -394,15 +400,23 @@ def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engi
         files.check_room("a", 60)
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"input_file_id": "file-none"}, "input_file_id"), ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
-    ({"input_file_id": 5}, "input_file_id"), ({"endpoint": "/v1/moderations"}, "endpoint"),
-    ({"endpoint": None}, "endpoint"), ({"completion_window": "soon"}, "completion_window"),
-    ({"completion_window": "0h"}, "completion_window"), ({"metadata": {"a": 5}}, "metadata.a"),
-    ({"metadata": {"a": "x" * 513}}, "metadata"), ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
-    ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
-    ({"frob": 1}, "frob"),
-])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
+        ({"input_file_id": 5}, "input_file_id"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"endpoint": None}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
+        ({"frob": 1}, "frob"),
+    ],
+)
 def test_fields_of_a_batch_at_fault(keeps, fields, param):
     server = keeps()
     file = upload(server.openai(), line("a"))
@@ -417,17 +431,24 @@ def form(server, data=None, files=None, **more):
 FILE = {"file": ("a.jsonl", b"{}")}
 
 
-@pytest.mark.parametrize(("data", "files", "param"), [
-    ({}, FILE, "purpose"), ({"purpose": "vision"}, FILE, "purpose"),
-    ({"purpose": "batch"}, {"x": ("a", b"y" * 9)}, "x"),
-    ({"purpose": "batch"}, {"file": ("a", b"")}, "file"), ({"purpose": "x" * 2000}, FILE, "purpose"),
-    ({"purpose": "batch", "frob": "1"}, FILE, "frob"),
-    ({"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, FILE,
-     "expires_after[anchor]"),
-    ({"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, FILE,
-     "expires_after[seconds]"),
-    ({"purpose": "batch", "expires_after[seconds]": "9" * 500}, FILE, "expires_after[anchor]"),
-])
+@pytest.mark.parametrize(
+    ("data", "files", "param"),
+    [
+        ({}, FILE, "purpose"),
+        ({"purpose": "vision"}, FILE, "purpose"),
+        ({"purpose": "batch"}, {"x": ("a", b"y" * 9)}, "x"),
+        ({"purpose": "batch"}, {"file": ("a", b"")}, "file"),
+        ({"purpose": "x" * 2000}, FILE, "purpose"),
+        ({"purpose": "batch", "frob": "1"}, FILE, "frob"),
+        ({"purpose": "batch", "expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, FILE, "expires_after[anchor]"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"},
+            FILE,
+            "expires_after[seconds]",
+        ),
+        ({"purpose": "batch", "expires_after[seconds]": "9" * 500}, FILE, "expires_after[anchor]"),
+    ],
+)
 def test_forms_at_fault(keeps, place, data, files, param):
     server = keeps()
     assert error_of(form(server, data, files))["param"] == param
@@ -442,14 +463,20 @@ PURPOSE = b'content-disposition: form-data; name="purpose"\r\n\r\nbatch'
 DATA = b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
 
 
-@pytest.mark.parametrize(("content", "kind"), [
-    (multipart(PURPOSE, DATA, end=b""), "multipart/form-data; boundary=b"),
-    (multipart(PURPOSE, DATA, DATA), "multipart/form-data; boundary=b"),
-    (multipart(*[PURPOSE] * 40, DATA), "multipart/form-data; boundary=b"),
-    (multipart(b"x: " + b"y" * 100_000 + b"\r\n\r\n"), "multipart/form-data; boundary=b"),
-    (b"nonsense", "multipart/form-data; boundary=b"), (b"{}", "multipart/form-data"),
-    (b"{}", "multipart/form-data; boundary=" + "b" * 5000), (b"{}", "application/json"), (b"", "application/json"),
-])
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (multipart(PURPOSE, DATA, end=b""), "multipart/form-data; boundary=b"),
+        (multipart(PURPOSE, DATA, DATA), "multipart/form-data; boundary=b"),
+        (multipart(*[PURPOSE] * 40, DATA), "multipart/form-data; boundary=b"),
+        (multipart(b"x: " + b"y" * 100_000 + b"\r\n\r\n"), "multipart/form-data; boundary=b"),
+        (b"nonsense", "multipart/form-data; boundary=b"),
+        (b"{}", "multipart/form-data"),
+        (b"{}", "multipart/form-data; boundary=" + "b" * 5000),
+        (b"{}", "application/json"),
+        (b"", "application/json"),
+    ],
+)
 def test_malformed_forms(keeps, place, content, kind, caplog):
     server = keeps()
     response = server.http.post("/v1/files", content=content, headers={"content-type": kind})
@@ -466,18 +493,29 @@ def test_odd_names_are_kept_as_they_are_and_lead_nowhere(keeps, place):
         assert response.status_code == 200, response.text
         content = server.http.get(f"/v1/files/{response.json()['id']}/content")
         assert (content.content, content.headers["content-type"]) == (b"{}", "application/octet-stream")
-        assert (content.headers["content-disposition"], content.headers["x-content-type-options"]) == (
-            "attachment", "nosniff")
+        assert (content.headers["content-disposition"], content.headers["x-content-type-options"]) == ("attachment", "nosniff")
     assert {path.parent for path in place.rglob("*")} == {place, place / "files"}
     for name in ("..%2f..%2fjournal.db", "file-..%2f", "file-%00", "x" * 5000, "file-' OR 1=1"):
         assert server.http.get(f"/v1/files/{name}/content").status_code == 404
         assert server.http.get(f"/v1/batches/{name}").status_code == 404
 
 
-@pytest.mark.parametrize(("asked", "status", "content"), [
-    ("bytes=1-3", 206, b"bcd"), ("bytes=-2", 206, b"ef"), ("bytes=4-", 206, b"ef"), ("bytes=2-99", 206, b"cdef"),
-    ("bytes=6-", 416, None), ("bytes=abc", 400, None), ("lines=0-1", 400, None), ("bytes=3-1", 400, None),
-    ("bytes=0-1,9-", 416, None), ("BYTES=0-1,", 206, b"ab"), ("bytes=" + "9" * 5000 + "-", 400, None)])
+@pytest.mark.parametrize(
+    ("asked", "status", "content"),
+    [
+        ("bytes=1-3", 206, b"bcd"),
+        ("bytes=-2", 206, b"ef"),
+        ("bytes=4-", 206, b"ef"),
+        ("bytes=2-99", 206, b"cdef"),
+        ("bytes=6-", 416, None),
+        ("bytes=abc", 400, None),
+        ("lines=0-1", 400, None),
+        ("bytes=3-1", 400, None),
+        ("bytes=0-1,9-", 416, None),
+        ("BYTES=0-1,", 206, b"ab"),
+        ("bytes=" + "9" * 5000 + "-", 400, None),
+    ],
+)
 def test_parts_of_a_file(keeps, asked, status, content):
     server = keeps()
     name = form(server, {"purpose": "batch"}, {"file": ("a", b"abcdef")}).json()["id"]
@@ -493,14 +531,12 @@ def test_parts_of_a_file(keeps, asked, status, content):
 def test_sizes_and_room_are_bounded(keeps, place, monkeypatch):
     server = keeps(max_file_mb=0.01, files_max_gb=0.00002)
     assert error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 20_000)}), 413)["param"] == "file"
-    chunks = (multipart(PURPOSE, DATA + b"x" * 20_000)[start:start + 1000] for start in range(0, 22_000, 1000))
-    streamed = server.http.post("/v1/files", content=chunks, headers={
-        "content-type": "multipart/form-data; boundary=b"})
+    chunks = (multipart(PURPOSE, DATA + b"x" * 20_000)[start : start + 1000] for start in range(0, 22_000, 1000))
+    streamed = server.http.post("/v1/files", content=chunks, headers={"content-type": "multipart/form-data; boundary=b"})
     assert streamed.status_code == 413
     for whole in (multipart(PURPOSE, DATA), b""):
         endless = (whole if not number else b"\r\n" * 500 for number in range(1000))
-        answer = server.http.post("/v1/files", content=endless, headers={
-            "content-type": "multipart/form-data; boundary=b"})
+        answer = server.http.post("/v1/files", content=endless, headers={"content-type": "multipart/form-data; boundary=b"})
         assert answer.status_code == 413, answer.text + "what is no part of the form counts too"
     for _ in range(2):
         assert form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 9000)}).status_code == 200
@@ -518,9 +554,13 @@ def test_each_key_has_its_own(keeps, wait_until):
     mine, other = server.openai(api_key="a"), server.openai(api_key="b")
     begun = begin(mine, line("a"))
     done = over(mine, begun, wait_until)
-    for theirs, name in ((other.batches.retrieve, begun.id), (other.batches.cancel, begun.id),
-                         (other.files.retrieve, done.output_file_id), (other.files.content, done.output_file_id),
-                         (other.files.delete, done.input_file_id)):
+    for theirs, name in (
+        (other.batches.retrieve, begun.id),
+        (other.batches.cancel, begun.id),
+        (other.files.retrieve, done.output_file_id),
+        (other.files.content, done.output_file_id),
+        (other.files.delete, done.input_file_id),
+    ):
         with pytest.raises(openai.NotFoundError):
             theirs(name)
     with pytest.raises(openai.BadRequestError, match="there is no file"):
@@ -539,8 +579,12 @@ def test_pages_of_others_cannot_send_files(keeps):
 
 
 def test_the_remedy_without_a_journal(shared):
-    for response in (form(shared, {"purpose": "batch"}, FILE), shared.http.get("/v1/batches"),
-                     shared.http.post("/v1/batches", json={}), shared.http.get("/v1/files/x")):
+    for response in (
+        form(shared, {"purpose": "batch"}, FILE),
+        shared.http.get("/v1/batches"),
+        shared.http.post("/v1/batches", json={}),
+        shared.http.get("/v1/files/x"),
+    ):
         assert "--journal DIR" in error_of(response)["message"]
 
 
@@ -573,8 +617,9 @@ def test_files_that_are_taken_away_are_told_and_disturb_no_batch_that_runs(keeps
     assert error_of(form(server, {"purpose": "batch"}, FILE), 503)["code"] == "disk_error"
     lost = client.batches.create(input_file_id=begun.input_file_id, endpoint=CHAT, completion_window="24h")
     wait_until(lambda: client.batches.retrieve(waits.id).errors and client.batches.retrieve(lost.id).errors, 240.0)
-    assert (client.batches.retrieve(waits.id).status, client.batches.retrieve(lost.id).status) == (
-        "finalizing", "validating"), "a disk may come back"
+    assert (client.batches.retrieve(waits.id).status, client.batches.retrieve(lost.id).status) == ("finalizing", "validating"), (
+        "a disk may come back"
+    )
     (place / "files").mkdir(mode=0o700)
     done = over(client, waits, wait_until)
     assert (done.status, done.errors) == ("completed", None) and len(results(client, done.output_file_id)) == 600

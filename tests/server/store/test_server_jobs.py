@@ -343,8 +343,7 @@ def test_a_request_is_counted_once_when_it_is_accepted(serve, engine, place, wai
 
 def seeds(engine, before=()):
     """Of what the engine was given since then, by the number of the choice."""
-    return {name.rpartition("-")[2]: one.params.seed for name, one in list(engine.submitted.items())
-            if name not in before}
+    return {name.rpartition("-")[2]: one.params.seed for name, one in list(engine.submitted.items()) if name not in before}
 
 
 @pytest.mark.parametrize("moment", ["accepted", "working", "answered unkept"])
@@ -494,5 +493,3 @@ def test_without_a_journal(server):
     assert ask(server, "k", prefer="respond-async").status_code == 200
     missing = retrieve(server, "k")
     assert missing.status_code == 404 and "--journal" in missing.json()["error"]["message"]
-
-

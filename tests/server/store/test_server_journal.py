@@ -49,7 +49,7 @@ def overwrite_a_page(directory):
     path = directory / "journal.db"
     data = bytearray(path.read_bytes())
     at = data.index(b"<150>" * 200) // 4096 * 4096
-    data[at:at + 8] = b"\xff" * 8
+    data[at : at + 8] = b"\xff" * 8
     path.write_bytes(data)
     return path
 
@@ -172,8 +172,9 @@ def test_what_was_said_to_be_kept_is_there_after_kill_9_at_any_moment(tmp_path):
     accepted, answered = set(), set()
     for kill_after in (1, 2, 7, 20, 33):
         start = 50 * len(accepted)
-        process = subprocess.Popen([sys.executable, "-P", "-c", KILLED, str(tmp_path / "j"), str(start)],
-                                   stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", KILLED, str(tmp_path / "j"), str(start)], stdout=subprocess.PIPE, text=True
+        )
         said = [process.stdout.readline() for _ in range(kill_after)]
         process.send_signal(signal.SIGKILL)
         said += process.stdout.read().splitlines(keepends=True)
@@ -203,9 +204,9 @@ def test_damage_anywhere_shows_nobody_anything_else(tmp_path, seed):
     path = tmp_path / "j" / "journal.db"
     data = bytearray(path.read_bytes())
     hit = rng.randrange(100, len(data))  # what stands before tells SQLite what file it is
-    data[hit:hit + 1] = bytes([data[hit] ^ rng.randrange(1, 256)])
+    data[hit : hit + 1] = bytes([data[hit] ^ rng.randrange(1, 256)])
     if seed % 3 == 0:
-        data[hit:hit + 4096] = rng.randbytes(len(data[hit:hit + 4096]))
+        data[hit : hit + 4096] = rng.randbytes(len(data[hit : hit + 4096]))
     path.write_bytes(data)
     again = Journal(tmp_path / "j")
     for name, (body, status, reply) in contents(again).items():
@@ -238,7 +239,7 @@ def test_damage_costs_only_what_it_hits(tmp_path, caplog):
     damaged = bytearray(data)
     at = data.index(b"<150>" * 200) // 4096 * 4096  # a page of the tree of requests or answers, or of a row's rest
     for page in range(at, at + 3 * 4096, 4096):
-        damaged[page:page + 8] = b"\xff" * 8
+        damaged[page : page + 8] = b"\xff" * 8
     path.write_bytes(damaged)
     again = Journal(tmp_path / "j")
     found = contents(again)
@@ -260,8 +261,9 @@ def stopped(tmp_path_factory):
     return journal.path.read_bytes(), before
 
 
-@pytest.mark.parametrize("byte", [0, 15, 16, 17, 18, 19, 20, 21, 23, 28, 30, 31, 34, 43, 47, 52, 56, 60, 63, 64, 68, 71,
-                                  95, 99, 100, 104, 4088])
+@pytest.mark.parametrize(
+    "byte", [0, 15, 16, 17, 18, 19, 20, 21, 23, 28, 30, 31, 34, 43, 47, 52, 56, 60, 63, 64, 68, 71, 95, 99, 100, 104, 4088]
+)
 def test_a_changed_byte_of_the_first_page_costs_nothing(tmp_path, stopped, byte):
     data, before = bytearray(stopped[0]), stopped[1]
     data[byte] ^= 0x40
@@ -283,7 +285,7 @@ def test_what_was_written_last_is_copied_before_it_is_mended(tmp_path, stopped):
     wal = path.with_name("journal.db-wal").read_bytes()
     data = bytearray(path.read_bytes())
     at = data.index(b"<010>" * 200) // 4096 * 4096
-    data[at:at + 8] = b"\xff" * 8
+    data[at : at + 8] = b"\xff" * 8
     path.write_bytes(data)
     with contextlib.closing(Journal(tmp_path / "copy")) as again:
         assert find(again, "late") is not None
@@ -369,8 +371,18 @@ def test_a_journal_of_the_version_before_is_read_on(journal, tmp_path):
 
 
 def record(name, **changes):
-    return File(**{"id": name, "owner": "g", "created_at": 1.0, "filename": "a", "purpose": "batch", "bytes": 3,
-                   "expires_at": 9.0, **changes})
+    return File(
+        **{
+            "id": name,
+            "owner": "g",
+            "created_at": 1.0,
+            "filename": "a",
+            "purpose": "batch",
+            "bytes": 3,
+            "expires_at": 9.0,
+            **changes,
+        }
+    )
 
 
 def test_records_are_replaced_kept_in_a_repair_and_not_shown_when_damaged(tmp_path):
@@ -389,15 +401,13 @@ def test_records_are_replaced_kept_in_a_repair_and_not_shown_when_damaged(tmp_pa
     path = overwrite_a_page(tmp_path / "j")
     with contextlib.closing(Journal(tmp_path / "j")) as again:
         assert again.records(File) == kept and path.with_name("journal.damaged").exists()
-        again._database.execute("UPDATE records SET body = CAST(replace(body, 'batch', 'BATCH') AS BLOB) "
-                                "WHERE id = 'file-2'")
+        again._database.execute("UPDATE records SET body = CAST(replace(body, 'batch', 'BATCH') AS BLOB) WHERE id = 'file-2'")
         assert again.records(File) == kept[:1]
 
 
 def test_lines_of_batches_are_no_requests_of_clients(journal):
     """They are found, taken up and dropped with their batch alone."""
-    lines = [(Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * 10)
-             for number in range(3)]
+    lines = [(Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * 10) for number in range(3)]
     with journal.transaction():
         journal.add_lines(lines)
     entries = journal.open_lines("batch_1", "g", 0)
@@ -421,8 +431,12 @@ def test_lines_of_batches_cost_nobody_an_answer(tmp_path, size):
         for number in range(20):
             answer(journal, accept(journal, f"r{number}", key=""), 200, b"yes")
         with journal.transaction():
-            journal.add_lines([(Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * size)
-                               for number in range(1500)])
+            journal.add_lines(
+                [
+                    (Entry(0, f"line{number}", "g", "batch_1", b"", "/v1/x", KEPT_OPEN, LINE), b"x" * size)
+                    for number in range(1500)
+                ]
+            )
         for entry in journal.open_lines("batch_1", "g", 0):
             answer(journal, entry, 200, b"y" * size)
         *_, taken = journal.count_lines("batch_1", "g")
@@ -445,9 +459,13 @@ def test_directories_that_cannot_be(tmp_path):
 
 def test_the_server_says_so_before_anything_is_started(tmp_path):
     (tmp_path / "file").write_text("")
-    ended = subprocess.run([sys.executable, "-m", "tandem", "serve", str(tmp_path), "--port", "0",
-                            "--journal", str(tmp_path / "file")], capture_output=True, text=True,
-                           timeout=240, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem", "serve", str(tmp_path), "--port", "0", "--journal", str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert ended.returncode == 2
     assert ended.stderr == f"tandem: --journal: cannot use {tmp_path / 'file'}: File exists\n"
 
@@ -463,8 +481,7 @@ def largest_file(size):
 
 
 def test_a_size_limit_leaves_the_file_whole(journal, tmp_path):
-    with largest_file(journal.path.with_name("journal.db-wal").stat().st_size + 40), \
-            pytest.raises(sqlite3.Error) as caught:
+    with largest_file(journal.path.with_name("journal.db-wal").stat().st_size + 40), pytest.raises(sqlite3.Error) as caught:
         accept(journal, "big", b"y" * 100_000)
     refused = told(caught.value)
     assert (refused.status, refused.code) == (503, "journal_unavailable")
@@ -576,7 +593,7 @@ def read_only(journal, _):
 def damaged(journal, _):
     journal.close()
     path, copy = journal.path, bytearray(journal.path.read_bytes())
-    copy[4096 * 2:] = b"\xff" * (len(copy) - 4096 * 2)
+    copy[4096 * 2 :] = b"\xff" * (len(copy) - 4096 * 2)
     path.write_bytes(copy)
     journal._database = sqlite3.connect(path, isolation_level=None)
 
@@ -617,15 +634,18 @@ class _Unopened:
         pass
 
 
-@pytest.mark.parametrize(("provoke", "words"), [
-    (full, r"the disk is full \(SQLITE_FULL\)"),
-    (read_only, r"it cannot be written to \(SQLITE_READONLY\)"),
-    (damaged, r"it is damaged; a restart of the server keeps what is whole \(SQLITE_CORRUPT\)"),
-    (locked, r"another process has locked it \(SQLITE_BUSY\)"),
-    (failing_disk, r"the disk fails \(SQLITE_IOERR_WRITE\)"),
-    (too_large, r"this is larger than a row may be \(SQLITE_TOOBIG\)"),
-    (gone, r"it cannot be opened \(SQLITE_CANTOPEN\)"),
-])
+@pytest.mark.parametrize(
+    ("provoke", "words"),
+    [
+        (full, r"the disk is full \(SQLITE_FULL\)"),
+        (read_only, r"it cannot be written to \(SQLITE_READONLY\)"),
+        (damaged, r"it is damaged; a restart of the server keeps what is whole \(SQLITE_CORRUPT\)"),
+        (locked, r"another process has locked it \(SQLITE_BUSY\)"),
+        (failing_disk, r"the disk fails \(SQLITE_IOERR_WRITE\)"),
+        (too_large, r"this is larger than a row may be \(SQLITE_TOOBIG\)"),
+        (gone, r"it cannot be opened \(SQLITE_CANTOPEN\)"),
+    ],
+)
 def test_each_failure_of_sqlite_is_told_in_plain_words(journal, provoke, words):
     with contextlib.ExitStack() as stack:
         provoke(journal, stack)
@@ -638,8 +658,9 @@ def test_each_failure_of_sqlite_is_told_in_plain_words(journal, provoke, words):
         raise failure
 
 
-@pytest.mark.parametrize("kind", [kind for kind in vars(sqlite3).values()
-                                  if isinstance(kind, type) and issubclass(kind, sqlite3.Error)])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in vars(sqlite3).values() if isinstance(kind, type) and issubclass(kind, sqlite3.Error)]
+)
 def test_every_kind_of_sqlites_errors_has_words(kind):
     failure = told(kind("anything"))
     assert failure.code == "journal_unavailable" and kind.__name__ in failure.message

@@ -82,8 +82,16 @@ def test_one_that_fails_harms_no_other_and_is_said_once(held, tmp_path, caplog):
     def broken():
         raise ValueError("a fault of ours")
 
-    outcomes = asyncio.run(held.together(held.accept(entry(1)), held.writer.run(full), held.accept(entry(2)),
-                                         held.writer.run(broken), held.writer.run(full), held.accept(entry(3))))
+    outcomes = asyncio.run(
+        held.together(
+            held.accept(entry(1)),
+            held.writer.run(full),
+            held.accept(entry(2)),
+            held.writer.run(broken),
+            held.writer.run(full),
+            held.accept(entry(3)),
+        )
+    )
     assert [type(one) for one in outcomes] == [Entry, JournalError, Entry, ValueError, JournalError, Entry]
     assert len(held.errors) >= 2 and len(caplog.records) == 1
     again = Journal(tmp_path / "j")

@@ -25,12 +25,22 @@ from tandem.testing import EOS, write_tokenizer
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 TOOLS: Tools = {
-    "get-weather": {"type": "object", "additionalProperties": False, "required": ["city", "days"], "properties": {
-        "city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}},
+    "get-weather": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["city", "days"],
+        "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    },
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-SPECIAL = {"hermes": "<tool_call>", "deepseek": "<｜tool▁sep｜>", "harmony": "<|message|>", "mistral": "[TOOL_CALLS]",
-           "kimi": "<|tool_call_argument_begin|>", "cohere": "<|END_ACTION|>"}
+SPECIAL = {
+    "hermes": "<tool_call>",
+    "deepseek": "<｜tool▁sep｜>",
+    "harmony": "<|message|>",
+    "mistral": "[TOOL_CALLS]",
+    "kimi": "<|tool_call_argument_begin|>",
+    "cohere": "<|END_ACTION|>",
+}
 """For each format a marker that is one special token in the second run; its id is 1."""
 
 
@@ -116,8 +126,9 @@ def read(output_format: OutputFormat, text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("reasoning", ["none", "think", "brackets", "harmony"])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_a_form_may_follow_reasoning(tokenizer: Tokenizer, sampled: Any, reasoning: str, begun: bool,
-                                     tools: Tools | None) -> None:
+def test_a_form_may_follow_reasoning(
+    tokenizer: Tokenizer, sampled: Any, reasoning: str, begun: bool, tools: Tools | None
+) -> None:
     answer = grammar_of(StructuredOutputs(choice=("yes", "no")))
     output_format = OutputFormat("harmony" if reasoning == "harmony" else "hermes", reasoning, tools, begun=begun)
     how = output_parser(output_format, lambda text: False)

@@ -21,15 +21,20 @@ from tandem.server.workers.pool import Workers
 from tandem.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
-GOOD = "judge", {"schema": "ChatRequest", "unknown": "refuse",
-                 "body": b'{"messages": [{"role": "user", "content": "x"}]}'}
+GOOD = "judge", {"schema": "ChatRequest", "unknown": "refuse", "body": b'{"messages": [{"role": "user", "content": "x"}]}'}
 HANG = "hang", {}
 
 
 def texts(directory):
     """A task that encodes one text."""
-    return "encode", {"model": TextsOf(str(directory), "tiny", None, False), "texts": ["hello"], "context": 100,
-                      "param": "prompt", "special": True, "closed": False}
+    return "encode", {
+        "model": TextsOf(str(directory), "tiny", None, False),
+        "texts": ["hello"],
+        "context": 100,
+        "param": "prompt",
+        "special": True,
+        "closed": False,
+    }
 
 
 def children():
@@ -72,7 +77,8 @@ def odd(tmp_path, monkeypatch):
         "def eat(): return len(bytearray(2**30))\n"
         "def die(): os.kill(os.getpid(), signal.SIGKILL)\n"
         "def mistake(): return {}['sec' + 'ret']\n"
-        "def panic(): raise PanicException('sec' + 'ret')\n")
+        "def panic(): raise PanicException('sec' + 'ret')\n"
+    )
     monkeypatch.setattr(pool, "WORK", "odd_work")
     monkeypatch.setattr(pool, "CPU_S", 1)
     monkeypatch.setattr(pool, "MEMORY_BYTES", 256 * 2**20)

@@ -55,17 +55,16 @@ class _Metadata:
         value = self._metadata.get(f"{self.arch}.{key}")
         largest = max(value, default=0) if isinstance(value, list) else value
         if not isinstance(largest, (int, float)) or largest <= 0:
-            raise BrokenModel(f"{self._source}: GGUF metadata {self.arch}.{key} is missing or wrong: {value!r:.200}",
-                              param="model")
+            raise BrokenModel(
+                f"{self._source}: GGUF metadata {self.arch}.{key} is missing or wrong: {value!r:.200}", param="model"
+            )
         return largest
 
     def unsupported(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self._source}: {what}", param="model")
 
 
-def model_config(
-    metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np.ndarray], source: str
-) -> dict[str, Any]:
+def model_config(metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> dict[str, Any]:
     """config.json as a dict, without quantisation.
 
     `factors` are the tensors of rotary factors that there are, by name. Raises `UnsupportedModel` for an architecture
@@ -306,8 +305,7 @@ def _rope_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
     if "rope_freqs.weight" in file.factors and file.arch != "gemma4":
         return _llama3_scaling(file, base, dim)
     if "rope_factors_long.weight" in file.factors and file.arch == "phi3":
-        long, short = (file.factors.get(f"rope_factors_{which}.weight", np.ones(0)).tolist()
-                       for which in ("long", "short"))
+        long, short = (file.factors.get(f"rope_factors_{which}.weight", np.ones(0)).tolist() for which in ("long", "short"))
         scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
         return {"rope_scaling": scaling, "original_max_position_embeddings": int(original or 4096)}
     factor = float(file.get("rope.scaling.factor", 1.0))

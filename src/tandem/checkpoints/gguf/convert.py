@@ -78,8 +78,10 @@ def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
     if config.get("attention_bias") and writer.architecture in PAIRS and "blk.0.attn_output.bias" not in shapes:
         # mlx-lm's module has biases for all four projections or none.
         none = np.zeros(config["hidden_size"], np.float32)
-        pending += [PendingTensor(f"model.layers.{i}.self_attn.o_proj.bias", "F32", none.shape, lambda: none)
-                    for i in range(config["num_hidden_layers"])]
+        pending += [
+            PendingTensor(f"model.layers.{i}.self_attn.o_proj.bias", "F32", none.shape, lambda: none)
+            for i in range(config["num_hidden_layers"])
+        ]
     if writer.packed:
         config["quantization"] = _quantization(writer.packed)
     write_safetensors(directory / "model.safetensors", pending)
@@ -96,8 +98,7 @@ class _Writer:
     """Says which tensors are to be written, and makes them when their turn comes."""
 
     def __init__(
-        self, data: Mapping[str, np.ndarray], architecture: str, config: dict[str, Any],
-        progressed: Callable[[int], None],
+        self, data: Mapping[str, np.ndarray], architecture: str, config: dict[str, Any], progressed: Callable[[int], None]
     ) -> None:
         self._data = data
         """The file that a tensor is in, by its name."""
@@ -167,8 +168,9 @@ class _Writer:
         if name.endswith("linear_attn.out_proj.weight") and self.architecture.startswith("qwen35"):
             heads = np.split(grouped(shape[-1], self._config), self._config["linear_num_value_heads"])
             places = [int(head[0]) // len(head) for head in heads]
-            return {key: array.reshape(len(array), len(heads), -1)[:, places].reshape(array.shape)
-                    for key, array in parts.items()}
+            return {
+                key: array.reshape(len(array), len(heads), -1)[:, places].reshape(array.shape) for key, array in parts.items()
+            }
         if self.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             weight = parts["weight"]
             if weight.dtype == np.uint16:

@@ -53,8 +53,7 @@ def model_stem(path: Path) -> str:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The file, or all parts of the model of which it is one, by their names. Raises `BrokenModel` if one is not there.
-    """
+    """The file, or all parts of the model of which it is one, by their names. Raises `BrokenModel` if one is not there."""
     part = _PART.fullmatch(path.stem)
     if part is None:
         return [path]
@@ -62,8 +61,10 @@ def parts_of(path: Path) -> list[Path]:
     found = []
     for one in parts:
         if not one.is_file():
-            raise BrokenModel(f"{one}: is not there, a part of the same model as {path.name}; put all {int(part[3])} "
-                              "parts into one directory", param="model")
+            raise BrokenModel(
+                f"{one}: is not there, a part of the same model as {path.name}; put all {int(part[3])} parts into one directory",
+                param="model",
+            )
         found.append(one)
     return found or [path]
 
@@ -73,8 +74,11 @@ def read_parts(path: Path) -> list[GGUFFile]:
     files = [read_gguf(one) for one in parts_of(path)]
     count = files[0].metadata.get("split.count", 0)
     if count not in (0, len(files)):
-        raise BrokenModel(f"{path}: is a part of a model in {str(count)[:20]} parts; give each the name that it had, "
-                          "such as model-00001-of-00002.gguf", param="model")
+        raise BrokenModel(
+            f"{path}: is a part of a model in {str(count)[:20]} parts; give each the name that it had, "
+            "such as model-00001-of-00002.gguf",
+            param="model",
+        )
     return files
 
 
@@ -157,8 +161,11 @@ def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
     if kind is None:
         return  # refused by name, once it is known what the file is
     if tensor.shape[-1] % kind.block:
-        raise BrokenModel(f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
-                          f"number of blocks of {kind.block}", param="model")
+        raise BrokenModel(
+            f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
+            f"number of blocks of {kind.block}",
+            param="model",
+        )
     if tensor.offset + stored_bytes(tensor.kind, tensor.shape) > size:
         raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model")
 

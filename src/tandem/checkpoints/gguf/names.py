@@ -73,9 +73,7 @@ PAIRS = ("llama", "mistral3", "smollm3", "granite")
 """Architectures whose rows of queries and keys llama.cpp stores in the order of its own rotary embedding."""
 
 
-def mlx_names(
-    name: str, architecture: str, rows: int, config: dict[str, Any]
-) -> Iterator[tuple[str, np.ndarray | None]]:
+def mlx_names(name: str, architecture: str, rows: int, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray | None]]:
     """MLX's names of what is in a tensor of `rows` rows, each with its rows in MLX's order (None: all, as they are).
 
     There are none of rotary factors, which become part of the config, nor of layers that mlx-lm leaves out.

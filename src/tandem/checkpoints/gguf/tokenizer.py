@@ -46,9 +46,7 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> N
     elif kind in ("llama", "gemma4"):
         tokenizer = _sentencepiece(metadata, tokens)
     else:
-        raise UnsupportedModel(
-            f"{source}: tokenizer model {kind!r} is not supported (gpt2, llama and gemma4 are)", param="model"
-        )
+        raise UnsupportedModel(f"{source}: tokenizer model {kind!r} is not supported (gpt2, llama and gemma4 are)", param="model")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     control = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
     user = [t for t, k in zip(tokens, types, strict=True) if k == _USER]
@@ -72,9 +70,7 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tok
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
         known = ", ".join((*_DIGITS, *_PATTERNS, *_PLAIN))
-        raise UnsupportedModel(
-            f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}", param="model"
-        )
+        raise UnsupportedModel(f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}", param="model")
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in (*_LLAMA3, *_TEKKEN)))
@@ -120,8 +116,10 @@ def _merges(metadata: dict[str, Any], tokens: list[str], vocab: dict[str, int]) 
 
 
 def _adds_bos(metadata: dict[str, Any]) -> bool:
-    default = (metadata.get("tokenizer.ggml.model") in ("llama", "gemma4")
-               or metadata.get("tokenizer.ggml.pre") in (*_LLAMA3, *_TEKKEN))
+    default = metadata.get("tokenizer.ggml.model") in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in (
+        *_LLAMA3,
+        *_TEKKEN,
+    )
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
 
 

@@ -27,8 +27,7 @@ _DAY_S = 86400
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Returns 0; raises UsageError and RankFailure."""
-    need(arguments.ranks is None or 2 <= arguments.ranks <= _MOST_RANKS, "--ranks", arguments.ranks,
-          f"2 to {_MOST_RANKS}")
+    need(arguments.ranks is None or 2 <= arguments.ranks <= _MOST_RANKS, "--ranks", arguments.ranks, f"2 to {_MOST_RANKS}")
     need(arguments.num_iters > 0, "--num-iters", arguments.num_iters, "at least 1")
     need(0 < arguments.timeout <= _DAY_S, "--timeout", arguments.timeout, f"above 0, and at most {_DAY_S} (a day)")
     sizes, fast = _sizes(arguments.sizes), arguments.fast_sync == "on"
@@ -40,8 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     _print_rows(times.rows)
     if arguments.output_json:
         facts = {"backend": backend, "ranks": ranks, "num_iters": arguments.num_iters}
-        write_file(Path(arguments.output_json), json.dumps({**facts, "rows": to_builtins(times.rows)}, indent=2) + "\n",
-               "--output-json")
+        write_file(
+            Path(arguments.output_json), json.dumps({**facts, "rows": to_builtins(times.rows)}, indent=2) + "\n", "--output-json"
+        )
     if arguments.write_profile:
         name = this_name()
         steps = measure_here(arguments.timeout)
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile | None) -> int:
     """Each two machines of a hosts file, and each machine."""
     if arguments.ranks is not None:
-        raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out",
-                         param="ranks")
+        raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out", param="ranks")
     file = read_hostfile(arguments.hostfile)
     backend = arguments.backend or file.backend or "ring"
     need(backend in get_args(Backend), "--backend", backend, f"one of {', '.join(get_args(Backend))}")
@@ -86,11 +85,11 @@ def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile 
     if path is None:
         return None
     if len(set(sizes)) < 2:
-        raise UsageError(f"--sizes {arguments.sizes}: --write-profile needs two sizes or more, a small and a large one",
-                         param="sizes")
+        raise UsageError(
+            f"--sizes {arguments.sizes}: --write-profile needs two sizes or more, a small and a large one", param="sizes"
+        )
     if arguments.ranks not in (None, 2):
-        raise UsageError(f"--ranks {arguments.ranks}: --write-profile measures two ranks at a time; leave it out",
-                         param="ranks")
+        raise UsageError(f"--ranks {arguments.ranks}: --write-profile measures two ranks at a time; leave it out", param="ranks")
     if not Path(path).exists():
         write_file(Path(path), "", "--write-profile")  # said at once, not after all has been measured
         Path(path).unlink()
@@ -101,21 +100,25 @@ def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile 
 def _write_profile(arguments: argparse.Namespace, before: Profile | None, profile: Profile) -> None:
     whole = profile if before is None else before.merged(profile)
     write_file(Path(arguments.write_profile), encode_profile(whole), "--write-profile")
-    print(f"written to {arguments.write_profile}: {', '.join(host.name for host in whole.hosts)}; "
-          f"use it with: tandem plan MODEL --profile {shlex.quote(arguments.write_profile)}")
+    print(
+        f"written to {arguments.write_profile}: {', '.join(host.name for host in whole.hosts)}; "
+        f"use it with: tandem plan MODEL --profile {shlex.quote(arguments.write_profile)}"
+    )
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
     print(f"{'operation':<10}{'bytes':>12}{'median us':>12}{'p99 us':>12}{'GB/s':>9}")
     for row in rows:
-        print(f"{row.operation:<10}{row.bytes:>12}{row.median_us:>12.1f}{row.p99_us:>12.1f}{row.gb_per_s:>9.3f}",
-              flush=True)
+        print(f"{row.operation:<10}{row.bytes:>12}{row.median_us:>12.1f}{row.p99_us:>12.1f}{row.gb_per_s:>9.3f}", flush=True)
 
 
 def _print_steps(name: str, times: RankTimes) -> None:
     for step in times.steps:
-        print(f"=== {name}, {times.device}, weights of {step.weights}: {step.gb_per_s:.1f} GB/s, {step.tflops:.2f} "
-              f"TFLOP/s, {step.layer_us:.0f} us a layer", flush=True)
+        print(
+            f"=== {name}, {times.device}, weights of {step.weights}: {step.gb_per_s:.1f} GB/s, {step.tflops:.2f} "
+            f"TFLOP/s, {step.layer_us:.0f} us a layer",
+            flush=True,
+        )
 
 
 def _sizes(text: str) -> list[int]:
@@ -124,7 +127,6 @@ def _sizes(text: str) -> list[int]:
         unit = _UNITS.get(item[-1:].upper(), 1)
         number = item[:-1] if unit > 1 else item
         digits = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS
-        need(digits and 4 <= int(number) * unit <= _UNITS["G"], "--sizes", item,
-              "bytes from 4 to 1G, such as 512, 64K or 4M")
+        need(digits and 4 <= int(number) * unit <= _UNITS["G"], "--sizes", item, "bytes from 4 to 1G, such as 512, 64K or 4M")
         sizes.append(int(number) * unit)
     return sorted(sizes)

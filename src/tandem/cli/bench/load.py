@@ -47,8 +47,9 @@ def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: st
     model = model or next(iter(server.models()), None)
     if model is None:
         raise UsageError(f"{url}/v1/models lists no model; name one with --model", param="model")
-    return Target(base_url=url, model=model, endpoint=arguments.endpoint, api_key=server.key, body=body,
-                  timeout_s=arguments.request_timeout)
+    return Target(
+        base_url=url, model=model, endpoint=arguments.endpoint, api_key=server.key, body=body, timeout_s=arguments.request_timeout
+    )
 
 
 def need(holds: bool, flag: str, value: object, words: str) -> None:
@@ -69,8 +70,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     rate, burstiness = arguments.request_rate, arguments.burstiness
     need(0 < rate <= _FASTEST or rate == math.inf, "--request-rate", rate, f"above 0 and at most {_FASTEST}, or inf")
     need(0 < burstiness <= _FASTEST, "--burstiness", burstiness, f"above 0 and at most {_FASTEST}")
-    need(arguments.max_concurrency is None or arguments.max_concurrency > 0, "--max-concurrency",
-          arguments.max_concurrency, "at least 1")
+    need(
+        arguments.max_concurrency is None or arguments.max_concurrency > 0,
+        "--max-concurrency",
+        arguments.max_concurrency,
+        "at least 1",
+    )
     need(arguments.rounds > 0, "--rounds", arguments.rounds, "at least 1")
     targets = [_target(arguments, server_url(arguments), arguments.model)]
     if arguments.compare:
@@ -102,9 +107,17 @@ def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, n
     answers: dict[int, list[Timed]] = {}
     for index in order if number % 2 == 0 else reversed(order):
         with _bar(f"{targets[index].base_url}", len(jobs)) as advance:
-            answers[index] = asyncio.run(offer(
-                targets[index], jobs, rate=arguments.request_rate, burstiness=arguments.burstiness,
-                concurrency=arguments.max_concurrency, seed=arguments.seed + number, progress=advance))
+            answers[index] = asyncio.run(
+                offer(
+                    targets[index],
+                    jobs,
+                    rate=arguments.request_rate,
+                    burstiness=arguments.burstiness,
+                    concurrency=arguments.max_concurrency,
+                    seed=arguments.seed + number,
+                    progress=advance,
+                )
+            )
     return [answers[index] for index in order]
 
 
@@ -119,19 +132,32 @@ def _warm_up(arguments: argparse.Namespace, target: Target, mix: Mix) -> None:
 def _mix(arguments: argparse.Namespace) -> Mix:
     a = arguments
     repeats = a.dataset_name == "prefix_repetition"
-    for flag in ("num_prompts", "random_input_len", "random_output_len", "long_input_len",
-                 "prefix_repetition_prefix_len", "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes",
-                 "prefix_repetition_output_len"):
-        need(0 < getattr(a, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(a, flag),
-              f"1 to {_MOST_TOKENS}")
+    for flag in (
+        "num_prompts",
+        "random_input_len",
+        "random_output_len",
+        "long_input_len",
+        "prefix_repetition_prefix_len",
+        "prefix_repetition_suffix_len",
+        "prefix_repetition_num_prefixes",
+        "prefix_repetition_output_len",
+    ):
+        need(0 < getattr(a, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(a, flag), f"1 to {_MOST_TOKENS}")
     need(a.num_warmups >= 0, "--num-warmups", a.num_warmups, "at least 0")
     need(0 <= a.random_range_ratio < 1, "--random-range-ratio", a.random_range_ratio, "from 0 to less than 1")
     need(0 <= a.long_share <= 1, "--long-share", a.long_share, "from 0 to 1")
-    return Mix(dataset=a.dataset_name, count=a.num_prompts, input_len=a.random_input_len,
-               output_len=a.prefix_repetition_output_len if repeats else a.random_output_len,
-               range_ratio=a.random_range_ratio, prefix_len=a.prefix_repetition_prefix_len,
-               suffix_len=a.prefix_repetition_suffix_len, num_prefixes=a.prefix_repetition_num_prefixes,
-               long_len=a.long_input_len, long_share=a.long_share)
+    return Mix(
+        dataset=a.dataset_name,
+        count=a.num_prompts,
+        input_len=a.random_input_len,
+        output_len=a.prefix_repetition_output_len if repeats else a.random_output_len,
+        range_ratio=a.random_range_ratio,
+        prefix_len=a.prefix_repetition_prefix_len,
+        suffix_len=a.prefix_repetition_suffix_len,
+        num_prefixes=a.prefix_repetition_num_prefixes,
+        long_len=a.long_input_len,
+        long_share=a.long_share,
+    )
 
 
 def _percentiles(arguments: argparse.Namespace) -> list[float]:
@@ -141,8 +167,12 @@ def _percentiles(arguments: argparse.Namespace) -> list[float]:
         percentiles = [float(text) for text in arguments.metric_percentiles.split(",")]
     except ValueError:
         percentiles = [math.nan]
-    need(all(0 <= p <= 100 for p in percentiles), "--metric-percentiles", arguments.metric_percentiles,
-          "numbers from 0 to 100, separated by commas")
+    need(
+        all(0 <= p <= 100 for p in percentiles),
+        "--metric-percentiles",
+        arguments.metric_percentiles,
+        "numbers from 0 to 100, separated by commas",
+    )
     return percentiles
 
 
@@ -154,8 +184,12 @@ def _goodput(arguments: argparse.Namespace) -> dict[str, float]:
             goodput[metric] = float(limit)
         except ValueError:
             metric = ""
-        need(metric in GOODPUT_METRICS and goodput[metric] > 0, "--goodput", text,
-              f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}")
+        need(
+            metric in GOODPUT_METRICS and goodput[metric] > 0,
+            "--goodput",
+            text,
+            f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}",
+        )
     return goodput
 
 
@@ -176,11 +210,17 @@ def _print_ratios(name: str, first: dict[str, float], second: dict[str, float]) 
     print(f"{name}: second server over first: {', '.join(texts) or 'nothing to compare'}", flush=True)
 
 
-def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Sequence[dict[str, float]],
-          rounds: Sequence[Sequence[Sequence[Timed]]]) -> None:
+def _save(
+    arguments: argparse.Namespace,
+    targets: Sequence[Target],
+    results: Sequence[dict[str, float]],
+    rounds: Sequence[Sequence[Sequence[Timed]]],
+) -> None:
     if arguments.plot:
-        runs = {f"{target.model} at {target.base_url}": samples([a for turn in rounds for a in turn[i] if not a.error])
-                for i, target in enumerate(targets)}
+        runs = {
+            f"{target.model} at {target.base_url}": samples([a for turn in rounds for a in turn[i] if not a.error])
+            for i, target in enumerate(targets)
+        }
         title = f"{arguments.dataset_name}, {arguments.num_prompts} requests"
         write_file(Path(arguments.plot), svg(title, runs), "--plot")
     if not (arguments.save_result or arguments.save_detailed):
@@ -190,9 +230,16 @@ def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Seq
     for i, target in enumerate(targets):
         more = {"rounds": [detail(turn[i]) for turn in rounds]} if arguments.save_detailed else {}
         servers.append({"base_url": target.base_url, "model_id": target.model, **results[i], **more})
-    facts = {"date": time.strftime("%Y%m%d-%H%M%S"), "endpoint": arguments.endpoint, "seed": arguments.seed,
-             "dataset_name": arguments.dataset_name, "num_prompts": arguments.num_prompts, "request_rate": rate,
-             "burstiness": arguments.burstiness, "max_concurrency": arguments.max_concurrency}
+    facts = {
+        "date": time.strftime("%Y%m%d-%H%M%S"),
+        "endpoint": arguments.endpoint,
+        "seed": arguments.seed,
+        "dataset_name": arguments.dataset_name,
+        "num_prompts": arguments.num_prompts,
+        "request_rate": rate,
+        "burstiness": arguments.burstiness,
+        "max_concurrency": arguments.max_concurrency,
+    }
     second: dict[str, object] = {}
     if servers[1:]:
         second = {"compared": servers[1], "ratios": ratios(results[0], results[1])}
@@ -231,8 +278,12 @@ def _bar(text: str, total: int) -> Iterator[OnAnswer]:
 
 def _latency(arguments: argparse.Namespace) -> int:
     for flag in ("input_len", "output_len", "num_iters"):
-        need(0 < getattr(arguments, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(arguments, flag),
-              f"1 to {_MOST_TOKENS}")
+        need(
+            0 < getattr(arguments, flag) <= _MOST_TOKENS,
+            "--" + flag.replace("_", "-"),
+            getattr(arguments, flag),
+            f"1 to {_MOST_TOKENS}",
+        )
     need(arguments.num_iters_warmup >= 0, "--num-iters-warmup", arguments.num_iters_warmup, "at least 0")
     target = _target(arguments, server_url(arguments), arguments.model)
     mix = Mix(count=arguments.num_iters, input_len=arguments.input_len, output_len=arguments.output_len)

@@ -71,8 +71,9 @@ def clear(directory: Path, unused_s: float = 0.0) -> tuple[int, int]:
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:
-                    raise UsageError(f"--kv-disk {directory}: {path.name} cannot be deleted: {error.strerror}",
-                                     param="kv_disk") from error
+                    raise UsageError(
+                        f"--kv-disk {directory}: {path.name} cannot be deleted: {error.strerror}", param="kv_disk"
+                    ) from error
                 count, nbytes = count + 1, nbytes + size
     return count, nbytes
 
@@ -137,8 +138,9 @@ def _list(answer: Any) -> None:
     for model in answer["data"]:
         for one in model["replicas"]:
             for prefix in one["prefixes"]:
-                table.add_row(model["model"], str(one["replica"]), str(prefix["tokens"]), str(prefix["disk_tokens"]),
-                              str(prefix["hits"]))
+                table.add_row(
+                    model["model"], str(one["replica"]), str(prefix["tokens"]), str(prefix["disk_tokens"]), str(prefix["hits"])
+                )
             more += one["memory"]["prefixes"] - len(one["prefixes"])
     if table.row_count:
         screen(markup=False).print(table)
@@ -158,19 +160,25 @@ def _info(answer: Any) -> None:
                 print(f"  {one['detail']}")
             memory, disk = one["memory"], one["disk"]
             print(f"  prefix cache  {one['prefix_cache']}")
-            print(f"  memory        {memory['prefixes']} prefixes, {memory['tokens']} of {memory['limit_tokens']} "
-                  f"tokens, {_size(memory['bytes'])}")
+            print(
+                f"  memory        {memory['prefixes']} prefixes, {memory['tokens']} of {memory['limit_tokens']} "
+                f"tokens, {_size(memory['bytes'])}"
+            )
             print(f"  used          {memory['hits']} of {memory['queries']} prompts, {memory['hit_tokens']} tokens")
             print(f"  disk          {_disk(disk) if disk else one['kv_disk'] or '-'}")
             if disk:
-                print(f"  disk used     {disk['hit_tokens']} tokens, {_size(disk['read_bytes'])} read in "
-                      f"{disk['read_s']:.1f} s, {_size(disk['written_bytes'])} written, {disk['failures']} failures")
+                print(
+                    f"  disk used     {disk['hit_tokens']} tokens, {_size(disk['read_bytes'])} read in "
+                    f"{disk['read_s']:.1f} s, {_size(disk['written_bytes'])} written, {disk['failures']} failures"
+                )
 
 
 def _disk(disk: Any) -> str:
     machines = f" on {disk['machines']} machines" if disk["machines"] > 1 else ""
-    return (f"{disk['directory']}{machines}: {disk['tokens']} tokens, {_size(disk['bytes'])}; all models "
-            f"{_size(disk['total_bytes'])}, at most {_size(disk['limit_bytes'])}{' each' if machines else ''}")
+    return (
+        f"{disk['directory']}{machines}: {disk['tokens']} tokens, {_size(disk['bytes'])}; all models "
+        f"{_size(disk['total_bytes'])}, at most {_size(disk['limit_bytes'])}{' each' if machines else ''}"
+    )
 
 
 def _drop(arguments: argparse.Namespace) -> int:
@@ -178,8 +186,10 @@ def _drop(arguments: argparse.Namespace) -> int:
         raise UsageError("--unused-days: is about a directory; name it with --kv-disk", param="unused_days")
     answer = _ask(arguments, "DELETE", tier=arguments.tier)
     for one in answer["replicas"]:
-        print(f"{answer['model']}, replica {one['replica']}: {one['memory_tokens']} tokens are gone from memory, "
-              f"{_size(one['disk_bytes'])} from disk")
+        print(
+            f"{answer['model']}, replica {one['replica']}: {one['memory_tokens']} tokens are gone from memory, "
+            f"{_size(one['disk_bytes'])} from disk"
+        )
     return 0
 
 
@@ -201,8 +211,10 @@ def _warm(arguments: argparse.Namespace) -> int:
             raise UsageError(f"FILE {which}: {error.message}", param="file") from error
         print(f"{which}: {answer['prompt_tokens']} tokens, {answer['seconds']:.1f} s")
         for one in answer["replicas"]:
-            print(f"  replica {one['replica']}: {one['computed_tokens']} computed, {one['cached_tokens']} were there; "
-                  f"kept in memory {one['memory_tokens']}, on disk {one['disk_tokens']}")
+            print(
+                f"  replica {one['replica']}: {one['computed_tokens']} computed, {one['cached_tokens']} were there; "
+                f"kept in memory {one['memory_tokens']}, on disk {one['disk_tokens']}"
+            )
             kept &= bool(one["memory_tokens"] or one["disk_tokens"])
     if not kept:
         print("Not all is kept: a prompt has fewer than 32 tokens, or there is no room (`tandem cache info`).")
@@ -210,29 +222,39 @@ def _warm(arguments: argparse.Namespace) -> int:
 
 
 def _of_directory(arguments: argparse.Namespace) -> int:
-    for flag, value in (("--url", arguments.url), ("--port", arguments.server_port), ("--name", arguments.server_name),
-                        ("--model", arguments.model)):
+    for flag, value in (
+        ("--url", arguments.url),
+        ("--port", arguments.server_port),
+        ("--name", arguments.server_name),
+        ("--model", arguments.model),
+    ):
         if value is not None:
-            raise UsageError(f"--kv-disk and {flag}: one is about a directory, one about a server; give one",
-                             param="kv_disk")
+            raise UsageError(f"--kv-disk and {flag}: one is about a directory, one about a server; give one", param="kv_disk")
     directory = Path(arguments.kv_disk).expanduser()
     if arguments.action == "drop":
         return _clear(directory, arguments)
     spaces = look(directory)
     if arguments.action == "list":
-        table = plain_table("model", "type", "tokens", "files", "size", "last used",
-                            left=("model", "type", "last used"))
+        table = plain_table("model", "type", "tokens", "files", "size", "last used", left=("model", "type", "last used"))
         for one in spaces:
-            table.add_row(one.model or "?", one.type, str(one.tokens), str(one.files), _size(one.nbytes),
-                          time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)))
+            table.add_row(
+                one.model or "?",
+                one.type,
+                str(one.tokens),
+                str(one.files),
+                _size(one.nbytes),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)),
+            )
         if table.row_count:
             screen(markup=False).print(table)
         else:
             print("nothing is kept there")
         return 0
     print(f"directory  {directory}")
-    print(f"kept       {sum(one.tokens for one in spaces)} tokens of {len(spaces)} models and types, "
-          f"{sum(one.files for one in spaces)} files, {_size(sum(one.nbytes for one in spaces))}")
+    print(
+        f"kept       {sum(one.tokens for one in spaces)} tokens of {len(spaces)} models and types, "
+        f"{sum(one.files for one in spaces)} files, {_size(sum(one.nbytes for one in spaces))}"
+    )
     print(f"free       {_size(shutil.disk_usage(directory).free)} of this disk")
     return 0
 

@@ -39,11 +39,11 @@ def write(arguments: argparse.Namespace) -> int:
     """Write the hosts file from the machines' facts. Raises UsageError."""
     hosts = list(arguments.hosts) or [PREFIX + name for name in Trust("head").peers()]
     if not hosts:
-        raise UsageError("no hosts are named, and no agent is paired; name ssh destinations, or `tandem hosts pair` "
-                         "first", param="hosts")
+        raise UsageError(
+            "no hosts are named, and no agent is paired; name ssh destinations, or `tandem hosts pair` first", param="hosts"
+        )
     if len(set(hosts)) < len(hosts):
-        raise ConfigError(f"a host is named twice: {', '.join(hosts)}; add entries for further ranks by hand",
-                          param="hosts")
+        raise ConfigError(f"a host is named twice: {', '.join(hosts)}; add entries for further ranks by hand", param="hosts")
     facts = _gather(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
     if arguments.over is not None:
@@ -55,13 +55,15 @@ def write(arguments: argparse.Namespace) -> int:
         return 0
     Path(arguments.file).write_text(text + "\n", encoding="utf-8")
     read_hostfile(arguments.file, "hosts write")
-    print(f"{arguments.file} is written for {len(hosts)} host(s); next: tandem doctor --hostfile {arguments.file}",
-          file=sys.stderr)
+    print(
+        f"{arguments.file} is written for {len(hosts)} host(s); next: tandem doctor --hostfile {arguments.file}", file=sys.stderr
+    )
     return 0
 
 
 def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
     """Gather the facts of every host. Raises UsageError naming one that does not answer."""
+
     def ask(name: str) -> Facts:
         link = ProbeLink(name, local_probe() if name in LOCAL_NAMES else remote_probe(name))
         try:
@@ -77,36 +79,53 @@ def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
         return dict(zip(hosts, pool.map(ask, hosts), strict=True))
 
 
-def _own(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts],
-         machines: Mapping[str, list[Interface]]) -> str:
+def _own(
+    arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
+) -> str:
     """Write a file with the machines' addresses, and those chosen for cables."""
     cables = address_cables([parse_cable(text, hosts) for text in arguments.cable], machines)
     for name, ends in cables.items():
         print(f"# on {name}:", file=sys.stderr)
         for interface, address in ends:
             mac = facts[name].system == "Darwin"
-            print(f"sudo ifconfig {interface} inet {address.ip} netmask {address.netmask}" if mac else
-                  f"sudo ip addr add {address} dev {interface} && sudo ip link set {interface} up", file=sys.stderr)
-    future = {name: [*found, *(Interface(interface, [address], point_to_point=True)
-                               for interface, address in cables.get(name, []))] for name, found in machines.items()}
+            print(
+                f"sudo ifconfig {interface} inet {address.ip} netmask {address.netmask}"
+                if mac
+                else f"sudo ip addr add {address} dev {interface} && sudo ip link set {interface} up",
+                file=sys.stderr,
+            )
+    future = {
+        name: [*found, *(Interface(interface, [address], point_to_point=True) for interface, address in cables.get(name, []))]
+        for name, found in machines.items()
+    }
     addresses = choose_addresses(hosts, future)
     entries = [{"ssh": name, "ips": [addresses[name]]} for name in hosts]
     return json.dumps({**({"backend": arguments.backend} if arguments.backend else {}), "hosts": entries}, indent=2)
 
 
-def _from_mlx(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts],
-              machines: Mapping[str, list[Interface]]) -> str:
+def _from_mlx(
+    arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
+) -> str:
     """Write a file by MLX's own tool, which finds the cables of Macs, with subnets that clash with nothing."""
     if others := [name for name, one in facts.items() if one.system != "Darwin"]:
         raise UsageError(f"--over is for Macs; not one: {', '.join(others)}", param="over")
     if agents := [name for name in hosts if name.startswith(PREFIX)]:
-        raise UsageError(f"--over works over ssh, which mlx.distributed_config needs; not by ssh: {', '.join(agents)}",
-                         param="over")
+        raise UsageError(
+            f"--over works over ssh, which mlx.distributed_config needs; not by ssh: {', '.join(agents)}", param="over"
+        )
     with tempfile.TemporaryDirectory(prefix="tandem-hosts-") as directory:
         file = Path(directory) / "hosts.json"
-        command = code_command("from mlx._distributed_utils.config import main; main()", "--hosts", ",".join(hosts),
-                               "--over", arguments.over, "--no-auto-setup", "--output-hostfile", str(file),
-                               *(["--backend", arguments.backend] if arguments.backend else []))
+        command = code_command(
+            "from mlx._distributed_utils.config import main; main()",
+            "--hosts",
+            ",".join(hosts),
+            "--over",
+            arguments.over,
+            "--no-auto-setup",
+            "--output-hostfile",
+            str(file),
+            *(["--backend", arguments.backend] if arguments.backend else []),
+        )
         # It waits for Enter after the commands for each host.
         done = subprocess.run(command, input="\n" * len(hosts), capture_output=True, text=True, timeout=CONFIG_S)
         if done.returncode or not file.exists():
@@ -153,8 +172,10 @@ def run(arguments: argparse.Namespace) -> int:
         return _pair(arguments.agent, arguments.code, seconds)
     if arguments.action == "forget":
         Trust("head").forget(arguments.agent)
-        print(f"{arguments.agent} is forgotten here; on that machine, `tandem agent --forget "
-              f"{socket.gethostname().split('.')[0]}` does its part")
+        print(
+            f"{arguments.agent} is forgotten here; on that machine, `tandem agent --forget "
+            f"{socket.gethostname().split('.')[0]}` does its part"
+        )
         return 0
     return write(arguments)
 
@@ -162,10 +183,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
     _follow(agents, paired)
-    rows = [{"name": agent.name, "addresses": list(agent.addresses), "port": agent.port,
-             "chip": agent.facts.get("chip", ""), "system": agent.facts.get("system", ""),
-             "memory_bytes": _number(agent.facts.get("memory", "")), "links": agent.facts.get("links", ""),
-             "version": agent.facts.get("version", ""), "paired": _is_paired(agent, paired)} for agent in agents]
+    rows = [
+        {
+            "name": agent.name,
+            "addresses": list(agent.addresses),
+            "port": agent.port,
+            "chip": agent.facts.get("chip", ""),
+            "system": agent.facts.get("system", ""),
+            "memory_bytes": _number(agent.facts.get("memory", "")),
+            "links": agent.facts.get("links", ""),
+            "version": agent.facts.get("version", ""),
+            "paired": _is_paired(agent, paired),
+        }
+        for agent in agents
+    ]
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -177,8 +208,16 @@ def _find(seconds: float, *, as_json: bool) -> int:
     table = Table("name", "address", "chip", "memory", "system", "links", "tandem", "paired", box=None)
     for row, agent in zip(rows, agents, strict=True):
         memory = f"{_number(agent.facts.get('memory', '')) / _GIB:.0f} GiB"
-        table.add_row(agent.name, ", ".join(agent.addresses), str(row["chip"]), memory, str(row["system"]),
-                      str(row["links"]), str(row["version"]), "yes" if row["paired"] else "no")
+        table.add_row(
+            agent.name,
+            ", ".join(agent.addresses),
+            str(row["chip"]),
+            memory,
+            str(row["system"]),
+            str(row["links"]),
+            str(row["version"]),
+            "yes" if row["paired"] else "no",
+        )
     screen(highlight=False, markup=False).print(table)
     return 0
 
@@ -218,8 +257,10 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
     agent = next((agent for agent in find(seconds) if agent.name == host and agent.addresses), None)
     if agent is None:
-        raise UsageError(f"no agent {host} answered within {seconds:g} s; `tandem hosts find` lists those that do, or "
-                         "name its address", param="agent")
+        raise UsageError(
+            f"no agent {host} answered within {seconds:g} s; `tandem hosts find` lists those that do, or name its address",
+            param="agent",
+        )
     return reachable(agent), agent.port
 
 

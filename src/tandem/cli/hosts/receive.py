@@ -33,8 +33,9 @@ def install(path: str, requirements: list[str]) -> list[list[str]]:
     uv = shutil.which("uv")
     if uv is None:
         sys.exit(f"{sys.executable} has no pip, and there is no uv; install one of them")
-    return [[uv, "pip", "install", "--quiet", "--python", sys.executable, "--reinstall-package", "mlx-tandem", path,
-             *requirements]]
+    return [
+        [uv, "pip", "install", "--quiet", "--python", sys.executable, "--reinstall-package", "mlx-tandem", path, *requirements]
+    ]
 
 
 def main(name: str, minor: str, inode: str, changed: str, *requirements: str) -> None:
@@ -42,8 +43,10 @@ def main(name: str, minor: str, inode: str, changed: str, *requirements: str) ->
     wheel = sys.stdin.buffer.read()
     here = ".".join(map(str, sys.version_info[:2]))
     if here != minor:
-        sys.exit(f"{sys.executable} is Python {here}, and the head's is {minor}; name another with --remote-python or "
-                 "`python` in the hostfile")
+        sys.exit(
+            f"{sys.executable} is Python {here}, and the head's is {minor}; name another with --remote-python or "
+            "`python` in the hostfile"
+        )
     if same_files(inode, changed):
         print(json.dumps({"python": sys.executable, "same": True}))
         return
@@ -53,8 +56,9 @@ def main(name: str, minor: str, inode: str, changed: str, *requirements: str) ->
     with open(path, "wb") as file:
         file.write(wheel)
     for command in install(path, list(requirements)):
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         if done.returncode:
             said = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was said"]
             sys.exit(f"{' '.join(command[:4])} ... failed: {said[-1]}")

@@ -62,13 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
     """Install on one host and print the result; return what went wrong, or None."""
     if (name := agent_name(entry.ssh)) is not None:
-        return (f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
-                "hostfile, or install there by hand (`make release` makes a wheel)")
+        return (
+            f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
+            "hostfile, or install there by hand (`make release` makes a wheel)"
+        )
     command = ssh_command(entry.ssh, remote_line(python, _words(wheel)))
     with wheel.open("rb") as file:
         try:
-            done = subprocess.run(command, stdin=file, capture_output=True, timeout=INSTALL_S, env=child_environment(),
-                                  check=False)
+            done = subprocess.run(
+                command, stdin=file, capture_output=True, timeout=INSTALL_S, env=child_environment(), check=False
+            )
         except subprocess.TimeoutExpired:
             return f"host {entry.ssh}: was not done within {INSTALL_S:g} s"
     if done.returncode:
@@ -86,8 +89,13 @@ def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
 def _words(wheel: Path) -> list[str]:
     """Return the arguments of `receive`."""
     ours = Path(tandem.__file__).stat()
-    return [wheel.name, f"{sys.version_info.major}.{sys.version_info.minor}", str(ours.st_ino), str(ours.st_mtime_ns),
-            *(f"{package}=={version(package)}" for package in SAME)]
+    return [
+        wheel.name,
+        f"{sys.version_info.major}.{sys.version_info.minor}",
+        str(ours.st_ino),
+        str(ours.st_mtime_ns),
+        *(f"{package}=={version(package)}" for package in SAME),
+    ]
 
 
 def remote_line(python: str | None, words: Sequence[str]) -> str:
@@ -100,19 +108,26 @@ def remote_line(python: str | None, words: Sequence[str]) -> str:
     minor = words[1]
     interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
     places = " ".join(f'"$HOME/{path}"' if not path.startswith("/") else path for path in PLACES)
-    make = "; ".join([
-        f'if command -v uv >/dev/null; then uv venv --quiet --python {minor} "$env"',
-        f'elif command -v python{minor} >/dev/null; then python{minor} -m venv "$env"',
-        f'else echo "there is neither python{minor} nor uv; install one of them" >&2; exit 1',
-        'fi >&2 && mkdir -p "$HOME/.local/bin" && ln -sf "$env/bin/tandem" "$HOME/.local/bin/tandem"'])
-    script = "; ".join([
-        _PATHS, 'py=""',
-        f'for one in {interpreters}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
-        'found="$("${SHELL:-/bin/sh}" -lc "command -v tandem" </dev/null 2>/dev/null | tail -n 1)"',
-        # The first line of a program that pip or uv has made names its interpreter.
-        f'for one in "$found" {places}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
-        '[ -x "$py" ] || py=""; fi; done',
-        f'env="$HOME/{ENVIRONMENT}"',
-        f'if [ -z "$py" ]; then {{ [ -x "$env/bin/python" ] || {{ {make}; }}; }} || exit 1; py="$env/bin/python"; fi',
-        end])
+    make = "; ".join(
+        [
+            f'if command -v uv >/dev/null; then uv venv --quiet --python {minor} "$env"',
+            f'elif command -v python{minor} >/dev/null; then python{minor} -m venv "$env"',
+            f'else echo "there is neither python{minor} nor uv; install one of them" >&2; exit 1',
+            'fi >&2 && mkdir -p "$HOME/.local/bin" && ln -sf "$env/bin/tandem" "$HOME/.local/bin/tandem"',
+        ]
+    )
+    script = "; ".join(
+        [
+            _PATHS,
+            'py=""',
+            f'for one in {interpreters}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
+            'found="$("${SHELL:-/bin/sh}" -lc "command -v tandem" </dev/null 2>/dev/null | tail -n 1)"',
+            # The first line of a program that pip or uv has made names its interpreter.
+            f'for one in "$found" {places}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
+            '[ -x "$py" ] || py=""; fi; done',
+            f'env="$HOME/{ENVIRONMENT}"',
+            f'if [ -z "$py" ]; then {{ [ -x "$env/bin/python" ] || {{ {make}; }}; }} || exit 1; py="$env/bin/python"; fi',
+            end,
+        ]
+    )
     return f"exec sh -c {shlex.quote(script)}"

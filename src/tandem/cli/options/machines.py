@@ -21,76 +21,115 @@ def add_agent(agent: Parser) -> None:
 
 def add_hosts(parser: Parser) -> None:
     """Add the actions of `tandem hosts`."""
-    actions = add_actions(parser, {
-        "find": "List machines on the local network that run `tandem agent`.",
-        "pair": "Have an agent trust this machine, with the code that it shows.",
-        "forget": "Use an agent no longer.",
-        "write": "Write a hosts file for machines, with addresses that they can all use.",
-        "sync": "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on the machines of a hosts "
-                "file, over ssh, with pip or uv."})
+    actions = add_actions(
+        parser,
+        {
+            "find": "List machines on the local network that run `tandem agent`.",
+            "pair": "Have an agent trust this machine, with the code that it shows.",
+            "forget": "Use an agent no longer.",
+            "write": "Write a hosts file for machines, with addresses that they can all use.",
+            "sync": "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on the machines of a hosts "
+            "file, over ssh, with pip or uv.",
+        },
+    )
     find, pair, forget, write, sync = actions.values()
     find.add_argument("--json", action="store_true", help="print them as JSON.")
     pair.add_argument("agent", metavar="NAME|IP[:PORT]", help="as `tandem hosts find` lists it, or its address.")
     pair.add_argument("--code", help="the six digits; by default they are asked for.")
     forget.add_argument("agent", metavar="NAME")
     write.add_argument("file", metavar="FILE", help="the hosts file; - prints it.")
-    write.add_argument("hosts", nargs="*", metavar="HOST", help="127.0.0.1, ssh destinations, or agent:NAME, in the "
-                       "ranks' order; by default all agents that this machine is paired with.")
+    write.add_argument(
+        "hosts",
+        nargs="*",
+        metavar="HOST",
+        help="127.0.0.1, ssh destinations, or agent:NAME, in the "
+        "ranks' order; by default all agents that this machine is paired with.",
+    )
     write.add_argument("--backend", choices=BACKENDS, help="to put into the file.")
-    write.add_argument("--cable", action="append", default=[], metavar="A:IF=B:IF", help="a cable between two "
-                       "hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.")
-    write.add_argument("--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out "
-                       "what is cabled, over ssh.")
+    write.add_argument(
+        "--cable",
+        action="append",
+        default=[],
+        metavar="A:IF=B:IF",
+        help="a cable between two hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.",
+    )
+    write.add_argument(
+        "--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out what is cabled, over ssh."
+    )
     sync.set_defaults(run=Later("hosts.sync:run"))
-    sync.add_argument("--hostfile", required=True, metavar="FILE", help="the hosts file; 127.0.0.1 in it is left "
-                      "alone.")
-    sync.add_argument("--remote-python", metavar="FILE", help="their interpreter; by default the one that ranks would "
-                      "run with, else a new environment below ~/.local/share/tandem.")
+    sync.add_argument("--hostfile", required=True, metavar="FILE", help="the hosts file; 127.0.0.1 in it is left alone.")
+    sync.add_argument(
+        "--remote-python",
+        metavar="FILE",
+        help="their interpreter; by default the one that ranks would "
+        "run with, else a new environment below ~/.local/share/tandem.",
+    )
     for action in (find, pair):
         action.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to listen for agents [3]")
 
 
 def add_doctor(parser: Parser) -> None:
     """Add the options of `tandem doctor`."""
-    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this "
-                        "machine is looked at.")
-    parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
-                        "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.")
-    parser.add_argument("--backend", choices=BACKENDS,
-                        help="of the all_sum test; by default the hosts file's, else ring.")
+    parser.add_argument(
+        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this machine is looked at."
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="the nodes of a Ray cluster: that of "
+        "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, help="of the all_sum test; by default the hosts file's, else ring.")
     add_as_for_serve(parser, "remote_python")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="of the HTTP server, here [8000]")
     parser.add_argument("--ports", metavar="A-B", help="ports that must be free on every machine, such as 32323-32330.")
     parser.add_argument("--full-hash", action="store_true", help="read all of every weight file instead of samples.")
     parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
-    parser.add_argument("--deep", action="store_true", help="then run `tandem selftest` with this --hostfile and "
-                        "--model.")
+    parser.add_argument("--deep", action="store_true", help="then run `tandem selftest` with this --hostfile and --model.")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
     group = parser.add_argument_group("the model")
-    group.add_argument("--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the "
-                       "same, does it fit?")
+    group.add_argument(
+        "--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the same, does it fit?"
+    )
     add_as_for_serve(group, "weights_from")
-    group.add_argument("--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default '
-                       "a stage for each machine.")
+    group.add_argument(
+        "--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default a stage for each machine.'
+    )
     group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
     group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
 
 
 def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
     """Add the options of `tandem selftest`, which writes `report` unless another file is named."""
-    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
-                        "machines together.")
-    parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
-                        "where the demo model is not here, a tiny random one is made [demo]")
-    parser.add_argument("--minutes", type=float, default=5.0, metavar="X", help="begin no check after so many; what is "
-                        "left is made when the command is given again [5]")
+    parser.add_argument(
+        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those machines together."
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        default="demo",
+        help="directory, GGUF file, hub id, or demo; where the demo model is not here, a tiny random one is made [demo]",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="begin no check after so many; what is left is made when the command is given again [5]",
+    )
     parser.add_argument("--only", metavar="CHECK,...", help="these checks alone; --list names them.")
-    parser.add_argument("--risky", action="store_true", help="also what may lock a GPU up until the machine is "
-                        "restarted: full memory, and MLX's fast fences.")
+    parser.add_argument(
+        "--risky",
+        action="store_true",
+        help="also what may lock a GPU up until the machine is restarted: full memory, and MLX's fast fences.",
+    )
     parser.add_argument("--fresh", action="store_true", help="begin anew, though a run was interrupted or has ended.")
-    parser.add_argument("--output", "-o", metavar="FILE", default=report, help="the report; beside it stands the same "
-                        f"as JSON [{report}]")
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", default=report, help=f"the report; beside it stands the same as JSON [{report}]"
+    )
     parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")
 
 
@@ -98,20 +137,37 @@ def add_parity(parser: Parser) -> None:
     """Add the options of `tandem parity`."""
     add_settings(parser, ("model", "parallel"))
     group = parser.add_argument_group("comparison")
-    group.add_argument("--tiny", metavar="TYPE|DIR", help="instead of a model, try an architecture: a tiny random "
-                       "model of a type, or of a directory's config.json cut down, in up to three stages against "
-                       "mlx-lm's own forward pass; with --tensor-parallel-size then in that layout. No weights are "
-                       "read.")
-    group.add_argument("--reference", metavar="FILE", help="logits of the single process: read if the file is there, "
-                       "else computed and written. By default they are computed and kept in Tandem's cache; under "
-                       "mlx.launch they are read from there.")
-    group.add_argument("--prompts", metavar="FILE", help="one prompt a line: text, or token ids as a JSON list. By "
-                       "default a short prompt and one of more than two chunks, of pseudo-random tokens.")
+    group.add_argument(
+        "--tiny",
+        metavar="TYPE|DIR",
+        help="instead of a model, try an architecture: a tiny random "
+        "model of a type, or of a directory's config.json cut down, in up to three stages against "
+        "mlx-lm's own forward pass; with --tensor-parallel-size then in that layout. No weights are "
+        "read.",
+    )
+    group.add_argument(
+        "--reference",
+        metavar="FILE",
+        help="logits of the single process: read if the file is there, "
+        "else computed and written. By default they are computed and kept in Tandem's cache; under "
+        "mlx.launch they are read from there.",
+    )
+    group.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="one prompt a line: text, or token ids as a JSON list. By "
+        "default a short prompt and one of more than two chunks, of pseudo-random tokens.",
+    )
     group.add_argument("--tokens", type=int, default=8, metavar="N", help="greedy tokens after each prompt [8]")
     group.add_argument("--prefill-chunk", type=int, default=32, metavar="N", help="prompt tokens in one step [32]")
-    group.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a logit, as a share of the "
-                       "largest logit; by default 0 for pipelines and, where ranks share layers, 1e-4 in float32, "
-                       "2e-2 in float16, 5e-2 in bfloat16.")
+    group.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference of a logit, as a share of the "
+        "largest logit; by default 0 for pipelines and, where ranks share layers, 1e-4 in float32, "
+        "2e-2 in float16, 5e-2 in bfloat16.",
+    )
 
 
 def add_rank(rank: Parser) -> None:
@@ -119,10 +175,16 @@ def add_rank(rank: Parser) -> None:
     rank.add_argument("--join", metavar="HOST[:PORT]", help="the head's machine, and its --join-port [29650]")
     rank.add_argument("--token-file", metavar="FILE", help="a copy of the head's token file, mode 600.")
     rank.add_argument("--rank", type=int, metavar="N", help="which rank; by default MLX_RANK, else as they join.")
-    rank.add_argument("--address", metavar="IP", help="address of this machine for other ranks; by default that from "
-                      "which it reaches the head.")
-    rank.add_argument("--join-timeout", type=float, default=300.0, metavar="X",
-                      help="seconds to keep trying to reach the head, at first and when it was lost [300]")
+    rank.add_argument(
+        "--address", metavar="IP", help="address of this machine for other ranks; by default that from which it reaches the head."
+    )
+    rank.add_argument(
+        "--join-timeout",
+        type=float,
+        default=300.0,
+        metavar="X",
+        help="seconds to keep trying to reach the head, at first and when it was lost [300]",
+    )
     add_as_for_serve(rank, "log_level")
     rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
 

@@ -52,8 +52,7 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
             own = "the model's own, else " if name in SamplingDefaults.__struct_fields__ else ""
             text = f"{text.rstrip('.')}. [{own}{defaults.get(name, standard)}]"
         if hints[name] in KINDS:
-            action = group.add_argument(flag, type=KINDS[hints[name]],
-                                        metavar="X" if hints[name] is float else "N", help=text)
+            action = group.add_argument(flag, type=KINDS[hints[name]], metavar="X" if hints[name] is float else "N", help=text)
         elif hints[name] is bool:
             action = group.add_argument(flag, action="store_true", default=None, help=text)
         else:
@@ -75,5 +74,8 @@ def _fields() -> dict[str, object]:
     """Return the fields that have an option, with their defaults."""
     plain = (*KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
-    return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__
-            if hints[name] in plain and name not in LEFT_OUT}
+    return {
+        name: getattr(standard, name)
+        for name in SamplingParams.__struct_fields__
+        if hints[name] in plain and name not in LEFT_OUT
+    }

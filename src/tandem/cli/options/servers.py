@@ -15,7 +15,7 @@ MODEL_ACTIONS = {
     "rm": "Remove a model from this machine's caches.",
     "path": "Print the directory of a model that is on this machine.",
     "prune": "Remove what is kept for the next start of models that were not used for long: slices from other "
-             "machines, headers, converted GGUF files.",
+    "machines, headers, converted GGUF files.",
     "ps": "List the models of a running server, and which are loaded.",
     "load": "Load a model of a running server that has several.",
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
@@ -39,20 +39,29 @@ def add_model_action(parser: Parser, name: str) -> None:
     if name == "get":
         add_as_for_serve(parser, "revision")
     if name == "prune":
-        parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
-                            help="how long nobody has needed it (default 30; 0: all).")
+        parser.add_argument(
+            "--unused-days", type=float, default=30.0, metavar="DAYS", help="how long nobody has needed it (default 30; 0: all)."
+        )
         parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
     parser.set_defaults(action=name)
 
 
 def add_replica(replica: Parser) -> None:
     """Add the actions of `tandem replica`."""
-    actions = add_actions(replica, {
-        "list": "List the replicas: state, process, requests, ranks.",
-        "add": "Start one more replica with the server's settings; it joins when it is ready.",
-        "drain": "Send a replica nothing new, and end it when it has nothing left to do."})
-    actions["add"].add_argument("--role", choices=get_args(Role), default="both", help="what it is for: long prompts "
-                                "(prefill), answers (decode), or both [both]")
+    actions = add_actions(
+        replica,
+        {
+            "list": "List the replicas: state, process, requests, ranks.",
+            "add": "Start one more replica with the server's settings; it joins when it is ready.",
+            "drain": "Send a replica nothing new, and end it when it has nothing left to do.",
+        },
+    )
+    actions["add"].add_argument(
+        "--role",
+        choices=get_args(Role),
+        default="both",
+        help="what it is for: long prompts (prefill), answers (decode), or both [both]",
+    )
     actions["drain"].add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
     for parser in actions.values():
         add_server(parser)
@@ -60,42 +69,62 @@ def add_replica(replica: Parser) -> None:
 
 def add_cache(cache: Parser) -> None:
     """Add the actions of `tandem cache`."""
-    actions = add_actions(cache, {
-        "list": "List the prefixes in memory, and how much of each is on disk; or what is in a directory.",
-        "info": "Say how much is kept, where, and how often it served.",
-        "warm": "Compute a prompt before users come, at every replica: a system prompt, a repository's context, a "
-                "chat.",
-        "drop": "Let go of what is kept, in memory and on disk."})
+    actions = add_actions(
+        cache,
+        {
+            "list": "List the prefixes in memory, and how much of each is on disk; or what is in a directory.",
+            "info": "Say how much is kept, where, and how often it served.",
+            "warm": "Compute a prompt before users come, at every replica: a system prompt, a repository's context, a chat.",
+            "drop": "Let go of what is kept, in memory and on disk.",
+        },
+    )
     warm, drop = actions["warm"], actions["drop"]
-    warm.add_argument("file", metavar="FILE", help="a text; or .json with a chat request or its messages; or .jsonl "
-                      "with one of these, or a message, on each line; - is a text from standard input.")
-    warm.add_argument("--role", choices=("system", "user", "none"), default="system", help="what a text is: the system "
-                      "message, the beginning of the first user's message, or, with none, of prompts to "
-                      "/v1/completions [system]")
-    drop.add_argument("--tier", choices=("memory", "all"), default="all", help="memory: what is on disk stays there, "
-                      "and is read again [all]")
-    drop.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only what nobody has used for "
-                      "so long.")
+    warm.add_argument(
+        "file",
+        metavar="FILE",
+        help="a text; or .json with a chat request or its messages; or .jsonl "
+        "with one of these, or a message, on each line; - is a text from standard input.",
+    )
+    warm.add_argument(
+        "--role",
+        choices=("system", "user", "none"),
+        default="system",
+        help="what a text is: the system "
+        "message, the beginning of the first user's message, or, with none, of prompts to "
+        "/v1/completions [system]",
+    )
+    drop.add_argument(
+        "--tier", choices=("memory", "all"), default="all", help="memory: what is on disk stays there, and is read again [all]"
+    )
+    drop.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only what nobody has used for so long.")
     for parser in actions.values():
         if parser is not warm:
-            parser.add_argument("--kv-disk", metavar="DIR", help="this directory, of all servers that use it, in place "
-                                "of a server.")
+            parser.add_argument(
+                "--kv-disk", metavar="DIR", help="this directory, of all servers that use it, in place of a server."
+            )
         parser.add_argument("--model", metavar="NAME", help="of a server with several: this one.")
         add_server(parser)
 
 
 def add_completions(parser: Parser) -> None:
     """Add the argument of `tandem completions`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help='bash and zsh: eval "$(tandem completions '
-                        'bash)" in ~/.bashrc or ~/.zshrc; fish: tandem completions fish | source.')
+    parser.add_argument(
+        "shell",
+        choices=("bash", "zsh", "fish"),
+        help='bash and zsh: eval "$(tandem completions bash)" in ~/.bashrc or ~/.zshrc; fish: tandem completions fish | source.',
+    )
 
 
 def add_service(service: Parser) -> None:
     """Add the actions of `tandem service`."""
-    actions = add_actions(service, {
-        "install": "Install it with the options of `tandem serve`, and start it.",
-        "uninstall": "Stop it, and take it away.",
-        "status": "Say whether it is installed and runs; exit code 0 if it does."})
+    actions = add_actions(
+        service,
+        {
+            "install": "Install it with the options of `tandem serve`, and start it.",
+            "uninstall": "Stop it, and take it away.",
+            "status": "Say whether it is installed and runs; exit code 0 if it does.",
+        },
+    )
     add_settings(actions["install"], SERVE_SECTIONS)
     for parser in actions.values():
         parser.add_argument("--name", default="default", help="of the service, where there are several [default]")
@@ -125,8 +154,13 @@ def add_status(status: Parser) -> None:
     """Add the options of `tandem status`."""
     status.add_argument("--url", metavar="URL", help="the server of this machine with this address, however started.")
     status.add_argument("--port", type=int, metavar="N", help="the server on this port, however started.")
-    status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
-                        help="seconds over which tokens are counted, at least 0.6; 0 leaves them out [1]")
+    status.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds over which tokens are counted, at least 0.6; 0 leaves them out [1]",
+    )
     status.add_argument("--json", action="store_true", help="print what is known as JSON.")
     status.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C, on a terminal.")
     _add_name(status, "only this server.")

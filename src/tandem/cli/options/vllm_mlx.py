@@ -58,4 +58,6 @@ def by_hand(model: str) -> UsageError:
         "MLX_RANK is set, which starts a rank by hand: ranks join a head here. Run `tandem serve "
         f"{model} --launcher manual --token-file token --tensor-parallel-size N` on one machine, and `tandem rank "
         "--join THAT-MACHINE --token-file token` on each, in any order; or give --hostfile, and all is started from "
-        "here", param="hostfile")
+        "here",
+        param="hostfile",
+    )

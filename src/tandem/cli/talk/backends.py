@@ -111,8 +111,14 @@ class Served:
         """Yield the answer. Raises UsageError."""
         chat = not isinstance(prompt, str)
         path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
-        body = {**self._defaults, **params, name: prompt, "model": self.name, "stream": True,
-                "stream_options": {"include_usage": True}}
+        body = {
+            **self._defaults,
+            **params,
+            name: prompt,
+            "model": self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         for event in self._server.events(path, body):
             speed.tokens = (event.get("usage") or {}).get("completion_tokens", speed.tokens)
             for choice in event.get("choices", ()):

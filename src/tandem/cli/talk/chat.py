@@ -77,8 +77,7 @@ class AnswerView:
         if not self._block.strip():
             return
         if self._live is None:
-            self._live = Live(console=self._console, refresh_per_second=FRAMES, transient=True,
-                              vertical_overflow="crop")
+            self._live = Live(console=self._console, refresh_per_second=FRAMES, transient=True, vertical_overflow="crop")
             self._live.start()
         self._live.update(self._drawn())
 
@@ -136,8 +135,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
         prompt = make_prompt(interrupts)
         if terminal:
             stack.enter_context(interrupts.deferred())
-            console.print(f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}", style="dim",
-                          highlight=False, markup=False)
+            console.print(
+                f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}",
+                style="dim",
+                highlight=False,
+                markup=False,
+            )
         while True:
             try:
                 said = prompt()
@@ -221,6 +224,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
     if "model" not in options:
         raise UsageError(f"no model is given: {NAME_ONE}", param="model")
     with ExitStack() as stack:
+
         def load(name: str) -> Model:
             resolve(name, weights=False)  # raises where there is none, before the last model is unloaded
             stack.close()
@@ -231,8 +235,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
         yield load(options["model"]), load
 
 
-def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
-            options: Mapping[str, Any]) -> tuple[str, str | None] | None:
+def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: Mapping[str, Any]) -> tuple[str, str | None] | None:
     """Return the address of the server to talk to, and its name of the model (None: its first); None where the model
     is to be loaded here. Raises UsageError.
 
@@ -249,8 +252,10 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
         return None
     if named is not None:
         if layout:
-            raise UsageError(f"{typed[layout[0]]} is for a model that is loaded here, and {named} is a server; leave "
-                             "it out, or give --local", param=layout[0])
+            raise UsageError(
+                f"{typed[layout[0]]} is for a model that is loaded here, and {named} is a server; leave it out, or give --local",
+                param=layout[0],
+            )
         return named, asked if "model" in typed else None
     if layout:
         return None

@@ -106,8 +106,9 @@ class Conversation:
     def _load(self, name: str) -> str:
         try:
             messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
-            good = all(message["role"] in ("system", "user", "assistant") and message["content"] is not None
-                       for message in messages)
+            good = all(
+                message["role"] in ("system", "user", "assistant") and message["content"] is not None for message in messages
+            )
         except OSError as error:
             raise UsageError(f"{name} cannot be read: {error.strerror}") from None
         except (ValueError, LookupError, TypeError):
@@ -149,8 +150,10 @@ class Conversation:
 
     def _image(self, name: str) -> str:
         if not self.model.can_see:
-            raise UsageError(f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
-                             "does (`tandem chat --url URL`)")
+            raise UsageError(
+                f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
+                "does (`tandem chat --url URL`)"
+            )
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")

@@ -100,9 +100,14 @@ def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
     history = state_dir() / "chat_history"
     history.touch(mode=0o600)
     words = WordCompleter([usage.split()[0] for usage in COMMANDS], sentence=True)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(history)), key_bindings=keys, multiline=True,
-                                                completer=words, complete_while_typing=False,
-                                                prompt_continuation="... ")
+    session: PromptSession[str] = PromptSession(
+        history=FileHistory(str(history)),
+        key_bindings=keys,
+        multiline=True,
+        completer=words,
+        complete_while_typing=False,
+        prompt_continuation="... ",
+    )
     app = session.app
 
     def leave() -> None:

@@ -25,8 +25,16 @@ HERE = "127.0.0.1"
 OPERATIONS = ("all_sum", "between", "tcp", "ring")
 
 
-def measure(backend: str, ranks: int, sizes: list[int], iterations: int, *, timeout_s: float, fast_sync: bool = False,
-            operations: Sequence[str] = OPERATIONS) -> RankTimes:
+def measure(
+    backend: str,
+    ranks: int,
+    sizes: list[int],
+    iterations: int,
+    *,
+    timeout_s: float,
+    fast_sync: bool = False,
+    operations: Sequence[str] = OPERATIONS,
+) -> RankTimes:
     """Time ranks on this machine; returns the times of rank 0, smallest sizes first.
 
     Operations: `all_sum` over all ranks, of an array that is there, and `between` two operations of the device; `tcp`
@@ -34,8 +42,7 @@ def measure(backend: str, ranks: int, sizes: list[int], iterations: int, *, time
     LayoutError for a backend that cannot be had here, RankFailure when a rank fails, a sum is wrong or `timeout_s`
     seconds pass.
     """
-    task = TimingTask(backend=backend, operations=list(operations), sizes=sizes, iterations=iterations,
-                      fast_sync=fast_sync)
+    task = TimingTask(backend=backend, operations=list(operations), sizes=sizes, iterations=iterations, fast_sync=fast_sync)
     with local_group(backend, ranks) as variables:
         return _run(timing_group(task, [HERE] * ranks, free_ports(ranks)), variables, timeout_s)
 
@@ -61,8 +68,10 @@ class HostsBench(Probes):
     def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
         """`python` is the interpreter on the other machines, where the file names none. Nothing is started."""
         if len(hostfile.hosts) < 2:
-            raise ConfigError(f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure "
-                              "this machine", param="hostfile")
+            raise ConfigError(
+                f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure this machine",
+                param="hostfile",
+            )
         super().__init__(3)  # two ranks are timed at once; the third ends probes that are not done
         self._file = hostfile
         self._python = python
@@ -95,12 +104,15 @@ class HostsBench(Probes):
         """Time what joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a
         backend that they cannot have."""
         entries = [self._file.hosts[index] for index in pair]
-        ends = addressed([Host(entry.ssh, entry.ips[0] if entry.ips else "", tuple(entry.rdma[i] for i in pair)
-                               if entry.rdma else ()) for entry in entries], LOCAL_NAMES)
-        hosts = [replace(host, name=self._probe(entry, end)) for end, (entry, host) in
-                 enumerate(zip(entries, ends, strict=True))]
-        task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations,
-                          fast_sync=fast_sync)
+        ends = addressed(
+            [
+                Host(entry.ssh, entry.ips[0] if entry.ips else "", tuple(entry.rdma[i] for i in pair) if entry.rdma else ())
+                for entry in entries
+            ],
+            LOCAL_NAMES,
+        )
+        hosts = [replace(host, name=self._probe(entry, end)) for end, (entry, host) in enumerate(zip(entries, ends, strict=True))]
+        task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations, fast_sync=fast_sync)
         try:
             times = self.time_ranks(task, hosts, dict(self._file.envs), self._timeout_s)
         except ProbeLost as lost:
@@ -122,11 +134,16 @@ class HostsBench(Probes):
         return times
 
 
-def profile_of(steps: Mapping[str, RankTimes], joined: Mapping[tuple[str, str], RankTimes], backend: Backend,
-               fast_sync: bool) -> Profile:
+def profile_of(
+    steps: Mapping[str, RankTimes], joined: Mapping[tuple[str, str], RankTimes], backend: Backend, fast_sync: bool
+) -> Profile:
     """Make a profile of steps by machine and of times between two machines, all with one backend and kind of fences."""
-    hosts = [HostProfile(name=name, device=times.device, gpu=times.gpu, metal=times.metal, steps=times.steps,
-                         memory_bytes=times.memory_bytes) for name, times in steps.items()]
+    hosts = [
+        HostProfile(
+            name=name, device=times.device, gpu=times.gpu, metal=times.metal, steps=times.steps, memory_bytes=times.memory_bytes
+        )
+        for name, times in steps.items()
+    ]
     links = [_link(pair, times.rows, backend, fast_sync and times.metal) for pair, times in joined.items()]
     mlx = ", ".join(sorted({times.mlx for times in (*steps.values(), *joined.values())}))
     return Profile(tandem_profile=VERSION, versions=Versions(tandem=__version__, mlx=mlx), hosts=hosts, links=links)
@@ -137,16 +154,26 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
 
     What a sum between two operations of the device takes more than one of an array that is there is the fence.
     """
-    by_name = {name: sorted((row for row in rows if row.operation == name), key=lambda row: row.bytes)
-               for name in ("all_sum", "between", "tcp")}
+    by_name = {
+        name: sorted((row for row in rows if row.operation == name), key=lambda row: row.bytes)
+        for name in ("all_sum", "between", "tcp")
+    }
     alone, between, hops = by_name["all_sum"], by_name["between"], by_name["tcp"]
     least = between[0].median_us
     return LinkProfile(
-        hosts=pair, backend=backend, fast_sync=fast_sync, sum_us=rounded(least),
-        fence_us=rounded(min(max(least - alone[0].median_us, 0.0), least)), sum_gb_per_s=rounded(_rate(between)),
-        hop_us=rounded(hops[0].median_us), hop_gb_per_s=rounded(_rate(hops)),
-        sums=[Sum(bytes=bare.bytes, alone_us=rounded(bare.median_us), between_us=rounded(chained.median_us))
-              for bare, chained in zip(alone, between, strict=True)])
+        hosts=pair,
+        backend=backend,
+        fast_sync=fast_sync,
+        sum_us=rounded(least),
+        fence_us=rounded(min(max(least - alone[0].median_us, 0.0), least)),
+        sum_gb_per_s=rounded(_rate(between)),
+        hop_us=rounded(hops[0].median_us),
+        hop_gb_per_s=rounded(_rate(hops)),
+        sums=[
+            Sum(bytes=bare.bytes, alone_us=rounded(bare.median_us), between_us=rounded(chained.median_us))
+            for bare, chained in zip(alone, between, strict=True)
+        ],
+    )
 
 
 def _rate(rows: Sequence[Row]) -> float:

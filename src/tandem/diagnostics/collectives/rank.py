@@ -63,8 +63,15 @@ class _Timer:
 
     def _note(self, operation: str, size: int, times: list[float]) -> None:
         median = percentile(times, 0.5)
-        self.rows.append(Row(operation=operation, bytes=size, median_us=1e6 * median,
-                             p99_us=1e6 * percentile(times, 0.99), gb_per_s=size / median / 1e9))
+        self.rows.append(
+            Row(
+                operation=operation,
+                bytes=size,
+                median_us=1e6 * median,
+                p99_us=1e6 * percentile(times, 0.99),
+                gb_per_s=size / median / 1e9,
+            )
+        )
 
 
 def time_rank(task: TimingTask) -> RankTimes:
@@ -82,8 +89,7 @@ def _measured(task: TimingTask) -> RankTimes:
     from tandem.loading.memory import choose_device, device_name, memory_bytes, on_gpu, on_metal
 
     choose_device("auto")
-    times = RankTimes(device=device_name(), gpu=on_gpu(), metal=on_metal(), memory_bytes=memory_bytes(),
-                      mlx=version("mlx"))
+    times = RankTimes(device=device_name(), gpu=on_gpu(), metal=on_metal(), memory_bytes=memory_bytes(), mlx=version("mlx"))
     if task.ranks > 1:
         return msgspec.structs.replace(times, rows=_joined(task))
     from tandem.diagnostics.collectives.steps import measure_steps
@@ -108,21 +114,30 @@ def _joined(task: TimingTask) -> list[Row]:
         _check(group.sum(array), group.size * mean, f"a sum of {size} bytes over {group.size} ranks gives")
     for size, array in arrays.items() if "between" in task.operations else ():
         timer.between(size, lambda sums, array=array: mx.eval(_chain(group, array, sums)))  # type: ignore[misc]
-        _check(_chain(group, array, True), mean + CROSSINGS * group.size,
-               f"{CROSSINGS} sums of {size} bytes between operations give")
+        _check(
+            _chain(group, array, True), mean + CROSSINGS * group.size, f"{CROSSINGS} sums of {size} bytes between operations give"
+        )
     if "tcp" in task.operations:
         assert task.keys is not None
         channel = TcpChannel(task.keys, *task.listen)
         channel.connect([task.following])
         for size in task.sizes:
             whole = max(size // ITEM_BYTES, 1) * ITEM_BYTES
-            timer("tcp", whole, lambda step, size=whole: _lap(channel, task.rank, step, size),  # type: ignore[misc]
-                  task.ranks)
+            timer(
+                "tcp",
+                whole,
+                lambda step, size=whole: _lap(channel, task.rank, step, size),  # type: ignore[misc]
+                task.ranks,
+            )
     if "ring" in task.operations and task.backend == "ring":
         link = RingLink(task.ranks)
         for size, array in arrays.items():
-            timer("ring", size, lambda _, array=array: _ring_lap(link, task.rank, array),  # type: ignore[misc]
-                  task.ranks)
+            timer(
+                "ring",
+                size,
+                lambda _, array=array: _ring_lap(link, task.rank, array),  # type: ignore[misc]
+                task.ranks,
+            )
     mx.eval(group.sum(mx.zeros(1)))  # nobody closes a channel that still holds something for others
     if "tcp" in task.operations:
         channel.close()

@@ -40,9 +40,20 @@ class _Times:
 def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
                  ) -> Model:  # fmt: skip
     """Return mlx-lm's llama of this shape with random weights; `mlp` is the width between."""
-    return Model(ModelArgs(model_type="llama", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=mlp,
-                           num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-                           rms_norm_eps=1e-5, vocab_size=vocabulary, tie_word_embeddings=True))
+    return Model(
+        ModelArgs(
+            model_type="llama",
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            intermediate_size=mlp,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=1e-5,
+            vocab_size=vocabulary,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def measure_steps(*, gpu: bool) -> list[Step]:
@@ -61,8 +72,14 @@ def measure_steps(*, gpu: bool) -> list[Step]:
         per_byte = max((large.step - small.step) / (large.bytes - small.bytes), 1e-15)
         overhead = max(small.step - small.bytes * per_byte, 0.0)
         rate = 2 * chunk * large.parameters / max(large.chunk - overhead, large.chunk / 10)
-        steps.append(Step(weights=kind, gb_per_s=rounded(1e-9 / per_byte), tflops=rounded(rate / 1e12),
-                          layer_us=rounded(1e6 * overhead / layers)))
+        steps.append(
+            Step(
+                weights=kind,
+                gb_per_s=rounded(1e-9 / per_byte),
+                tflops=rounded(rate / 1e12),
+                layer_us=rounded(1e6 * overhead / layers),
+            )
+        )
         mx.clear_cache()
     return steps
 
@@ -91,14 +108,19 @@ def _measured(kind: Weights, hidden: int, layers: int, chunk: int) -> _Times:
         ended.append(time.perf_counter())
         token = following
     steps = [after - before for before, after in pairwise(ended[WARM_UP:])]
-    return _Times(step=percentile(steps, 0.5), chunk=percentile(chunks[-CHUNKS:], 0.5), bytes=weights,
-                  parameters=layers * _parameters(hidden))
+    return _Times(
+        step=percentile(steps, 0.5),
+        chunk=percentile(chunks[-CHUNKS:], 0.5),
+        bytes=weights,
+        parameters=layers * _parameters(hidden),
+    )
 
 
 def _model(kind: Weights, hidden: int, layers: int) -> Model:
     heads = hidden // HEAD
-    model = random_llama(hidden=hidden, layers=layers, mlp=4 * hidden, heads=heads, kv_heads=heads, head_dim=HEAD,
-                         vocabulary=VOCABULARY)
+    model = random_llama(
+        hidden=hidden, layers=layers, mlp=4 * hidden, heads=heads, kv_heads=heads, head_dim=HEAD, vocabulary=VOCABULARY
+    )
     model.set_dtype(mx.float32 if kind == "float32" else mx.bfloat16)
     if kind in ("4bit", "8bit"):
         nn.quantize(model, group_size=GROUP, bits=int(kind[0]))

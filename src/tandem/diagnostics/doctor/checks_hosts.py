@@ -34,8 +34,9 @@ def ray(evidence: Evidence, findings: Findings) -> str:
     start = f"ray stop -f, then ray start ... --resources='{{\"{UNIT}\": 1}}'"
     for node in there:
         if not node.bundle:
-            findings.add("warn" if units else "fail", node.address, f"no `{UNIT}` resource, so no rank",
-                         f"on {node.address}: {start}")
+            findings.add(
+                "warn" if units else "fail", node.address, f"no `{UNIT}` resource, so no rank", f"on {node.address}: {start}"
+            )
     free = sum(node.units(node.free) for node in there)
     return f"{len(nodes)} node(s), {units} device(s) for ranks, {free} of them free"
 
@@ -60,24 +61,31 @@ def hostname(evidence: Evidence, findings: Findings) -> str:
         addresses = [ipaddress.ip_address(address.split("%")[0]) for address in facts.hostname_addresses]
         line = f"{evidence.host(name).address or _own_address(facts)} {facts.hostname}"
         if not addresses:
-            findings.warn(name, f"its name {facts.hostname} resolves to nothing",
-                          evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts"))
+            findings.warn(
+                name,
+                f"its name {facts.hostname} resolves to nothing",
+                evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts"),
+            )
         elif addresses[0].is_loopback:
-            findings.add("warn" if evidence.ray is None else "fail", name,
-                         f"its name {facts.hostname} resolves to {addresses[0]}",
-                         evidence.on(name, _fix_name(facts, line)))
+            findings.add(
+                "warn" if evidence.ray is None else "fail",
+                name,
+                f"its name {facts.hostname} resolves to {addresses[0]}",
+                evidence.on(name, _fix_name(facts, line)),
+            )
     return "each machine's name resolves to an address that others can use"
 
 
 def _own_address(facts: Facts) -> str:
-    return next((str(network.ip) for interface in interfaces(facts) if interface.kind != "loopback"
-                 for network in interface.networks), "ADDRESS")
+    return next(
+        (str(network.ip) for interface in interfaces(facts) if interface.kind != "loopback" for network in interface.networks),
+        "ADDRESS",
+    )
 
 
 def _fix_name(facts: Facts, line: str) -> str:
     if facts.system == "Darwin":
-        return (f"sudo scutil --set HostName {facts.hostname.split('.')[0]} && "
-                f"echo '{line}' | sudo tee -a /etc/hosts")
+        return f"sudo scutil --set HostName {facts.hostname.split('.')[0]} && echo '{line}' | sudo tee -a /etc/hosts"
     name = facts.hostname.replace(".", r"\.")
     return f"sudo sed -i -E '/^127\\..*\\b{name}\\b/d' /etc/hosts && echo '{line}' | sudo tee -a /etc/hosts"
 
@@ -93,8 +101,12 @@ def clock(evidence: Evidence, findings: Findings) -> str:
         off = abs(reading.ahead) - reading.within
         if off > CLOCK_WARN_S:
             remedy = "sudo sntp -sS time.apple.com" if name in evidence.macs else "sudo timedatectl set-ntp true"
-            findings.add("fail" if off > CLOCK_FAIL_S else "warn", name, f"{abs(reading.ahead):.1f} s "
-                         f"{'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}", evidence.on(name, remedy))
+            findings.add(
+                "fail" if off > CLOCK_FAIL_S else "warn",
+                name,
+                f"{abs(reading.ahead):.1f} s {'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}",
+                evidence.on(name, remedy),
+            )
     return f"within {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
 
 
@@ -104,8 +116,11 @@ def ports(evidence: Evidence, findings: Findings) -> str:
         for port in facts.busy_ports:
             owner = port_owner(facts, port)
             look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
-            findings.fail(name, f"port {port} is taken{f' by {owner}' if owner else ''}",
-                          evidence.on(name, look) + "   (end that, or choose another --port)")
+            findings.fail(
+                name,
+                f"port {port} is taken{f' by {owner}' if owner else ''}",
+                evidence.on(name, look) + "   (end that, or choose another --port)",
+            )
     return "those asked for are free"
 
 
@@ -116,8 +131,7 @@ def firewall(evidence: Evidence, findings: Findings) -> str:
             if state.blocks:
                 _blocking(evidence, name, facts, state, findings)
             elif state.blocks is None:
-                findings.add("skip", name, f"{state.kind}: {state.detail}",
-                             evidence.on(name, "sudo nft list ruleset"))
+                findings.add("skip", name, f"{state.kind}: {state.detail}", evidence.on(name, "sudo nft list ruleset"))
     return "none drops what comes in"
 
 

@@ -23,8 +23,7 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
     """No cable's subnet holds the default gateway, no two interfaces share a subnet, no two machines an address."""
     local = any(_is_link_local(host.address) for host in evidence.hosts)
     every = {name: _real(facts, local) for name, facts in evidence.facts.items()}
-    fresh = free_subnets(network.network for there in every.values() for interface in there
-                         for network in interface.networks)
+    fresh = free_subnets(network.network for there in every.values() for interface in there for network in interface.networks)
     for name, here in every.items():
         for interface, problem in _clashes(evidence.facts[name], here):
             remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
@@ -36,9 +35,11 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
 def _real(facts: Facts, local: bool) -> list[Interface]:
     """Return the interfaces of cables and networks. Every cable without a router may have an address of the one
     link-local subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
-    real = [replace(interface, networks=[network for network in interface.networks
-                                         if local or not network.ip.is_link_local])
-            for interface in interfaces(facts) if interface.kind != "loopback" and not is_virtual(interface.name)]
+    real = [
+        replace(interface, networks=[network for network in interface.networks if local or not network.ip.is_link_local])
+        for interface in interfaces(facts)
+        if interface.kind != "loopback" and not is_virtual(interface.name)
+    ]
     return [interface for interface in real if interface.networks]
 
 
@@ -56,26 +57,30 @@ def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]
     clashes: dict[str, tuple[Interface, str]] = {}
     for interface in here:
         for gateway in outward:
-            if interface.name not in routers and any(gateway.address in network.network
-                                                     for network in interface.networks):
-                clashes[interface.name] = interface, (
-                    f"the subnet of {interface.name} ({interface.networks[0]}) holds the default gateway "
-                    f"{gateway.address} of {gateway.interface}")
+            if interface.name not in routers and any(gateway.address in network.network for network in interface.networks):
+                clashes[interface.name] = (
+                    interface,
+                    (
+                        f"the subnet of {interface.name} ({interface.networks[0]}) holds the default gateway "
+                        f"{gateway.address} of {gateway.interface}"
+                    ),
+                )
     for first, second in combinations(here, 2):
         if {first.name, second.name} <= routers or first.name in clashes or second.name in clashes:
             continue
         if any(a.network.overlaps(b.network) for a in first.networks for b in second.networks):
             loser = second if first.name in routers or second.point_to_point else first
-            clashes[loser.name] = loser, (f"{first.name} ({first.networks[0]}) and {second.name} "
-                                          f"({second.networks[0]}) share a subnet")
+            clashes[loser.name] = (
+                loser,
+                (f"{first.name} ({first.networks[0]}) and {second.name} ({second.networks[0]}) share a subnet"),
+            )
     return list(clashes.values())
 
 
 def _readdress(facts: Facts, interface: Interface, address: str) -> str:
     name, old = interface.name, interface.networks[0]
     if facts.system == "Darwin":
-        return (f"sudo ifconfig {name} inet {old.ip} delete && "
-                f"sudo ifconfig {name} inet {address} netmask 255.255.255.252")
+        return f"sudo ifconfig {name} inet {old.ip} delete && sudo ifconfig {name} inet {address} netmask 255.255.255.252"
     return f"sudo ip addr del {old} dev {name} && sudo ip addr add {address}/30 dev {name}"
 
 
@@ -92,10 +97,12 @@ def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Find
             for network in interface.networks:
                 owner = owners.setdefault(str(network.ip), name)
                 if owner != name:
-                    remove = (f"ifconfig {interface.name} inet {network.ip} delete" if facts.system == "Darwin" else
-                              f"ip addr del {network} dev {interface.name}")
-                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too",
-                                  evidence.on(name, f"sudo {remove}"))
+                    remove = (
+                        f"ifconfig {interface.name} inet {network.ip} delete"
+                        if facts.system == "Darwin"
+                        else f"ip addr del {network} dev {interface.name}"
+                    )
+                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too", evidence.on(name, f"sudo {remove}"))
 
 
 def reachable(evidence: Evidence, findings: Findings) -> str:
@@ -105,8 +112,11 @@ def reachable(evidence: Evidence, findings: Findings) -> str:
             address = evidence.host(target).address
             withheld = LOCAL_NETWORK in link.error
             look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
-            findings.fail(f"{source} -> {target}", f"{address}: {link.error}",
-                          look if withheld else f"{look}   (then see firewall of {target})")
+            findings.fail(
+                f"{source} -> {target}",
+                f"{address}: {link.error}",
+                look if withheld else f"{look}   (then see firewall of {target})",
+            )
     return f"{len(evidence.links)} ways, each tried on a fresh port"
 
 
@@ -122,9 +132,12 @@ def speed(evidence: Evidence, findings: Findings) -> str:
         if link.bandwidth < SLOW_WARN or link.latency_s > LATE_WARN_S:
             bad = link.bandwidth < SLOW_FAIL or link.latency_s > LATE_FAIL_S
             look = "route -n get" if source in evidence.macs else "ip route get"
-            findings.add("fail" if bad else "warn", f"{source} -> {target}", _speed(link.bandwidth, link.latency_s),
-                         evidence.on(source, f"{look} {evidence.host(target).address}")
-                         + "   (is that the fast interface?)")
+            findings.add(
+                "fail" if bad else "warn",
+                f"{source} -> {target}",
+                _speed(link.bandwidth, link.latency_s),
+                evidence.on(source, f"{look} {evidence.host(target).address}") + "   (is that the fast interface?)",
+            )
     worst = min(link.bandwidth for link in links.values()), max(link.latency_s for link in links.values())
     return f"at least {_speed(*worst)}"
 
@@ -148,9 +161,13 @@ def collective(evidence: Evidence, findings: Findings) -> str:
     slowest: dict[int, float] = {}
     for name, times in evidence.collected.items():
         if times.error:
-            findings.fail(name, f"{evidence.backend}: {times.error}", "wait 30 s and run this again; if it stays, "
-                          "restart the machines (RDMA resources may be stuck)" if jaccl else
-                          "see `reachable` and `firewall` above; then run this again")
+            findings.fail(
+                name,
+                f"{evidence.backend}: {times.error}",
+                "wait 30 s and run this again; if it stays, restart the machines (RDMA resources may be stuck)"
+                if jaccl
+                else "see `reachable` and `firewall` above; then run this again",
+            )
         for size, seconds in times.latency_s.items():
             slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
     shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))

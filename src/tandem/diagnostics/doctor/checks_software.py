@@ -24,13 +24,17 @@ def versions(evidence: Evidence, findings: Findings) -> str:
             if version is None:
                 findings.fail(name, f"{package} is not installed", _install(evidence, name, package, wanted))
             elif version != wanted:
-                findings.fail(name, f"{package} is {version}, on {evidence.here} {wanted}",
-                              _install(evidence, name, package, wanted))
+                findings.fail(
+                    name, f"{package} is {version}, on {evidence.here} {wanted}", _install(evidence, name, package, wanted)
+                )
     for name, facts in evidence.facts.items():
         if facts.outputs.get("translated", "").strip() == "1":
-            findings.fail(name, "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon",
-                          evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
-                          + "   (then make the environment anew with it)")
+            findings.fail(
+                name,
+                "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon",
+                evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
+                + "   (then make the environment anew with it)",
+            )
     first = next(iter(evidence.facts.values())).versions
     return ", ".join(f"{name} {value}" for name, value in first.items())
 
@@ -69,8 +73,7 @@ def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, finding
     if evidence.weights_from_head and name != evidence.here:
         findings.add("ok", name, f"{detail}; it gets its part from {evidence.here}")
     elif is_hub_id(named) or named == "demo":  # a hub model comes by itself, if slowly
-        findings.add("warn" if is_hub_id(named) else "fail", name, detail,
-                     evidence.on(name, f"tandem model get {named}"))
+        findings.add("warn" if is_hub_id(named) else "fail", name, detail, evidence.on(name, f"tandem model get {named}"))
     else:
         findings.fail(name, detail, _copy(evidence, name))
 
@@ -89,8 +92,14 @@ def _different(evidence: Evidence, copies: Mapping[str, ModelFacts], findings: F
 
 
 def _copy(evidence: Evidence, name: str) -> str:
-    source = next((facts.model.path for facts in (evidence.facts.get(evidence.here),)
-                   if facts is not None and facts.model is not None and facts.model.path), evidence.model)
+    source = next(
+        (
+            facts.model.path
+            for facts in (evidence.facts.get(evidence.here),)
+            if facts is not None and facts.model is not None and facts.model.path
+        ),
+        evidence.model,
+    )
     if name == evidence.here:
         return f"name a model that is on {name}"
     return f"rsync -a {source}/ {name}:{source}/   (or serve with --weights-from head)"
@@ -109,7 +118,10 @@ def memory(evidence: Evidence, findings: Findings) -> str:
             remedy = planned.command + (f"   ({planned.remedies[0]})" if planned.remedies else "")
             findings.fail(name, f"{text}, may use {need.budget / GIB:.2f} GiB", remedy)
         elif need.needed > free:
-            findings.warn(name, f"{text}, {free / GIB:.2f} GiB are free just now",
-                          evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)")
+            findings.warn(
+                name,
+                f"{text}, {free / GIB:.2f} GiB are free just now",
+                evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)",
+            )
     most = max(need.needed / need.budget for need in planned.needs.values())
     return f"{planned.label}: at most {most:.0%} of what a machine may use"

@@ -39,14 +39,25 @@ RAY = Check("ray", checks_hosts.ray, checks_hosts.no_ray)
 SSH = Check("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
 RDMA = Check("rdma", checks_apple.rdma, checks_apple.no_rdma)
 CHECKS = (
-    RAY, SSH, Check("versions", checks_software.versions), Check("model", checks_software.model),
-    Check("memory", checks_software.memory), Check("hostname", checks_hosts.hostname, several),
-    Check("clock", checks_hosts.clock, checks_hosts.single_clock), Check("ports", checks_hosts.ports),
-    Check("firewall", checks_hosts.firewall), Check("subnets", checks_links.subnets),
-    Check("reachable", checks_links.reachable, several), Check("speed", checks_links.speed, checks_links.no_link),
+    RAY,
+    SSH,
+    Check("versions", checks_software.versions),
+    Check("model", checks_software.model),
+    Check("memory", checks_software.memory),
+    Check("hostname", checks_hosts.hostname, several),
+    Check("clock", checks_hosts.clock, checks_hosts.single_clock),
+    Check("ports", checks_hosts.ports),
+    Check("firewall", checks_hosts.firewall),
+    Check("subnets", checks_links.subnets),
+    Check("reachable", checks_links.reachable, several),
+    Check("speed", checks_links.speed, checks_links.no_link),
     Check("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
-    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs), RDMA, Check("fences", checks_apple.fences, macs),
-    Check("power", checks_apple.power, macs), Check("all_sum", checks_links.collective, checks_links.no_sum))
+    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs),
+    RDMA,
+    Check("fences", checks_apple.fences, macs),
+    Check("power", checks_apple.power, macs),
+    Check("all_sum", checks_links.collective, checks_links.no_sum),
+)
 """All checks, in the order in which things should be mended."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
@@ -105,8 +116,15 @@ class _Examination:
         self._question = question
         self._say = on_progress
         self._probes, self._links = probes, probes.links
-        self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
-                                  question.variables, question.weights_from_head, ray=question.ray)
+        self._evidence = Evidence(
+            list(question.hosts) or [Host(HERE)],
+            HERE,
+            question.backend,
+            question.model,
+            question.variables,
+            question.weights_from_head,
+            ray=question.ray,
+        )
 
     def run(self) -> Evidence:
         evidence = self._evidence
@@ -169,6 +187,7 @@ class _Examination:
 
     def _tell_times(self) -> None:
         """Compare clocks with this machine's; the quickest answer is the most exact."""
+
         def ask(name: str) -> Clock:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
@@ -216,15 +235,16 @@ class _Examination:
         if lacking or any(finding.verdict == "fail" for finding in RDMA.findings(evidence)):
             return
         self._say(f"adding over {len(ranks)} ranks ({question.backend})")
-        task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
-                                   iterations=ROUNDS)
+        task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES), iterations=ROUNDS)
         try:
             times = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
         except ProbeLost as error:
             times = [RankTimes(error=error.message)] * len(ranks)
         late = f"no sum within {COLLECTIVE_S:g} s"
-        evidence.collected = {host.name: structs.replace(answer, error=late) if answer.error == LATE else answer
-                              for host, answer in zip(ranks, times, strict=True)}
+        evidence.collected = {
+            host.name: structs.replace(answer, error=late) if answer.error == LATE else answer
+            for host, answer in zip(ranks, times, strict=True)
+        }
 
     def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
         """Call `ask` for each of the machines, side by side."""
@@ -315,8 +335,10 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
     """Return the machines of a hosts file; one that stands there several times carries as many ranks."""
     ranks = Counter(entry.ssh for entry in file.hosts)
     first = {entry.ssh: entry for entry in reversed(file.hosts)}
-    return [Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
-            for name, entry in ((name, first[name]) for name in ranks)]
+    return [
+        Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
+        for name, entry in ((name, first[name]) for name in ranks)
+    ]
 
 
 def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list[Host]:
@@ -324,6 +346,5 @@ def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list
     hosts: dict[str, Host] = {}
     for node in nodes:
         if not node.trouble and node.address not in hosts:
-            hosts[node.address] = Host(node.address, node.address, ranks=node.units(node.total),
-                                      command=commands[node.node_id])
+            hosts[node.address] = Host(node.address, node.address, ranks=node.units(node.total), command=commands[node.node_id])
     return list(hosts.values())

@@ -61,13 +61,21 @@ def gather(request: GatherFacts) -> Facts:
     if system == "Linux":
         memory, available = _meminfo(memory)
     return Facts(
-        hostname=hostname, hostname_addresses=_resolve(hostname), system=system,
-        executable=os.path.realpath(sys.executable), root=os.geteuid() == 0,
-        chip=chip() or platform.machine(), memory_bytes=memory, available_bytes=available,
-        mlx_bytes=_mlx_bytes(system), versions=installed(), outputs=outputs,
+        hostname=hostname,
+        hostname_addresses=_resolve(hostname),
+        system=system,
+        executable=os.path.realpath(sys.executable),
+        root=os.geteuid() == 0,
+        chip=chip() or platform.machine(),
+        memory_bytes=memory,
+        available_bytes=available,
+        mlx_bytes=_mlx_bytes(system),
+        versions=installed(),
+        outputs=outputs,
         variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
-        model=look_at(request.model, full_hash=request.full_hash) if request.model else None)
+        model=look_at(request.model, full_hash=request.full_hash) if request.model else None,
+    )
 
 
 def _resolve(name: str) -> list[str]:

@@ -48,8 +48,12 @@ def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
         weight_files(path)
     except BrokenModel as error:
         problem = error.message
-    return ModelFacts(str(path), problem, {file.name: digest(file, full=full_hash) for file in files},
-                      sum(file.stat().st_size for file in files))
+    return ModelFacts(
+        str(path),
+        problem,
+        {file.name: digest(file, full=full_hash) for file in files},
+        sum(file.stat().st_size for file in files),
+    )
 
 
 def digest(path: Path, *, full: bool = False) -> str:

@@ -49,19 +49,22 @@ def interfaces(facts: Facts) -> list[Interface]:
     """Return a machine's interfaces that are up, from `ip -j addr` or `ifconfig -a`."""
     if facts.system == "Darwin":
         kinds = _hardware_kinds(facts.outputs.get("hardware_ports", ""))
-        return [replace(interface, kind=interface.kind or kinds.get(interface.name, ""),
-                        point_to_point=_is_pair(interface.networks))
-                for interface in _ifconfig(facts.outputs.get("ifconfig", ""))]
-    return [_linux_interface(entry) for entry in _json_list(facts.outputs.get("addresses", ""))
-            if "UP" in entry.get("flags", [])]
+        return [
+            replace(interface, kind=interface.kind or kinds.get(interface.name, ""), point_to_point=_is_pair(interface.networks))
+            for interface in _ifconfig(facts.outputs.get("ifconfig", ""))
+        ]
+    return [_linux_interface(entry) for entry in _json_list(facts.outputs.get("addresses", "")) if "UP" in entry.get("flags", [])]
 
 
 def gateways(facts: Facts) -> list[Gateway]:
     """Return a machine's default gateways, from `ip -j route` or `netstat -rn`."""
     if facts.system != "Darwin":
         routes = _json_list(facts.outputs.get("routes", ""))
-        return [Gateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", "")) for route in routes
-                if route.get("dst") == "default" and _is_ipv4(route.get("gateway", ""))]
+        return [
+            Gateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", ""))
+            for route in routes
+            if route.get("dst") == "default" and _is_ipv4(route.get("gateway", ""))
+        ]
     defaults = []
     for line in facts.outputs.get("routes", "").splitlines():
         words = line.split()
@@ -82,7 +85,7 @@ def rdma_devices(text: str | None) -> list[str]:
     """Return the devices that `ibv_devices` lists under its heading."""
     lines = (text or "").splitlines()
     rule = next((i for i, line in enumerate(lines) if line.strip().startswith("---")), None)
-    return [] if rule is None else [line.split()[0] for line in lines[rule + 1:] if line.split()]
+    return [] if rule is None else [line.split()[0] for line in lines[rule + 1 :] if line.split()]
 
 
 def rdma_port_states(text: str | None) -> dict[str, str]:
@@ -151,10 +154,20 @@ def _is_ipv4(text: str) -> bool:
 
 def _linux_interface(entry: dict[str, Any]) -> Interface:
     name = str(entry.get("ifname", ""))
-    networks = [ipaddress.IPv4Interface(f"{address['local']}/{address['prefixlen']}")
-                for address in entry.get("addr_info", []) if address.get("family") == "inet"]
-    kind = ("loopback" if "LOOPBACK" in entry.get("flags", []) else "wifi" if name.startswith("wl")
-            else "thunderbolt" if name.startswith("thunderbolt") else "")
+    networks = [
+        ipaddress.IPv4Interface(f"{address['local']}/{address['prefixlen']}")
+        for address in entry.get("addr_info", [])
+        if address.get("family") == "inet"
+    ]
+    kind = (
+        "loopback"
+        if "LOOPBACK" in entry.get("flags", [])
+        else "wifi"
+        if name.startswith("wl")
+        else "thunderbolt"
+        if name.startswith("thunderbolt")
+        else ""
+    )
     return Interface(name, networks, kind, point_to_point=_is_pair(networks))
 
 
@@ -168,8 +181,10 @@ def _ifconfig(text: str) -> list[Interface]:
         head = re.match(r"([\w.]+): flags=\w+<([^>]*)>", block)
         if head is None or "UP" not in head[2].split(",") or "status: inactive" in block:
             continue
-        networks = [ipaddress.IPv4Interface(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}")
-                    for address, mask in re.findall(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", block, re.MULTILINE)]
+        networks = [
+            ipaddress.IPv4Interface(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}")
+            for address, mask in re.findall(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", block, re.MULTILINE)
+        ]
         members = re.findall(r"^\s+member: (\S+)", block, re.MULTILINE)
         there.append(Interface(head[1], networks, "loopback" if "LOOPBACK" in head[2] else "", members))
     return there
@@ -179,8 +194,13 @@ def _hardware_kinds(text: str) -> dict[str, str]:
     """Return interface -> kind, from `networksetup -listallhardwareports`."""
     kinds = {}
     for port, device in re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text):
-        kinds[device] = ("wifi" if "Wi-Fi" in port or "AirPort" in port else
-                         "thunderbolt" if port.startswith("Thunderbolt") and "Ethernet" not in port else "ethernet")
+        kinds[device] = (
+            "wifi"
+            if "Wi-Fi" in port or "AirPort" in port
+            else "thunderbolt"
+            if port.startswith("Thunderbolt") and "Ethernet" not in port
+            else "ethernet"
+        )
     return kinds
 
 
@@ -204,8 +224,7 @@ def _nft(text: str, root: bool) -> FirewallState:
             return FirewallState("nftables", True, f"chain {key} drops what no rule accepts", key)
     for entry in entries:
         rule = entry.get("rule", {})
-        if rule and _chain(rule, "chain") in inputs and any(
-                "drop" in part or "reject" in part for part in rule.get("expr", [])):
+        if rule and _chain(rule, "chain") in inputs and any("drop" in part or "reject" in part for part in rule.get("expr", [])):
             key = _chain(rule, "chain")
             return FirewallState("nftables", True, f"a rule of chain {key} drops packets", key)
     return FirewallState("nftables", False, "drops nothing that comes in")

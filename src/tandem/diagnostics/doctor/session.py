@@ -47,8 +47,10 @@ class ProbeLink(HostProcess):
         self.name = name
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: list[str] = []
-        self._readers += [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
-                          start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
+        self._readers += [
+            start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
+            start_thread(self._read_errors, name="errors", on_failure=lambda _: None),
+        ]
 
     def _read(self) -> None:
         assert self._process.stdout is not None

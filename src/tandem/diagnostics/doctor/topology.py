@@ -32,16 +32,18 @@ def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
     for end in text.split("="):
         host, _, interface = end.rpartition(":")
         if host not in hosts or not interface:
-            raise ConfigError(f"--cable {text}: write HOST:INTERFACE=HOST:INTERFACE with hosts of {', '.join(hosts)}",
-                              param="cable")
+            raise ConfigError(
+                f"--cable {text}: write HOST:INTERFACE=HOST:INTERFACE with hosts of {', '.join(hosts)}", param="cable"
+            )
         ends.append((host, interface))
     if len(ends) != 2 or ends[0][0] == ends[1][0]:
         raise ConfigError(f"--cable {text}: a cable has two ends, on two hosts", param="cable")
     return Cable(ends[0], ends[1])
 
 
-def address_cables(cables: Sequence[Cable], machines: Mapping[str, Sequence[Interface]]) -> dict[
-        str, list[tuple[str, ipaddress.IPv4Interface]]]:
+def address_cables(
+    cables: Sequence[Cable], machines: Mapping[str, Sequence[Interface]]
+) -> dict[str, list[tuple[str, ipaddress.IPv4Interface]]]:
     """Return for each host the address of each cabled interface, in subnets that clash with nothing.
 
     Raises ConfigError for an interface that is named twice.
@@ -73,16 +75,26 @@ def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Inter
     cabled = {name: _cabled(machines[name], machines[order[index - 1]]) for index, name in enumerate(order)}
     if None not in cabled.values():
         return {name: str(address) for name, address in cabled.items()}
-    shared = [(speed, network) for speed, network in _subnets(machines[order[0]])
-              if all(any(network == other for _, other in _subnets(machines[name])) for name in order)]
+    shared = [
+        (speed, network)
+        for speed, network in _subnets(machines[order[0]])
+        if all(any(network == other for _, other in _subnets(machines[name])) for name in order)
+    ]
     if not shared:
-        raise LayoutError(f"there is no subnet that {', '.join(order)} all are in, nor a cable between every two "
-                          "neighbours; see `tandem doctor`, or name cables with --cable", param="hosts")
-    slowest = {network: max(speed for name in order for speed, other in _subnets(machines[name]) if other == network)
-               for _, network in shared}
+        raise LayoutError(
+            f"there is no subnet that {', '.join(order)} all are in, nor a cable between every two "
+            "neighbours; see `tandem doctor`, or name cables with --cable",
+            param="hosts",
+        )
+    slowest = {
+        network: max(speed for name in order for speed, other in _subnets(machines[name]) if other == network)
+        for _, network in shared
+    }
     best = min(slowest, key=lambda network: (slowest[network], str(network)))
-    return {name: str(next(network.ip for interface in machines[name] for network in interface.networks
-                           if network.network == best)) for name in order}
+    return {
+        name: str(next(network.ip for interface in machines[name] for network in interface.networks if network.network == best))
+        for name in order
+    }
 
 
 def _usable(there: Iterable[Interface]) -> list[Interface]:
@@ -90,15 +102,22 @@ def _usable(there: Iterable[Interface]) -> list[Interface]:
 
 
 def _subnets(there: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Network]]:
-    return [(RANK.get(interface.kind, 1), network.network)
-            for interface in _usable(there) for network in interface.networks]
+    return [(RANK.get(interface.kind, 1), network.network) for interface in _usable(there) for network in interface.networks]
 
 
 def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.IPv4Address | None:
     """Return the address of `here` on a cable to `there`."""
     others = {network.network for cable in _usable(there) if cable.point_to_point for network in cable.networks}
-    return next((network.ip for cable in _usable(here) if cable.point_to_point for network in cable.networks
-                 if network.network in others), None)
+    return next(
+        (
+            network.ip
+            for cable in _usable(here)
+            if cable.point_to_point
+            for network in cable.networks
+            if network.network in others
+        ),
+        None,
+    )
 
 
 def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network]) -> tuple[str, str]:

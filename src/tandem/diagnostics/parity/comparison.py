@@ -63,14 +63,21 @@ def member_settings(settings: Settings, process_group: MlxRank) -> Settings:
         parallel = replace(parallel, pipeline_parallel_size=process_group.size)
     sizes = stage_sizes(parallel)
     if sum(sizes) != process_group.size:
-        raise LayoutError(f"mlx.launch started {process_group.size} ranks, the layout has {sum(sizes)}; start as many, or "
-                          "change --pipeline-parallel-size or --tensor-parallel-size", param="pipeline_parallel_size")
+        raise LayoutError(
+            f"mlx.launch started {process_group.size} ranks, the layout has {sum(sizes)}; start as many, or "
+            "change --pipeline-parallel-size or --tensor-parallel-size",
+            param="pipeline_parallel_size",
+        )
     if len(sizes) > 1 and max(sizes) > 1:
-        raise LayoutError("mlx.launch makes one MLX group, and tensor with pipeline parallelism needs one for each "
-                          "stage; run `tandem parity` without mlx.launch", param="tensor_parallel_size")
+        raise LayoutError(
+            "mlx.launch makes one MLX group, and tensor with pipeline parallelism needs one for each "
+            "stage; run `tandem parity` without mlx.launch",
+            param="tensor_parallel_size",
+        )
     if len(sizes) > 1 and (not process_group.ring or parallel.channel == "tcp"):
-        raise LayoutError("under mlx.launch MLX's ring joins the stages; start with --backend ring, and leave out "
-                          "--channel", param="channel")
+        raise LayoutError(
+            "under mlx.launch MLX's ring joins the stages; start with --backend ring, and leave out --channel", param="channel"
+        )
     if len(sizes) > 1:
         parallel = replace(parallel, channel="mlx")
     elif parallel.backend == "auto":
@@ -114,8 +121,11 @@ class Comparison:
         reference = None
         if process_group.rank == 0:
             if not self.path.exists():
-                raise ConfigError(f"there is no reference at {self.path}; first run `tandem parity` with the same "
-                                  "model and options, but without mlx.launch", param="reference")
+                raise ConfigError(
+                    f"there is no reference at {self.path}; first run `tandem parity` with the same "
+                    "model and options, but without mlx.launch",
+                    param="reference",
+                )
             reference = self._read()
         prepare_cuda()
         library = preload_blas(self.settings.parallel.blas)
@@ -130,8 +140,12 @@ class Comparison:
         if self.named and self.path.exists():
             return self._read()
         chosen = self.settings.parallel
-        alone = replace(self.settings, parallel=ParallelSettings(
-            executor="cluster", blas=chosen.blas, device=chosen.device, threads_per_rank=chosen.threads_per_rank))
+        alone = replace(
+            self.settings,
+            parallel=ParallelSettings(
+                executor="cluster", blas=chosen.blas, device=chosen.device, threads_per_rank=chosen.threads_per_rank
+            ),
+        )
         recording = run_layout(alone, plan_layout(alone), self.workload)
         write(self.path, recording, self.identity)
         self.note(f"reference of the single process written to {self.path}")
@@ -149,8 +163,10 @@ class Comparison:
         if reference.gpu != recording.gpu:
             self.note("the reference and the layout were computed on different kinds of device")
         verdict = compare(reference, recording, tolerance)
-        self.note(f"{verdict.positions} positions, {recording.dtype}, stages of {sizes} ranks, tolerance {tolerance:g} "
-                  "of the largest logit")
+        self.note(
+            f"{verdict.positions} positions, {recording.dtype}, stages of {sizes} ranks, tolerance {tolerance:g} "
+            "of the largest logit"
+        )
         for remark in verdict.remarks:
             self.note(remark)
         return verdict
@@ -160,17 +176,20 @@ def prepare(settings: Settings, options: Options, process_group: MlxRank | None 
             ) -> Comparison:  # fmt: skip
     """Plan the layout and the workload. Raises UsageError."""
     if not launcher_kind(settings.parallel).here:
-        raise ConfigError("parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and "
-                          "--hostfile", param="launcher")
+        raise ConfigError(
+            "parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and --hostfile", param="launcher"
+        )
     if settings.parallel.executor == "inline":
-        raise ConfigError("--executor inline: parity runs every rank in a process of its own; leave it out",
-                          param="executor")
+        raise ConfigError("--executor inline: parity runs every rank in a process of its own; leave it out", param="executor")
     if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
         raise ConfigError(f"--tolerance {options.tolerance}: must be at least 0", param="tolerance")
-    settings = replace(settings, process=replace(settings.process, log_level="WARNING"),
-                       parallel=replace(settings.parallel, executor="cluster"),
-                       # With quantised KV the same sums in another order can give another code: no two layouts agree.
-                       scheduler=replace(settings.scheduler, kv_dtype="auto"))
+    settings = replace(
+        settings,
+        process=replace(settings.process, log_level="WARNING"),
+        parallel=replace(settings.parallel, executor="cluster"),
+        # With quantised KV the same sums in another order can give another code: no two layouts agree.
+        scheduler=replace(settings.scheduler, kv_dtype="auto"),
+    )
     if process_group is not None:
         settings = member_settings(settings, process_group)
     layout = plan_layout(settings)
@@ -180,13 +199,22 @@ def prepare(settings: Settings, options: Options, process_group: MlxRank | None 
     else:
         tokenizer = load_tokenizer(layout.files, trust_remote_code=settings.model.trust_remote_code)
         prompts = read_prompts(Path(options.prompts), tokenizer.encode)
-    workload = checked_workload(prompts, tokens=options.tokens, prefill_chunk=options.prefill_chunk,
-                                vocab_size=vocabulary, max_context=layout.max_context)
+    workload = checked_workload(
+        prompts, tokens=options.tokens, prefill_chunk=options.prefill_chunk, vocab_size=vocabulary, max_context=layout.max_context
+    )
     identity = describe(layout.files, workload)
     named = Path(options.reference).expanduser() if options.reference else None
     path = named or default_path(layout.files, identity, settings.model.dtype, settings.model.dequantize)
-    return Comparison(settings=settings, layout=layout, workload=workload, identity=identity, path=path,
-                      named=named is not None, tolerance=options.tolerance, note=note)
+    return Comparison(
+        settings=settings,
+        layout=layout,
+        workload=workload,
+        identity=identity,
+        path=path,
+        named=named is not None,
+        tolerance=options.tolerance,
+        note=note,
+    )
 
 
 @dataclass(frozen=True)
@@ -219,14 +247,19 @@ def compare(reference: Recording, recording: Recording, tolerance: float) -> Ver
     were computed in different types.
     """
     if reference.dtype != recording.dtype:
-        raise ConfigError(f"the reference was computed in {reference.dtype}, the layout in {recording.dtype}; give "
-                          "both the same --dtype", param="dtype")
+        raise ConfigError(
+            f"the reference was computed in {reference.dtype}, the layout in {recording.dtype}; give both the same --dtype",
+            param="dtype",
+        )
     scale = max(float(np.abs(logits).max()) for logits in reference.logits)
     worst, positions, remarks, equal = 0.0, 0, [], True
     for i, (expected, mine) in enumerate(zip(reference.logits, recording.logits, strict=True)):
         if expected.shape != mine.shape:
-            raise ConfigError(f"prompt {i + 1} has logits {expected.shape} in the reference and {mine.shape} in the "
-                              "layout; make the reference again", param="reference")
+            raise ConfigError(
+                f"prompt {i + 1} has logits {expected.shape} in the reference and {mine.shape} in the "
+                "layout; make the reference again",
+                param="reference",
+            )
         shared, remark, tie = _tokens(reference, recording, i, 2 * tolerance * scale)
         equal &= tie
         remarks += [remark] if remark else []
@@ -250,7 +283,12 @@ def _tokens(reference: Recording, recording: Recording, prompt: int, open_within
         return shared, "", True
     row = reference.logits[prompt][reference.logits[prompt].shape[0] - len(expected) + shared]
     gap = float(row[expected[shared]] - row[mine[shared]])
-    what = (f"prompt {prompt + 1}: token {shared + 1} is {expected[shared]} in the reference and {mine[shared]} in the "
-            f"layout, whose logits are {gap:.3g} apart")
-    return (shared, f"{what}: a tie, compared up to there", True) if gap <= open_within and open_within > 0 else (
-        shared, what, False)
+    what = (
+        f"prompt {prompt + 1}: token {shared + 1} is {expected[shared]} in the reference and {mine[shared]} in the "
+        f"layout, whose logits are {gap:.3g} apart"
+    )
+    return (
+        (shared, f"{what}: a tie, compared up to there", True)
+        if gap <= open_within and open_within > 0
+        else (shared, what, False)
+    )

@@ -139,8 +139,15 @@ def run_member(layout: RankGroupLayout, rank: int, workload: Workload) -> Record
     return split_rows(rows, tokens, workload, dtype=dtype, gpu=ready.gpu)
 
 
-def _hand_over(link: RingLink, spec: StageSpec, layout: RankGroupLayout, workload: Workload, rows: np.ndarray | None,
-               tokens: list[list[int]], dtype: str) -> tuple[np.ndarray | None, list[list[int]], str]:
+def _hand_over(
+    link: RingLink,
+    spec: StageSpec,
+    layout: RankGroupLayout,
+    workload: Workload,
+    rows: np.ndarray | None,
+    tokens: list[list[int]],
+    dtype: str,
+) -> tuple[np.ndarray | None, list[list[int]], str]:
     """Send the recording from the last stage to the first, its neighbour in the ring; other ranks return at once."""
     if rows is not None:
         flat = [token for answer in tokens for token in answer]
@@ -152,6 +159,6 @@ def _hand_over(link: RingLink, spec: StageSpec, layout: RankGroupLayout, workloa
         kind, *flat = cast("list[int]", link.receive((1 + count * workload.tokens,), mx.int32, _END).tolist())
         positions = sum(workload.rows(i) for i in range(count))
         rows = np.array(link.receive((positions, layout.description.vocab_size), mx.float32, _END))
-        tokens = [flat[i * workload.tokens:(i + 1) * workload.tokens] for i in range(count)]
+        tokens = [flat[i * workload.tokens : (i + 1) * workload.tokens] for i in range(count)]
         dtype = _DTYPES[kind]
     return rows, tokens, dtype

@@ -55,8 +55,7 @@ class Recording:
     """Computed on a GPU."""
 
 
-def split_rows(rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: Workload, *, dtype: str,
-               gpu: bool) -> Recording:
+def split_rows(rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: Workload, *, dtype: str, gpu: bool) -> Recording:
     """Return a recording from the logits [positions of all prompts, vocabulary] that came one after the other."""
     ends = np.cumsum([workload.rows(i) for i in range(len(workload.prompts))])
     if rows.shape[0] != ends[-1]:
@@ -79,8 +78,12 @@ def fingerprint(files: ModelFiles) -> str:
 
 def describe(files: ModelFiles, workload: Workload) -> dict[str, object]:
     """Return what a reference must have been made for to be comparable."""
-    return {"fingerprint": fingerprint(files), "prompts": [list(prompt) for prompt in workload.prompts],
-            "tokens": workload.tokens, "prefill_chunk": workload.prefill_chunk}
+    return {
+        "fingerprint": fingerprint(files),
+        "prompts": [list(prompt) for prompt in workload.prompts],
+        "tokens": workload.tokens,
+        "prefill_chunk": workload.prefill_chunk,
+    }
 
 
 def versions() -> dict[str, str]:
@@ -109,8 +112,7 @@ def write(path: Path, recording: Recording, identity: dict[str, object]) -> None
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise ConfigError(f"--reference {path}: cannot be written: {error.strerror or error}",
-                          param="reference") from error
+        raise ConfigError(f"--reference {path}: cannot be written: {error.strerror or error}", param="reference") from error
 
 
 def read(path: Path, identity: dict[str, object]) -> tuple[Recording, dict[str, object]]:
@@ -124,14 +126,20 @@ def read(path: Path, identity: dict[str, object]) -> tuple[Recording, dict[str, 
             logits = [archive[f"logits_{i}"] for i in range(count)]
             recording = Recording(tokens, logits, str(metadata["dtype"]), bool(metadata["gpu"]))
     except OSError as error:
-        raise ConfigError(f"--reference {path}: cannot be read: {error.strerror or error}",
-                          param="reference") from error
+        raise ConfigError(f"--reference {path}: cannot be read: {error.strerror or error}", param="reference") from error
     except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ConfigError(f"--reference {path}: is not a reference that `tandem parity` wrote: {error}",
-                          param="reference") from error
-    for name, words in (("fingerprint", "another model"), ("prompts", "other prompts"), ("tokens", "another --tokens"),
-                        ("prefill_chunk", "another --prefill-chunk")):
+        raise ConfigError(
+            f"--reference {path}: is not a reference that `tandem parity` wrote: {error}", param="reference"
+        ) from error
+    for name, words in (
+        ("fingerprint", "another model"),
+        ("prompts", "other prompts"),
+        ("tokens", "another --tokens"),
+        ("prefill_chunk", "another --prefill-chunk"),
+    ):
         if metadata.get(name) != identity[name]:
-            raise ConfigError(f"--reference {path}: was made for {words}; give the same options as then, or name a "
-                              "file that is not there yet", param="reference")
+            raise ConfigError(
+                f"--reference {path}: was made for {words}; give the same options as then, or name a file that is not there yet",
+                param="reference",
+            )
     return recording, metadata

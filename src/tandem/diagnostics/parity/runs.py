@@ -79,8 +79,9 @@ def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[in
     try:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read: {getattr(error, 'strerror', None) or error}",
-                          param="prompts") from error
+        raise ConfigError(
+            f"--prompts {path}: cannot be read: {getattr(error, 'strerror', None) or error}", param="prompts"
+        ) from error
     if not lines:
         raise ConfigError(f"--prompts {path}: has no lines; write one prompt a line", param="prompts")
     return [_ids(line) or encode(line) for line in lines]
@@ -108,8 +109,11 @@ def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: in
         if not all(0 <= token < vocab_size for token in prompt):
             raise ConfigError(f"prompt {i + 1} has token ids outside of 0..{vocab_size - 1}", param="prompts")
         if len(prompt) + tokens > max_context:
-            raise ConfigError(f"prompt {i + 1} of {len(prompt)} tokens and {tokens} more exceed the context of "
-                              f"{max_context}; shorten it, or lower --tokens or --prefill-chunk", param="prompts")
+            raise ConfigError(
+                f"prompt {i + 1} of {len(prompt)} tokens and {tokens} more exceed the context of "
+                f"{max_context}; shorten it, or lower --tokens or --prefill-chunk",
+                param="prompts",
+            )
     return Workload(prompts=tuple(map(tuple, prompts)), tokens=tokens, prefill_chunk=prefill_chunk)
 
 
@@ -119,9 +123,13 @@ def run_layout(settings: Settings, layout: RankGroupLayout, workload: Workload) 
         path = Path(directory) / "logits"
         parallel = settings.parallel
         launcher = RecordingLauncher(parallel.threads_per_rank or THREADS, path, uses_cuda(parallel.device))
-        executor = ClusterExecutor(list(layout.ranks), launcher, start_timeout_s=settings.scheduler.start_timeout,
-                                   step_timeout_s=settings.scheduler.step_timeout,
-                                   rejoin_timeout_s=settings.scheduler.rejoin_timeout)
+        executor = ClusterExecutor(
+            list(layout.ranks),
+            launcher,
+            start_timeout_s=settings.scheduler.start_timeout,
+            step_timeout_s=settings.scheduler.step_timeout,
+            rejoin_timeout_s=settings.scheduler.rejoin_timeout,
+        )
         try:
             ready = executor.start()
             tokens = run_prompts(executor, layout, workload, layout.ranks)
@@ -131,8 +139,7 @@ def run_layout(settings: Settings, layout: RankGroupLayout, workload: Workload) 
         return split_rows(rows, tokens, workload, dtype=path.with_suffix(".dtype").read_text(), gpu=ready[0].gpu)
 
 
-def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload,
-                ranks: Sequence[StageSpec]) -> list[list[int]]:
+def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload, ranks: Sequence[StageSpec]) -> list[list[int]]:
     """Return the greedy tokens of each prompt. Alone in its batch, a prompt is computed alike in all layouts.
 
     `ranks`: those that report to `executor`.
@@ -149,9 +156,17 @@ def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload,
 
 def _limits(layout: RankGroupLayout, workload: Workload) -> Limits:
     longest = max(len(prompt) for prompt in workload.prompts) + workload.tokens
-    return Limits(micro_batches=layout.micro_batches, max_batch_size=layout.micro_batches, prefill_chunk=workload.prefill_chunk,
-                  kv_tokens=longest, max_context=layout.max_context, max_queued_requests=1, max_queue_tokens=longest,
-                  eos_token_ids=frozenset(), vocab_size=layout.description.vocab_size)
+    return Limits(
+        micro_batches=layout.micro_batches,
+        max_batch_size=layout.micro_batches,
+        prefill_chunk=workload.prefill_chunk,
+        kv_tokens=longest,
+        max_context=layout.max_context,
+        max_queued_requests=1,
+        max_queue_tokens=longest,
+        eos_token_ids=frozenset(),
+        vocab_size=layout.description.vocab_size,
+    )
 
 
 def _request(prompt: Sequence[int], tokens: int) -> EngineRequest:

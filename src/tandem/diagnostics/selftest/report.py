@@ -62,8 +62,7 @@ MACHINE = "machine"
 """The check whose figures say what machine it was."""
 HEAD = ("system", "processor", "cores", "device", "memory GiB", "GPU memory GiB", "python", "mlx", "mlx-lm")
 EXIT_OK, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 3
-SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply": "does not apply",
-                             "no answer": "**no answer**"}
+SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply": "does not apply", "no answer": "**no answer**"}
 
 
 VARIABLES = ("MLX_", "TANDEM_", "CUDA_", "OMP_", "OPENBLAS_", "METAL_")
@@ -76,11 +75,15 @@ def facts() -> Figures:
     set_here = sorted(name for name in variables() if name.startswith(VARIABLES))
     return {
         "system": f"{platform.system()} {_system_version()}".strip(),
-        "processor": chip() or platform.machine(), "cores": os.cpu_count() or 1, "device": device.name,
-        "gpu": device.gpu, "memory GiB": round(machine_memory() / 2**30, 1),
+        "processor": chip() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "device": device.name,
+        "gpu": device.gpu,
+        "memory GiB": round(machine_memory() / 2**30, 1),
         "GPU memory GiB": round(device.memory_bytes / 2**30, 1) if device.gpu else 0.0,
         **{name: version or "missing" for name, version in installed().items() if name != "tandem"},
-        "variables that are set": ", ".join(set_here)}
+        "variables that are set": ", ".join(set_here),
+    }
 
 
 def _system_version() -> str:
@@ -115,14 +118,24 @@ class Report(Struct, frozen=True, kw_only=True):
         return EXIT_OK if len(self.checks) == self.wanted else EXIT_UNFINISHED
 
 
-def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int,
-                names: Iterable[str]) -> Report:
+def make_report(
+    outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int, names: Iterable[str]
+) -> Report:
     """Return the report with redacted outcomes; the machine's facts are taken as they are."""
     known = list(names)
-    checks = [replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
-              for outcome in outcomes]
-    return Report(date=date, platform=platform_of(facts), machine={name: facts[name] for name in HEAD if name in facts},
-                  model=redacted(model, known), hosts=hosts, wanted=wanted, checks=checks)
+    checks = [
+        replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
+        for outcome in outcomes
+    ]
+    return Report(
+        date=date,
+        platform=platform_of(facts),
+        machine={name: facts[name] for name in HEAD if name in facts},
+        model=redacted(model, known),
+        hosts=hosts,
+        wanted=wanted,
+        checks=checks,
+    )
 
 
 def platform_of(facts: Figures) -> str:
@@ -139,16 +152,23 @@ def page(report: Report) -> str:
     counts = Counter(outcome.verdict for outcome in report.checks)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS if counts[verdict])
     left = report.wanted - len(report.checks)
-    lines = [f"# Self-test: {report.platform}", "",
-             f"{report.date}, Tandem {report.tandem}, model {report.model}"
-             f"{f', {report.hosts} hosts' if report.hosts else ''}: {summary}{f', {left} left' if left else ''}.", "",
-             "; ".join(f"{name} {value}" for name, value in report.machine.items()) + ".", "",
-             "| check | | s | found |", "|---|---|---|---|"]
+    lines = [
+        f"# Self-test: {report.platform}",
+        "",
+        f"{report.date}, Tandem {report.tandem}, model {report.model}"
+        f"{f', {report.hosts} hosts' if report.hosts else ''}: {summary}{f', {left} left' if left else ''}.",
+        "",
+        "; ".join(f"{name} {value}" for name, value in report.machine.items()) + ".",
+        "",
+        "| check | | s | found |",
+        "|---|---|---|---|",
+    ]
     for outcome in report.checks:
         title = titles[outcome.name].title if outcome.name in titles else outcome.name
         again = f" (attempt {outcome.attempts})" if outcome.attempts > 1 else ""
-        figures = [f"{name}: {_shown(value)}" for name, value in outcome.figures.items()
-                   if outcome.name != MACHINE or name not in HEAD]
+        figures = [
+            f"{name}: {_shown(value)}" for name, value in outcome.figures.items() if outcome.name != MACHINE or name not in HEAD
+        ]
         text = "; ".join(filter(None, [outcome.detail, *figures]))
         lines.append(f"| {title} | {SIGNS[outcome.verdict]}{again} | {outcome.seconds:g} | {_cell(text)} |")
     return "\n".join(lines) + "\n"

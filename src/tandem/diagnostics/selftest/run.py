@@ -74,8 +74,7 @@ class Journal:
         if not boots or name in self.outcomes:
             return None
         detail = RESTARTED if boots[-1] != self._boot else KILLED if len(boots) >= MOST_ATTEMPTS else ""
-        return Outcome(name=name, verdict="no answer", detail=detail, seconds=0.0,
-                       attempts=len(boots)) if detail else None
+        return Outcome(name=name, verdict="no answer", detail=detail, seconds=0.0, attempts=len(boots)) if detail else None
 
     def begin(self, name: str) -> int:
         """Note that a check begins; returns the number of the attempt, from 1."""
@@ -101,8 +100,9 @@ def _read(path: Path) -> Run | None:
         return None
 
 
-def run_checks(checks: Sequence[Check], journal: Journal, task: Task, *, seconds: float, listener: Listener,
-               module: str = MODULE) -> list[Outcome]:
+def run_checks(
+    checks: Sequence[Check], journal: Journal, task: Task, *, seconds: float, listener: Listener, module: str = MODULE
+) -> list[Outcome]:
     """Return the outcomes of those of `checks` that have ended, in their order; none begins after `seconds`.
 
     Outcomes of an earlier run are taken over. All checks get `task`; `module` is the entry point of their processes.
@@ -136,5 +136,11 @@ def make(check: Check, attempt: int, task: Task, module: str) -> Outcome:
             finding = process.finding(check.deadline_s)
     except SpawnError as error:
         return Outcome(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
-    return Outcome(name=check.name, verdict=finding.verdict, detail=finding.detail, figures=finding.figures,
-                   seconds=round(time.monotonic() - began, 1), attempts=attempt)
+    return Outcome(
+        name=check.name,
+        verdict=finding.verdict,
+        detail=finding.detail,
+        figures=finding.figures,
+        seconds=round(time.monotonic() - began, 1),
+        attempts=attempt,
+    )

@@ -51,8 +51,13 @@ def serving(model: str, *options: str, start_s: float = START_S) -> Iterator[Ser
     """Serve on a free port of loopback until the context ends. Raises TandemError when the server is not ready."""
     with tempfile.TemporaryFile() as log:
         words = ["serve", model, "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING", *options]
-        process = ChildProcess(MODULE, msgspec.json.encode(CommandTask(words=words)), env=child_environment(),
-                               name="tandem serve", output=log.fileno())
+        process = ChildProcess(
+            MODULE,
+            msgspec.json.encode(CommandTask(words=words)),
+            env=child_environment(),
+            name="tandem serve",
+            output=log.fileno(),
+        )
         try:
             yield Server(process, _ready(process, log, start_s))
         finally:
@@ -99,8 +104,9 @@ class BackgroundAnswer:
 
 def ask_in_background(server: Server, prompt: list[int], tokens: int) -> BackgroundAnswer:
     """Ask for a greedy answer of `tokens` tokens."""
-    target = Target(base_url=server.url, model="default", timeout_s=WAIT_S,
-                    body={"temperature": 0, "ignore_eos": True, "prompt": prompt})
+    target = Target(
+        base_url=server.url, model="default", timeout_s=WAIT_S, body={"temperature": 0, "ignore_eos": True, "prompt": prompt}
+    )
     job = Job("", tokens)
     answer = Timed(job, time.perf_counter())
 

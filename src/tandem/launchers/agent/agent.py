@@ -57,9 +57,14 @@ class Session:
         """Start `python -m program` for the head whose key is `owner`. `on_output` is called, in another thread, with
         what it writes, and in the end with nothing. Raises OSError."""
         self.owner = owner
-        self._process = subprocess.Popen(module_command(*program.split()), stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=child_environment(),
-                                         start_new_session=True)
+        self._process = subprocess.Popen(
+            module_command(*program.split()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=child_environment(),
+            start_new_session=True,
+        )
         self._on_output = on_output
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = self._written = 0
@@ -153,12 +158,27 @@ class Agent:
         self._beaten = 0.0
         keys = ClusterKeys(identity.public, identity.secret, "", "")
         try:
-            self._commands = _SessionSocket(agent.SessionRequest, keys, host, port, name="agent's port",
-                                            max_frame=MAX_FRAME, linger_ms=500, admits=self.admits)
+            self._commands = _SessionSocket(
+                agent.SessionRequest,
+                keys,
+                host,
+                port,
+                name="agent's port",
+                max_frame=MAX_FRAME,
+                linger_ms=500,
+                admits=self.admits,
+            )
             try:
                 self._pairs = HubSocket[agent.PairReply, agent.PairRequest](
-                    agent.PairRequest, None, host, port + 1 if port else 0, name="pairing port", max_frame=MAX_FRAME,
-                    linger_ms=500, keyless_s=LIFE_S)
+                    agent.PairRequest,
+                    None,
+                    host,
+                    port + 1 if port else 0,
+                    name="pairing port",
+                    max_frame=MAX_FRAME,
+                    linger_ms=500,
+                    keyless_s=LIFE_S,
+                )
             except TransportError:
                 self._commands.close()
                 raise
@@ -179,8 +199,7 @@ class Agent:
                 try:
                     received = self._commands.take()
                 except TransportError as error:
-                    seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this "
-                                   "version?", error)
+                    seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this version?", error)
                     continue
                 if received is None:
                     break
@@ -215,6 +234,7 @@ class Agent:
         if program is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
             reason = f"{message.program} cannot be started here"
         else:
+
             def pass_on(data: bytes) -> None:
                 self._commands.post(identity, agent.Data(data) if data else agent.Beat())  # either wakes this thread
 
@@ -241,8 +261,7 @@ class Agent:
                 self._look_at_keys()
                 log.info("paired with %s: it may run ranks here", head.name)
         if isinstance(reply, agent.PairRefused):
-            seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
-                           reply.reason)
+            seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again", reply.reason)
         with contextlib.suppress(TransportError):  # whoever asked has gone
             self._pairs.send(identity, reply)
 

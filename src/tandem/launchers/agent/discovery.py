@@ -33,16 +33,22 @@ class Announcement:
 
     def __init__(self, name: str, port: int, facts: Mapping[str, str], addresses: Sequence[str]) -> None:
         """`addresses` are this machine's. Raises UsageError when the name is taken or there is no network."""
-        self._info = ServiceInfo(SERVICE, f"{name}.{SERVICE}", port=port, server=f"{name}.tandem.local.",
-                                 properties={key: value.encode()[:200] for key, value in facts.items()},
-                                 addresses=[socket.inet_aton(address) for address in addresses])
+        self._info = ServiceInfo(
+            SERVICE,
+            f"{name}.{SERVICE}",
+            port=port,
+            server=f"{name}.tandem.local.",
+            properties={key: value.encode()[:200] for key, value in facts.items()},
+            addresses=[socket.inet_aton(address) for address in addresses],
+        )
         self._zeroconf = _zeroconf()
         try:
             self._zeroconf.register_service(self._info)
         except (Error, OSError) as error:
             self._zeroconf.close()
-            raise UsageError(f"cannot announce {name} on the local network: {type(error).__name__} {error}; another "
-                             "--name, or --no-announce") from error
+            raise UsageError(
+                f"cannot announce {name} on the local network: {type(error).__name__} {error}; another --name, or --no-announce"
+            ) from error
 
     def __enter__(self) -> Announcement:
         return self
@@ -87,7 +93,9 @@ def _zeroconf() -> Zeroconf:
 
 
 def _found(info: ServiceInfo) -> Found:
-    facts = {key.decode(errors="replace"): printable((value or b"").decode(errors="replace"))
-             for key, value in info.properties.items()}
-    return Found(printable(info.name.removesuffix("." + SERVICE)), tuple(info.parsed_addresses(IPVersion.V4Only)),
-                 info.port or 0, facts)
+    facts = {
+        key.decode(errors="replace"): printable((value or b"").decode(errors="replace")) for key, value in info.properties.items()
+    }
+    return Found(
+        printable(info.name.removesuffix("." + SERVICE)), tuple(info.parsed_addresses(IPVersion.V4Only)), info.port or 0, facts
+    )

@@ -87,8 +87,9 @@ class PairingLink(SpokeSocket[PairRequest, PairReply]):
             raise UsageError(f"what answers at {there} is no agent of this version: {error}") from None
         if reply is None:
             why = silent_because(self._host, self._port)
-            raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running "
-                             "there, and the port open?")
+            raise UsageError(
+                f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running there, and the port open?"
+            )
         if isinstance(reply, PairRefused):
             raise UsageError(f"not paired: {reply.reason}")
         if not isinstance(reply, kind):
@@ -101,8 +102,14 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
         """Ask for `program`; `run` waits for the agent."""
-        super().__init__(SessionReply, ClusterKeys(peer.public, "", identity.public, identity.secret),
-                         secrets.token_bytes(16), max_frame=MAX_FRAME, linger_ms=500, drops=True)
+        super().__init__(
+            SessionReply,
+            ClusterKeys(peer.public, "", identity.public, identity.secret),
+            secrets.token_bytes(16),
+            max_frame=MAX_FRAME,
+            linger_ms=500,
+            drops=True,
+        )
         self._address = peer.address
         self._connect(f"tcp://{peer.address}")
         self.send(OpenSession(program))
@@ -139,8 +146,10 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
                     return FAILED, "nothing is heard of the agent any more"
                 host, _, port = self._address.rpartition(":")
                 why = silent_because(host, int(port))
-                return FAILED, (f"the agent does not answer{f' ({why})' if why else ''}: is it running there, and "
-                                "still paired with this machine?")
+                return FAILED, (
+                    f"the agent does not answer{f' ({why})' if why else ''}: is it running there, and "
+                    "still paired with this machine?"
+                )
 
 
 def main(name: str, program: str) -> int:
@@ -159,4 +168,3 @@ def main(name: str, program: str) -> int:
     if reason:
         sys.stderr.write(printable(f"tandem: agent {name}: {reason}\n"))
     return code if code >= 0 else 128 - code
-

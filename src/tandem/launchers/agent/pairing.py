@@ -83,7 +83,7 @@ class AgentSide:
 
     def open(self) -> str:
         """Draw a code to show to a person; it replaces any other."""
-        self._code = f"{secrets.randbelow(10 ** DIGITS):0{DIGITS}d}"
+        self._code = f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}"
         self._until, self._left = self._clock() + LIFE_S, ATTEMPTS
         self._heads.clear()
         self._keys.clear()

@@ -79,8 +79,9 @@ def sigterm_kept() -> Iterator[None]:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("Ray is needed on every machine: pip install 'mlx-tandem[ray]', or '.[ray]' in a "
-                         "checkout", param="launcher")
+        raise UsageError(
+            "Ray is needed on every machine: pip install 'mlx-tandem[ray]', or '.[ray]' in a checkout", param="launcher"
+        )
 
 
 class RayDriver(HostProcess):
@@ -98,8 +99,11 @@ class RayDriver(HostProcess):
         self._on_host = on_host
         self._news: queue.Queue[placement.DriverMessage | None] = queue.Queue()
         lock = str((runtime_dir() / "ray-placement.lock").absolute())
-        super().__init__(module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
-                         ray_variables(token), stderr=subprocess.PIPE)
+        super().__init__(
+            module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
+            ray_variables(token),
+            stderr=subprocess.PIPE,
+        )
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self._follow(self._process.stdout, self._take, "ray-driver", lambda: self._news.put(None))
         self._follow(self._process.stderr, self._keep, "ray-words")
@@ -121,8 +125,10 @@ class RayDriver(HostProcess):
         timeout_s = NEW_S if self._address == "new" else CONNECT_S
         message = self.next(timeout_s)
         if not isinstance(message, placement.Connected):
-            raise UsageError(f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
-                             "does a firewall let Ray's ports through?")
+            raise UsageError(
+                f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
+                "does a firewall let Ray's ports through?"
+            )
         return message
 
     def place(self, request: placement.PlaceRanks) -> None:
@@ -142,8 +148,10 @@ class RayDriver(HostProcess):
             raise UsageError(message.message)
         if message is None:
             self._news.put(None)
-            raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
-                              details="\n".join(self._last_words))
+            raise RankFailure(
+                "the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
+                details="\n".join(self._last_words),
+            )
         return message
 
     def close(self) -> None:
@@ -162,15 +170,21 @@ def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
     Raises UsageError.
     """
     _check_installed()
-    return _with_token(address, lambda token: (
-        list_nodes(cluster_address(address), ray_variables(token), CONNECT_S).nodes, token))
+    return _with_token(
+        address, lambda token: (list_nodes(cluster_address(address), ray_variables(token), CONNECT_S).nodes, token)
+    )
 
 
 def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: float) -> NodeList:
     """List a cluster's nodes by another process, with `variables` in its environment. Raises UsageError."""
     try:
-        done = subprocess.run(module_command(LAUNCHERS, "ray", "nodes", address), capture_output=True,
-                              stdin=subprocess.DEVNULL, timeout=timeout_s, env=child_environment(variables))
+        done = subprocess.run(
+            module_command(LAUNCHERS, "ray", "nodes", address),
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            env=child_environment(variables),
+        )
     except subprocess.TimeoutExpired:
         raise UsageError(f"no Ray head has answered at {address} within {timeout_s:.0f} s") from None
     if done.returncode:
@@ -194,6 +208,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
     tried second. Raises UsageError and RankFailure.
     """
+
     def connected(token: bool) -> tuple[RayDriver, placement.Connected]:
         driver = RayDriver(address, start_units, on_host, token=token)
         try:
@@ -207,8 +222,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
 
 def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
     """Attempt without the user's token and, where that is refused and there is a token, with it."""
-    has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
-                 or (Path.home() / ".ray" / "auth_token").exists())
+    has_token = variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH") or (Path.home() / ".ray" / "auth_token").exists()
     try:
         return attempt(False)
     except UsageError:

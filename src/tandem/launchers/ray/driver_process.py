@@ -42,15 +42,7 @@ from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses,
 from tandem.processes.child import die_with_parent
 from tandem.processes.interpreter import module_command
 from tandem.protocol.payloads import RANK_HOST
-from tandem.protocol.placement import (
-    ClusterRefused,
-    Connected,
-    DriverMessage,
-    HostEnded,
-    HostOutput,
-    Placed,
-    PlaceRanks,
-)
+from tandem.protocol.placement import ClusterRefused, Connected, DriverMessage, HostEnded, HostOutput, Placed, PlaceRanks
 
 NEW = "new"
 POLL_S = 0.3
@@ -126,8 +118,11 @@ class Driver:
             if nodes is None:
                 return None
             check_addresses(nodes, self._here)
-            self._group = placement_group([node.bundle for node in nodes], strategy="PACK",
-                                          bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in nodes])
+            self._group = placement_group(
+                [node.bundle for node in nodes],
+                strategy="PACK",
+                bundle_label_selector=[{"ray.io/node-id": node.node_id} for node in nodes],
+            )
             if self._group.wait(RESERVE_S):
                 return nodes
         self._release()
@@ -138,8 +133,13 @@ class Driver:
     def _start(self, request: PlaceRanks, rank: int, node: RayNode) -> None:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {name: amount for name, amount in node.bundle.items() if name != "GPU"}
-        actor = ray.remote(Program).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
-                                            scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST)
+        actor = (
+            ray.remote(Program)
+            .options(
+                num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources, scheduling_strategy=strategy, max_restarts=0
+            )
+            .remote(RANK_HOST)
+        )
         self._actors.append(actor)
         payload = replace(request.payloads[rank], address=node.address)
         actor.write.remote(msgspec.json.encode(payload) + b"\n")
@@ -186,8 +186,7 @@ def nodes_of_cluster() -> list[RayNode]:
         node_id, total = node["NodeID"], node["Resources"]
         unused, taken = available.get(node_id, {}), reserved.get(node_id, {})
         free = {name: min(unused.get(name, 0.0), amount - taken.get(name, 0.0)) for name, amount in total.items()}
-        nodes.append(RayNode(node_id, node["NodeManagerAddress"], node["NodeManagerHostname"], total, free,
-                             trouble))
+        nodes.append(RayNode(node_id, node["NodeManagerAddress"], node["NodeManagerHostname"], total, free, trouble))
     return nodes
 
 
@@ -197,9 +196,14 @@ class Program:
     def __init__(self, module: str) -> None:
         """Start `python -m module`, which may have arguments."""
         # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
-        self._process = subprocess.Popen(module_command(*module.split()), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=child_environment({"OMP_NUM_THREADS": None}),
-                                         start_new_session=True)
+        self._process = subprocess.Popen(
+            module_command(*module.split()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=child_environment({"OMP_NUM_THREADS": None}),
+            start_new_session=True,
+        )
 
     def write(self, data: bytes) -> None:
         """Write to its standard input, which ends with this process, or with an empty write."""
@@ -214,8 +218,10 @@ class Program:
         """Yield its output by lines, until it ends. Raises UsageError when the machine does not have the `address` that
         its node advertises."""
         if address and not is_own(address):
-            raise UsageError(f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
-                             "machine does not have; start Ray there with --node-ip-address=ADDRESS, one of its own")
+            raise UsageError(
+                f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
+                "machine does not have; start Ray there with --node-ip-address=ADDRESS, one of its own"
+            )
         assert self._process.stdout is not None
         while line := self._process.stdout.readline():
             yield line
@@ -263,10 +269,11 @@ def _connect(address: str, start_units: int = 0) -> str:
         with sigterm_kept():
             return str(ray.init(address=address, **quiet).address_info["gcs_address"])
     except ConnectionError as error:
-        raise UsageError(f"this machine is no node of a Ray cluster, or not of that at {address} ({_line(error)}). Run "
-                         f"`ray start --head --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'` here or, to "
-                         f"join a cluster, with --address=HEAD:6379 instead of --head; or give --ray-address {NEW}"
-                         ) from None
+        raise UsageError(
+            f"this machine is no node of a Ray cluster, or not of that at {address} ({_line(error)}). Run "
+            f"`ray start --head --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'` here or, to "
+            f"join a cluster, with --address=HEAD:6379 instead of --head; or give --ray-address {NEW}"
+        ) from None
     except (RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UsageError(f"cannot use the Ray cluster at {address}: {_line(error)}") from None
 
@@ -274,14 +281,18 @@ def _connect(address: str, start_units: int = 0) -> str:
 def _trouble(node: dict[str, Any]) -> str:
     """Return why ranks cannot be placed on a node, as far as this machine can tell; empty if they can."""
     if not node["Alive"]:
-        return ("is lost; if it is up, it advertises an address that the head does not reach: start Ray there with "
-                "--node-ip-address=ADDRESS, one that other machines reach")
+        return (
+            "is lost; if it is up, it advertises an address that the head does not reach: start Ray there with "
+            "--node-ip-address=ADDRESS, one that other machines reach"
+        )
     address, port = node["NodeManagerAddress"], node["NodeManagerPort"]
     try:
         socket.create_connection((address, port), timeout=REACH_S).close()
     except OSError as error:
-        return (f"cannot be reached from here at the address that it advertises ({error.strerror or error}); if it is "
-                "up, start Ray there with --node-ip-address=ADDRESS, one that other machines reach")
+        return (
+            f"cannot be reached from here at the address that it advertises ({error.strerror or error}); if it is "
+            "up, start Ray there with --node-ip-address=ADDRESS, one that other machines reach"
+        )
     return ""
 
 
@@ -305,13 +316,16 @@ def _check_answers(address: str) -> None:
     """Raise UsageError when nothing listens at the head's `address`: Ray would try for much longer."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
-        raise UsageError(f"--ray-address {address}: must be HOST:PORT of the cluster's head, auto or new; ray:// "
-                         "addresses are not supported, since ranks must be able to connect to this machine")
+        raise UsageError(
+            f"--ray-address {address}: must be HOST:PORT of the cluster's head, auto or new; ray:// "
+            "addresses are not supported, since ranks must be able to connect to this machine"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except OSError as error:
-        raise UsageError(f"--ray-address {address}: nothing answers there ({error.strerror or error}); is Ray "
-                         "running on the head?") from None
+        raise UsageError(
+            f"--ray-address {address}: nothing answers there ({error.strerror or error}); is Ray running on the head?"
+        ) from None
 
 
 @contextmanager

@@ -60,9 +60,12 @@ class RayLauncher(HostsLauncher):
         here = self._connect()
         try:
             if (wanted := parallel.head_address) not in (None, here):
-                raise UsageError(f"--head-address {wanted}: the Ray node on this machine advertises {here}, and "
-                                 "ranks go by the addresses of nodes; run `ray start` here with "
-                                 f"--node-ip-address={wanted}, or leave --head-address out", param="head_address")
+                raise UsageError(
+                    f"--head-address {wanted}: the Ray node on this machine advertises {here}, and "
+                    "ranks go by the addresses of nodes; run `ray start` here with "
+                    f"--node-ip-address={wanted}, or leave --head-address out",
+                    param="head_address",
+                )
             self._here = here
             super().__init__(parallel, bind=here, log_level=settings.process.log_level)
         except BaseException:
@@ -105,8 +108,7 @@ class RayLauncher(HostsLauncher):
         payloads = [self.invite(slot, self._here, join_timeout=JOIN_S) for slot in range(self._ranks)]
         placement = _Placement(self._placements, [payload.ticket for payload in payloads])
         assert self._driver is not None
-        self._driver.place(PlaceRanks(placement.number, payloads, lost,
-                                      FIRST_PATIENCE_S if first else PATIENCE_S))
+        self._driver.place(PlaceRanks(placement.number, payloads, lost, FIRST_PATIENCE_S if first else PATIENCE_S))
         return placement
 
     def _listen(self, placement: _Placement) -> None:
@@ -123,8 +125,9 @@ class RayLauncher(HostsLauncher):
         for rank in missing:
             if rank in placement.ended:
                 said = self.membership.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
-                raise kind(f"the node agent on Ray node {placement.places[rank]} {placement.ended[rank]}"
-                           f"{': ' if said else ''}{said}")
+                raise kind(
+                    f"the node agent on Ray node {placement.places[rank]} {placement.ended[rank]}{': ' if said else ''}{said}"
+                )
         if placement.nodes and time.monotonic() > placement.deadline:
             raise kind(self.describe_missing(missing))
 
@@ -145,8 +148,11 @@ class RayLauncher(HostsLauncher):
         """Return a line that names the nodes whose node agents did not join."""
         places = self._current.places if self._current is not None else []
         where = ", ".join(places[rank] for rank in missing if rank < len(places))
-        return (f"the node agents on Ray nodes {where} did not join in time; see Ray's logs there "
-                "(session_latest/logs/worker-*.err)" if where else "Ray did not reserve devices in time")
+        return (
+            f"the node agents on Ray nodes {where} did not join in time; see Ray's logs there (session_latest/logs/worker-*.err)"
+            if where
+            else "Ray did not reserve devices in time"
+        )
 
     def release(self) -> None:
         """End the driver and what it placed."""

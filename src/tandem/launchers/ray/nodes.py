@@ -78,8 +78,10 @@ def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[st
     first, so that a chain of machines numbered along its cables is used in that order. Nodes whose ids are in `avoid`
     are taken when nothing else is left.
     """
-    room = sorted((node for node in nodes if not node.trouble and node.units(node.free)),
-                  key=lambda node: (node.node_id in avoid, -node.units(node.free), _order(node, here)))
+    room = sorted(
+        (node for node in nodes if not node.trouble and node.units(node.free)),
+        key=lambda node: (node.node_id in avoid, -node.units(node.free), _order(node, here)),
+    )
     chosen = [node for node in room for _ in range(node.units(node.free))][:count]
     return sorted(chosen, key=lambda node: _order(node, here)) if len(chosen) == count else None
 
@@ -93,11 +95,14 @@ def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
             f"Ray node {local[0].where} advertises a loopback address, while "
             f"{f'node {remote[0].where}' if remote else f'the engine is at {here} and'} does not; they cannot reach "
             "one another so. Start Ray on each machine with --node-ip-address=ADDRESS, the address that the others "
-            "reach it at")
+            "reach it at"
+        )
     if remote and is_loopback(here):
-        raise UsageError(f"the Ray node that the engine runs on advertises the loopback address {here}, while node "
-                         f"{remote[0].where} does not; start Ray here with --node-ip-address=ADDRESS, the address that "
-                         "the others reach this machine at")
+        raise UsageError(
+            f"the Ray node that the engine runs on advertises the loopback address {here}, while node "
+            f"{remote[0].where} does not; start Ray here with --node-ip-address=ADDRESS, the address that "
+            "the others reach this machine at"
+        )
 
 
 def shortage(nodes: Sequence[RayNode], count: int, cluster: str) -> str:
@@ -108,10 +113,14 @@ def shortage(nodes: Sequence[RayNode], count: int, cluster: str) -> str:
     if total >= count:
         remedy = "end what else uses them, or use fewer ranks"
     else:
-        remedy = ("on a machine that is to carry a rank run `ray start "
-                  f"--address={cluster} --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'`")
-    return (f"{count} rank(s) need a device each, the Ray cluster at {cluster} has {total}, {free} of them free: "
-            f"{listed}. Remedy: {remedy}")
+        remedy = (
+            "on a machine that is to carry a rank run `ray start "
+            f"--address={cluster} --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'`"
+        )
+    return (
+        f"{count} rank(s) need a device each, the Ray cluster at {cluster} has {total}, {free} of them free: "
+        f"{listed}. Remedy: {remedy}"
+    )
 
 
 def _order(node: RayNode, here: str) -> tuple[bool, int, int | str, str]:

@@ -109,8 +109,7 @@ def indexed(config: Mapping[str, Any]) -> dict[str, Axis]:
     return {
         "indexed_q": Axis("heads", count, heads // count * size),
         "indexed_kv": Axis("heads", count, kv // count * size),
-        "index": Axis("heads", count, index // count * (
-            number(own, "sparse_index_dim") or number(config, "index_head_dim"))),
+        "index": Axis("heads", count, index // count * (number(own, "sparse_index_dim") or number(config, "index_head_dim"))),
         "index_heads": Axis("heads", count, index // count),
     }
 
@@ -206,9 +205,11 @@ def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
 def grouped_ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
     """Axes of `ssm`, with norms within groups, which therefore stay whole."""
     found = ssm(config)
-    return found if found["ssm_groups"].base == "states" else {
-        name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()
-    }
+    return (
+        found
+        if found["ssm_groups"].base == "states"
+        else {name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()}
+    )
 
 
 def channels(*width: str | int) -> Axes:
@@ -227,10 +228,7 @@ def channels(*width: str | int) -> Axes:
 def gated_channels(config: Mapping[str, Any]) -> dict[str, Axis]:
     """Recurrent Gemma: channels, of which those of a head have gates in common; as many heads as attention has."""
     heads = number(config, "num_attention_heads")
-    return {
-        "channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)),
-        "gates": Axis("states", heads, 1),
-    }
+    return {"channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)), "gates": Axis("states", heads, 1)}
 
 
 def half_width(config: Mapping[str, Any]) -> int:

@@ -130,11 +130,7 @@ def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
 
 def glu(path: str = "mlp", kind: Kind = "mlp") -> dict[str, Cut]:
     """A gated linear unit."""
-    return {
-        f"{path}.gate_proj": rows(kind),
-        f"{path}.up_proj": rows(kind),
-        f"{path}.down_proj": columns(kind),
-    }
+    return {f"{path}.gate_proj": rows(kind), f"{path}.up_proj": rows(kind), f"{path}.down_proj": columns(kind)}
 
 
 def two(up: str, down: str, path: str = "mlp") -> dict[str, Cut]:

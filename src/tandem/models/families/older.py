@@ -46,7 +46,8 @@ BIGCODE = Sharding(
 )
 GPTJ = Sharding(
     cuts={
-        **{f"attn.{name}_proj": rows("q") for name in ("q", "k", "v")}, "attn.out_proj": columns("q"),
+        **{f"attn.{name}_proj": rows("q") for name in ("q", "k", "v")},
+        "attn.out_proj": columns("q"),
         **two("fc_in", "fc_out"),
     },
     sums=("attn", "mlp"),
@@ -56,8 +57,11 @@ GPTJ = Sharding(
 )
 QWEN1 = Sharding(
     cuts={
-        "attn.c_attn": rows(*_HEADS), "attn.c_proj": columns("q"),
-        "mlp.w1": rows("mlp"), "mlp.w2": rows("mlp"), "mlp.c_proj": columns("mlp"),
+        "attn.c_attn": rows(*_HEADS),
+        "attn.c_proj": columns("q"),
+        "mlp.w1": rows("mlp"),
+        "mlp.w2": rows("mlp"),
+        "mlp.c_proj": columns("mlp"),
     },
     sums=("attn", "mlp"),
     attention="attn",
@@ -66,8 +70,10 @@ QWEN1 = Sharding(
 )
 PHIXTRAL = Sharding(
     cuts={
-        "mixer.Wqkv": rows(*_HEADS), "mixer.out_proj": columns("q"),
-        "moe.switch_mlp.fc1": rows("experts"), "moe.switch_mlp.fc2": columns("experts"),
+        "mixer.Wqkv": rows(*_HEADS),
+        "mixer.out_proj": columns("q"),
+        "moe.switch_mlp.fc1": rows("experts"),
+        "moe.switch_mlp.fc2": columns("experts"),
     },
     sums=("mixer", "moe"),
     attention="mixer",
@@ -76,17 +82,18 @@ PHIXTRAL = Sharding(
     experts=(4, "model_dim"),
 )
 LILLE = Sharding(
-    cuts={
-        "attention.qkv_proj": rows("q", "kv", "kv"), "attention.out_proj": columns("q"), **glu("feed_forward"),
-    },
+    cuts={"attention.qkv_proj": rows("q", "kv", "kv"), "attention.out_proj": columns("q"), **glu("feed_forward")},
     sums=("attention", "feed_forward"),
     attention="attention",
     mlp=_lille_width,
 )
 DBRX = Sharding(
     cuts={
-        "norm_attn_norm.attn.Wqkv": rows("q", "kv", "kv"), "norm_attn_norm.attn.out_proj": columns("q"),
-        "ffn.experts.*.w1": rows("mlp"), "ffn.experts.*.v1": rows("mlp"), "ffn.experts.*.w2": columns("mlp"),
+        "norm_attn_norm.attn.Wqkv": rows("q", "kv", "kv"),
+        "norm_attn_norm.attn.out_proj": columns("q"),
+        "ffn.experts.*.w1": rows("mlp"),
+        "ffn.experts.*.v1": rows("mlp"),
+        "ffn.experts.*.w2": columns("mlp"),
     },
     sums=("norm_attn_norm.attn", "ffn"),
     attention="norm_attn_norm.attn",
@@ -105,7 +112,9 @@ HUNYUAN = Sharding(
 EXAONE = Sharding(
     cuts={
         **attention("attn.attention", out="out_proj"),
-        "mlp.c_fc_0": rows("mlp"), "mlp.c_fc_1": rows("mlp"), "mlp.c_proj": columns("mlp"),
+        "mlp.c_fc_0": rows("mlp"),
+        "mlp.c_fc_1": rows("mlp"),
+        "mlp.c_proj": columns("mlp"),
     },
     sums=("attn.attention", "mlp"),
     attention="attn.attention",

@@ -48,10 +48,7 @@ NORMED = attention() | {"self_attn.q_norm": Cut("last", ("q",)), "self_attn.k_no
 NORMS = {"self_attn.q_norm": "q", "self_attn.k_norm": "kv"}
 OLMO = Sharding(cuts=NORMED | glu(), sums=SUMS, norms=NORMS)
 MINIMAX = replace(
-    BLOCK,
-    cuts={**BLOCK.cuts, **NORMED},
-    norms=NORMS,
-    whole=BLOCK.whole | {"block_sparse_moe.e_score_correction_bias"},
+    BLOCK, cuts={**BLOCK.cuts, **NORMED}, norms=NORMS, whole=BLOCK.whole | {"block_sparse_moe.e_score_correction_bias"}
 )
 
 LATENT = {
@@ -76,15 +73,20 @@ QWEN_MOE = glu("mlp.switch_mlp", "experts") | glu("mlp.shared_expert", "shared")
 LONGCAT = Sharding(
     cuts={
         **{path.replace("self_attn", f"self_attn.{i}"): cut for path, cut in LATENT.items() for i in range(2)},
-        **glu("mlps.0"), **glu("mlps.1"), **glu("mlp.switch_mlp", "experts"),
+        **glu("mlps.0"),
+        **glu("mlps.1"),
+        **glu("mlp.switch_mlp", "experts"),
     },
     sums=("self_attn.0", "self_attn.1", "mlps.0", "mlps.1", "mlp"),
     attention="",
-    whole=frozenset({
-        *(path.replace("self_attn", f"self_attn.{i}") for path in LATENT_WHOLE for i in range(2)),
-        *(f"{norm}_layernorm.{i}" for norm in ("input", "post_attention") for i in range(2)),
-        "mlp.router.classifier", "mlp.router.e_score_correction_bias",
-    }),
+    whole=frozenset(
+        {
+            *(path.replace("self_attn", f"self_attn.{i}") for path in LATENT_WHOLE for i in range(2)),
+            *(f"{norm}_layernorm.{i}" for norm in ("input", "post_attention") for i in range(2)),
+            "mlp.router.classifier",
+            "mlp.router.e_score_correction_bias",
+        }
+    ),
     mlp=("ffn_hidden_size",),
     experts=("expert_ffn_hidden_size",),
     axes=latent,
@@ -102,17 +104,15 @@ M3_DENSE = Sharding(
         **glu("block_sparse_moe.shared_experts", "shared"),
     },
     sums=("self_attn", "mlp", "block_sparse_moe"),
-    whole=frozenset({
-        "self_attn.index_k_proj", "block_sparse_moe.gate", "block_sparse_moe.e_score_correction_bias",
-    }),
+    whole=frozenset({"self_attn.index_k_proj", "block_sparse_moe.gate", "block_sparse_moe.e_score_correction_bias"}),
     mlp=("dense_intermediate_size",),
     experts=WIDTH,
     shared=("shared_intermediate_size",),
     axes=indexed,
 )
-MINIMAX_M3 = replace(M3_DENSE, variants={
-    "self_attn.index_q_proj": replace(M3_DENSE, counts={"self_attn.index_n_heads": ("index_heads",)}),
-})
+MINIMAX_M3 = replace(
+    M3_DENSE, variants={"self_attn.index_q_proj": replace(M3_DENSE, counts={"self_attn.index_n_heads": ("index_heads",)})}
+)
 MIXED = {
     **{f"self_attn.{name}_proj": rows("mixed_kv") for name in ("k", "v")},
     "self_attn.q_proj": rows("mixed_q"),
@@ -121,10 +121,9 @@ MIXED = {
 GEMMA4 = Sharding(
     cuts={**MIXED, **glu(), **glu("experts.switch_glu", "experts")},
     sums=("self_attn.o_proj", "mlp", "experts"),
-    whole=frozenset({
-        "layer_scalar", "router.proj", "router.scale", "router.per_expert_scale", "per_layer_input_gate",
-        "per_layer_projection",
-    }),
+    whole=frozenset(
+        {"layer_scalar", "router.proj", "router.scale", "router.per_expert_scale", "per_layer_input_gate", "per_layer_projection"}
+    ),
     experts=EXPERT,
     axes=mixed,
     loose_heads=True,
@@ -141,9 +140,7 @@ NEMOTRON_NAS = Sharding(
 )
 """Layers may lack either part, or have one matrix in its place, which is whole."""
 MIMO_V2 = Sharding(
-    cuts={
-        **MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts"),
-    },
+    cuts={**MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts")},
     sums=SUMS,
     whole=frozenset({"mlp.gate"}),
     experts=EXPERT,

@@ -15,9 +15,33 @@ from tandem.models.families.cuts import Sharding, attention, columns, glu, rows,
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(
         (
-            "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2",
-            "granite", "helium", "hunyuan_v1_dense", "internlm3", "mimo", "seed_oss", "smollm3", "telechat3",
-            "gemma3", "llava", "minicpm", "ministral3", "mistral3", "nanbeige", "pixtral", "qwen2_5_vl", "qwen2_vl",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma3_text",
+            "cohere2",
+            "ernie4_5",
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "granite",
+            "helium",
+            "hunyuan_v1_dense",
+            "internlm3",
+            "mimo",
+            "seed_oss",
+            "smollm3",
+            "telechat3",
+            "gemma3",
+            "llava",
+            "minicpm",
+            "ministral3",
+            "mistral3",
+            "nanbeige",
+            "pixtral",
+            "qwen2_5_vl",
+            "qwen2_vl",
             "qwen3_vl",
         ),
         rules.DENSE,
@@ -31,12 +55,9 @@ SHARDING: dict[str, Sharding] = {
         experts=rules.WIDTH,
     ),
     "phi3": Sharding(
-        cuts={"self_attn.qkv_proj": rows("q", "kv", "kv"), "self_attn.o_proj": columns("q"), **rules.FUSED_GLU},
-        sums=rules.SUMS,
+        cuts={"self_attn.qkv_proj": rows("q", "kv", "kv"), "self_attn.o_proj": columns("q"), **rules.FUSED_GLU}, sums=rules.SUMS
     ),
-    "apertus": Sharding(
-        cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS, whole=frozenset({"mlp.act_fn"}),
-    ),
+    "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS, whole=frozenset({"mlp.act_fn"})),
     "bailing_moe": Sharding(
         cuts={
             "attention.query_key_value": rows("q", "kv", "kv"),
@@ -57,9 +78,7 @@ SHARDING: dict[str, Sharding] = {
     "cohere": Sharding(cuts=attention() | glu() | rules.COHERE, sums=rules.SUMS),
     "deepseek": rules.ROUTED,
     "dots1": rules.EXPERTS,
-    "ernie4_5_moe": rules.moe(
-        widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts")),
-    ),
+    "ernie4_5_moe": rules.moe(widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts"))),
     "glm": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
     "glm4": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
     "glm4_moe": rules.ROUTED,
@@ -104,13 +123,19 @@ SHARDING: dict[str, Sharding] = {
         rules.moe(widths=((), rules.WIDTH, ())), cuts=rules.NORMED | glu("mlp.switch_mlp", "experts"), norms=rules.NORMS
     ),
     **dict.fromkeys(("minimax", "minimax_m2"), rules.MINIMAX),
-    "stablelm": replace(
-        rules.DENSE, lists={"self_attn.q_layernorm.norms": "q_heads", "self_attn.k_layernorm.norms": "kv_heads"}
-    ),
+    "stablelm": replace(rules.DENSE, lists={"self_attn.q_layernorm.norms": "q_heads", "self_attn.k_layernorm.norms": "kv_heads"}),
     **dict.fromkeys(
         (
-            "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2",
-            "kimi_k25", "kimi_vl", "mistral4",
+            "deepseek_v2",
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "joyai_llm_flash",
+            "kimi_k2",
+            "kimi_k25",
+            "kimi_vl",
+            "mistral4",
         ),
         rules.MLA,
     ),
@@ -149,15 +174,20 @@ SHARDING: dict[str, Sharding] = {
     "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}, sums=rules.SUMS),
     "spark2_5": Sharding(
         cuts={
-            "self_attn.q_k_v_proj": rows("q", "kv", "kv"), "self_attn.g_proj": rows("q_heads"),
-            "self_attn.out_proj": columns("q"), **glu(),
+            "self_attn.q_k_v_proj": rows("q", "kv", "kv"),
+            "self_attn.g_proj": rows("q_heads"),
+            "self_attn.out_proj": columns("q"),
+            **glu(),
         },
         sums=rules.SUMS,
         counts={"self_attn.q_size": ("q",), "self_attn.kv_size": ("kv",)},
     ),
     "nanochat": Sharding(
         cuts={
-            "attn.c_q": rows("q"), "attn.c_k": rows("kv"), "attn.c_v": rows("kv"), "attn.c_proj": columns("q"),
+            "attn.c_q": rows("q"),
+            "attn.c_k": rows("kv"),
+            "attn.c_v": rows("kv"),
+            "attn.c_proj": columns("q"),
             **two("c_fc", "c_proj"),
         },
         sums=("attn", "mlp"),
@@ -168,7 +198,9 @@ SHARDING: dict[str, Sharding] = {
     "qwen3_vl_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
     "llama4": Sharding(
         cuts={
-            **attention(), **glu("feed_forward"), **glu("feed_forward.experts", "experts"),
+            **attention(),
+            **glu("feed_forward"),
+            **glu("feed_forward.experts", "experts"),
             **glu("feed_forward.shared_expert", "shared"),
         },
         sums=("self_attn", "feed_forward"),
@@ -181,7 +213,10 @@ SHARDING: dict[str, Sharding] = {
     "afmoe": replace(
         rules.moe(switch="mlp.experts", widths=(rules.WIDTH, rules.EXPERT, rules.MOE_SHARED)),
         cuts={
-            **attention(), **glu(), **glu("mlp.experts", "experts"), **glu("mlp.shared_experts", "shared"),
+            **attention(),
+            **glu(),
+            **glu("mlp.experts", "experts"),
+            **glu("mlp.shared_experts", "shared"),
             "self_attn.gate_proj": rows("q"),
         },
         whole=frozenset({"mlp.router.gate", "mlp.expert_bias"}),
@@ -196,10 +231,7 @@ SHARDING: dict[str, Sharding] = {
     ),
     "step3p5": replace(
         rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
-        cuts={
-            **attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"),
-            **rules.GATE,
-        },
+        cuts={**attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"), **rules.GATE},
         whole=frozenset({"mlp.gate", "mlp.gate.gate"}),
         shared=("share_expert_dim",),
         loose_heads=True,

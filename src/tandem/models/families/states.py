@@ -94,7 +94,7 @@ KIMI_LINEAR = replace(
                 "self_attn.projection_dim": ("delta_width",),
                 **{f"self_attn.{name}_conv.conv.groups": ("delta_width",) for name in ("q", "k", "v")},
             },
-        ),
+        )
     },
 )
 
@@ -221,7 +221,7 @@ PLAMO2 = Sharding(
                 "mixer.intermediate_size": ("ssm_width",),
                 "mixer.conv1d.groups": ("ssm_width",),
             },
-        ),
+        )
     },
 )
 PLAMO3 = replace(PLAMO2, axes=None, variants={})
@@ -231,13 +231,15 @@ GEAR = Sharding(
     variants={
         "local_mixer.q_proj": Sharding(
             cuts={
-                **attention("local_mixer"), **glu(), "local_mixer.key_conv": first("kv"),
+                **attention("local_mixer"),
+                **glu(),
+                "local_mixer.key_conv": first("kv"),
                 "local_mixer.value_conv": first("kv"),
             },
             sums=("local_mixer", "mlp"),
             attention="local_mixer",
             counts={f"local_mixer.{name}": ("kv",) for name in ("kv_dim", "key_conv.groups", "value_conv.groups")},
-        ),
+        )
     },
 )
 RECURRENT_GEMMA = Sharding(
@@ -250,7 +252,8 @@ RECURRENT_GEMMA = Sharding(
         "temporal_block.rg_lru.recurrent_param": rows("channels"),
         **{
             f"temporal_block.rg_lru.{gate}_gate_{part}": first("gates")
-            for gate in ("input", "recurrent") for part in ("weight", "bias")
+            for gate in ("input", "recurrent")
+            for part in ("weight", "bias")
         },
         "temporal_block.linear_out": columns("channels"),
     },
@@ -263,9 +266,8 @@ RECURRENT_GEMMA = Sharding(
 K3_LATENT = replace(
     KIMI_LATENT,
     cuts={**KIMI_LATENT.cuts, "self_attn.g_proj": rows("latent_out")},
-    whole=KIMI_LATENT.whole | {
-        "self_attention_res_proj", "mlp_res_proj", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj",
-    },
+    whole=KIMI_LATENT.whole
+    | {"self_attention_res_proj", "mlp_res_proj", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj"},
 )
 K3_DELTA = replace(
     K3_LATENT,
@@ -290,14 +292,12 @@ K3_DELTA = replace(
 def _normed_experts(sharding: Sharding) -> Sharding:
     """With a norm over what routed experts gave together."""
     norm = "mlp.routed_expert_norm"
-    return replace(sharding, variants={
-        norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,)),
-    })
+    return replace(sharding, variants={norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,))})
 
 
-KIMI_K3 = replace(_normed_experts(K3_LATENT), variants={
-    "self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants,
-})
+KIMI_K3 = replace(
+    _normed_experts(K3_LATENT), variants={"self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants}
+)
 LING = Sharding(
     cuts={**glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.shared_experts", "shared")},
     sums=("attention", "mlp"),
@@ -316,26 +316,30 @@ LING_LATENT = replace(
     },
     whole=LING.whole | {path.replace("self_attn", "attention") for path in rules.LATENT_WHOLE},
 )
-LING_DELTA = replace(LING_LATENT, axes=axes.ling_delta, variants={
-    "attention.q_conv1d": replace(
-        LING,
-        cuts={
-            **LING.cuts,
-            **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
-            **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
-            **{f"attention.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
-            "attention.dt_bias": rows("delta_width"),
-            "attention.o_proj": columns("delta_width"),
-        },
-        attention="",
-        axes=axes.ling_delta,
-        counts={
-            "attention.num_heads": ("delta_heads",),
-            "attention.projection_size": ("delta_width",),
-            **{f"attention.{name}_conv1d.groups": ("delta_width",) for name in "qkv"},
-        },
-    ),
-})
+LING_DELTA = replace(
+    LING_LATENT,
+    axes=axes.ling_delta,
+    variants={
+        "attention.q_conv1d": replace(
+            LING,
+            cuts={
+                **LING.cuts,
+                **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
+                **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
+                **{f"attention.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+                "attention.dt_bias": rows("delta_width"),
+                "attention.o_proj": columns("delta_width"),
+            },
+            attention="",
+            axes=axes.ling_delta,
+            counts={
+                "attention.num_heads": ("delta_heads",),
+                "attention.projection_size": ("delta_width",),
+                **{f"attention.{name}_conv1d.groups": ("delta_width",) for name in "qkv"},
+            },
+        )
+    },
+)
 LIGHTNING = {
     "attention.g_norm": replace(
         LING,
@@ -354,14 +358,12 @@ LIGHTNING = {
             "attention.g_norm.groups": ("lightning_groups",),
         },
         lists={"attention._slope": "lightning_heads"},
-    ),
+    )
 }
 LING_HYBRID = replace(LING_LATENT, axes=axes.lightning, variants=LIGHTNING)
 LING_LINEAR = replace(
     LING,
-    cuts={
-        **LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q"),
-    },
+    cuts={**LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q")},
     axes=axes.lightning,
     variants=LIGHTNING,
 )
@@ -385,9 +387,7 @@ LFM2 = Sharding(
 )
 LFM2_MOE = replace(
     LFM2,
-    cuts={
-        **attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts"),
-    },
+    cuts={**attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts")},
     whole=frozenset({"feed_forward.gate", "feed_forward.expert_bias"}),
     mlp=rules.WIDTH,
     experts=rules.EXPERT,

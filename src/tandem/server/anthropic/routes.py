@@ -93,11 +93,7 @@ def _whole_blocks(reply: Reply, text: str) -> list[Json]:
 
 
 _FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "thinking", CallArguments: "partial_json"}
-_DELTAS: dict[type[Event], str] = {
-    Content: "text_delta",
-    Reasoning: "thinking_delta",
-    CallArguments: "input_json_delta",
-}
+_DELTAS: dict[type[Event], str] = {Content: "text_delta", Reasoning: "thinking_delta", CallArguments: "input_json_delta"}
 
 
 def _block(reply: Reply, event: Event) -> Json:

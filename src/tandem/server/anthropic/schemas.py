@@ -164,8 +164,7 @@ class CountRequest(Strict):
     @classmethod
     def _ends_with_user(cls, value: list[Turn]) -> list[Turn]:
         if value[-1].role == "assistant":
-            raise PydanticCustomError("prefill", "the last message must not be the assistant's: an answer cannot be "
-                                                 "begun here")
+            raise PydanticCustomError("prefill", "the last message must not be the assistant's: an answer cannot be begun here")
         return value
 
 

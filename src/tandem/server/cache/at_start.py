@@ -98,8 +98,13 @@ class Warmer:
         try:
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
             told = await warm(Request(scope, _silence), served, fields, replicas)
-            logger.info("warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s", told["prompt_tokens"],
-                        told["computed_tokens"], len(told["replicas"]), told["seconds"])
+            logger.info(
+                "warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s",
+                told["prompt_tokens"],
+                told["computed_tokens"],
+                len(told["replicas"]),
+                told["seconds"],
+            )
         except (OverloadedError, UnavailableError):
             raise
         except RequestError as error:

@@ -29,14 +29,19 @@ async def kept(http: Request, model: Model = None) -> Response:
     require_known(http.query_params, ("model",))
     api = get_api(http)
     among = [api.find(model)] if model is not None else api.served
-    data = [{"model": served.name, "replicas": [_replica(index, report) for index, report in
-                                                (await served.client.cache()).items()]} for served in among]
+    data = [
+        {"model": served.name, "replicas": [_replica(index, report) for index, report in (await served.client.cache()).items()]}
+        for served in among
+    ]
     return json_response({"object": "cache", "data": data})
 
 
 @router.delete("/v1/cache")
-async def drop(http: Request, model: Model = None, tier: Annotated[
-        Literal["memory", "all"], Query(description="what to let go: memory alone, or disks too")] = "all") -> Response:
+async def drop(
+    http: Request,
+    model: Model = None,
+    tier: Annotated[Literal["memory", "all"], Query(description="what to let go: memory alone, or disks too")] = "all",
+) -> Response:
     """Let go of the prefixes of a model at each replica; by default those on disk too, whoever wrote them."""
     require_known(http.query_params, ("model", "tier"))
     api = get_api(http)
@@ -45,9 +50,15 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
     reports = await served.client.cache(drop=tier)
     for index, report in reports.items():
         _refuse(index, report)
-    body = {"object": "cache.dropped", "model": served.name, "tier": tier, "replicas": [
-        {"replica": index, "memory_tokens": report.dropped_tokens, "disk_bytes": report.dropped_bytes}
-        for index, report in reports.items()]}
+    body = {
+        "object": "cache.dropped",
+        "model": served.name,
+        "tier": tier,
+        "replicas": [
+            {"replica": index, "memory_tokens": report.dropped_tokens, "disk_bytes": report.dropped_bytes}
+            for index, report in reports.items()
+        ],
+    }
     return json_response(body)
 
 
@@ -68,10 +79,19 @@ def _refuse(index: int, report: CacheReport) -> None:
 def _replica(index: int, report: CacheReport) -> dict[str, object]:
     disk = None if report.disk is None else msgspec.to_builtins(report.disk)
     return {
-        "replica": index, "detail": report.trouble, "prefix_cache": report.serves, "kv_disk": report.kv_disk,
-        "memory": {"prefixes": report.count, "tokens": report.tokens, "limit_tokens": report.limit_tokens,
-                   "bytes": report.nbytes, "queries": report.queries, "hits": report.hits,
-                   "hit_tokens": report.hit_tokens},
+        "replica": index,
+        "detail": report.trouble,
+        "prefix_cache": report.serves,
+        "kv_disk": report.kv_disk,
+        "memory": {
+            "prefixes": report.count,
+            "tokens": report.tokens,
+            "limit_tokens": report.limit_tokens,
+            "bytes": report.nbytes,
+            "queries": report.queries,
+            "hits": report.hits,
+            "hit_tokens": report.hit_tokens,
+        },
         "disk": disk,
         "prefixes": msgspec.to_builtins(report.prefixes),
     }

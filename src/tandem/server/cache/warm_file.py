@@ -39,8 +39,11 @@ def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> 
 
 def warm_bodies(settings: Settings) -> list[Body]:
     """Read the files of `--warmup-prompts`. Raises UsageError."""
-    return [body for name in settings.server.warmup_prompts
-            for body in read_warm_file(Path(name).expanduser(), flag="--warmup-prompts")]
+    return [
+        body
+        for name in settings.server.warmup_prompts
+        for body in read_warm_file(Path(name).expanduser(), flag="--warmup-prompts")
+    ]
 
 
 def text_body(text: str, role: Role) -> Body:

@@ -24,49 +24,71 @@ _GOES_ON = (" a", "\n1")
 """Two ways in which a text may go on: what they share with it is certain, whatever follows."""
 
 
-async def warm(http: Request, served: Served, fields: WarmRequest,
-               replicas: Iterable[int] | None = None) -> dict[str, Any]:
+async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Iterable[int] | None = None) -> dict[str, Any]:
     """Compute the prompts at all replicas that are ready, or at these; return the answer of the API.
 
     Where replicas share a disk, the first computes, and the others read. Raises RequestError.
     """
     prompts = await _prompts(await RequestTexts.of(http, served), fields)
     started = time.monotonic()
-    ready = [shown.replica for shown in served.client.replicas()
-             if shown.state == "ready" and (replicas is None or shown.replica in replicas)]
+    ready = [
+        shown.replica
+        for shown in served.client.replicas()
+        if shown.state == "ready" and (replicas is None or shown.replica in replicas)
+    ]
     if not ready:
         served.status()
         raise UnavailableError("No replica is ready to warm a prompt; try again shortly.")
     status = served.status()
     if status.prefix_cache.startswith("off"):
-        raise RequestError(f"This server keeps no prefixes ({status.prefix_cache}), so nothing can be warmed; start it "
-                           "with --prefix-cache above 0.", code="prefix_cache_off")
+        raise RequestError(
+            f"This server keeps no prefixes ({status.prefix_cache}), so nothing can be warmed; start it "
+            "with --prefix-cache above 0.",
+            code="prefix_cache_off",
+        )
     shared = status.kv_disk == "on"
     cached: dict[int, int] = {}
-    for group in ([ready[:1], ready[1:]] if shared and len(ready) > 1 else [ready]):
+    for group in [ready[:1], ready[1:]] if shared and len(ready) > 1 else [ready]:
         if shared:  # ranks look once they have written what waits, and see what others have put there
             for some in (cached, group):
                 await asyncio.gather(*(served.client.cache(replica=replica) for replica in some))
         jobs = [(replica, prompt) for replica in group for prompt in prompts]
-        outputs = await Prompts(http, served, "warm", [prompt for _, prompt in jobs], timeout=fields.timeout,
-                                replicas=[replica for replica, _ in jobs], warms=True,
-                                on_disk=fields.caching["on_disk"]).outputs()
+        outputs = await Prompts(
+            http,
+            served,
+            "warm",
+            [prompt for _, prompt in jobs],
+            timeout=fields.timeout,
+            replicas=[replica for replica, _ in jobs],
+            warms=True,
+            on_disk=fields.caching["on_disk"],
+        ).outputs()
         for (replica, _), output in zip(jobs, outputs, strict=True):
             cached[replica] = cached.get(replica, 0) + output.cached_tokens
     parts = [await _replica(served, replica, prompts, cached[replica]) for replica in ready]
     total = sum(map(len, prompts))
-    return {"object": "cache.warmed", "model": served.name, "prompts": len(prompts), "prompt_tokens": total,
-            "computed_tokens": sum(part["computed_tokens"] for part in parts), "replicas": parts,
-            "seconds": round(time.monotonic() - started, 3)}
+    return {
+        "object": "cache.warmed",
+        "model": served.name,
+        "prompts": len(prompts),
+        "prompt_tokens": total,
+        "computed_tokens": sum(part["computed_tokens"] for part in parts),
+        "replicas": parts,
+        "seconds": round(time.monotonic() - started, 3),
+    }
 
 
 async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, int]:
     """Return how much of the prompts a replica has now."""
     reports = [(await served.client.cache(prompt, replica=replica)).get(replica) for prompt in prompts]
     known = [report for report in reports if report is not None]
-    return {"replica": replica, "cached_tokens": cached, "computed_tokens": sum(map(len, prompts)) - cached,
-            "memory_tokens": sum(report.memory_has for report in known),
-            "disk_tokens": sum(report.disk_has for report in known)}
+    return {
+        "replica": replica,
+        "cached_tokens": cached,
+        "computed_tokens": sum(map(len, prompts)) - cached,
+        "memory_tokens": sum(report.memory_has for report in known),
+        "disk_tokens": sum(report.disk_has for report in known),
+    }
 
 
 async def _prompts(texts: RequestTexts, fields: WarmRequest) -> list[list[int]]:
@@ -92,11 +114,12 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
 
     last = fields.messages[-1]
     if fields.unfinished:
-        variants = [[*fields.messages[:-1], last.model_copy(update={"content": (last.content or "") + more})]
-                    for more in _GOES_ON]
+        variants = [
+            [*fields.messages[:-1], last.model_copy(update={"content": (last.content or "") + more})] for more in _GOES_ON
+        ]
     elif last.role in ("user", "tool"):
         return await render(fields.messages)
     else:
         variants = [[*fields.messages, Message(role="user", content=more.strip())] for more in _GOES_ON]
     first, second = [await render(messages) for messages in variants]
-    return first[:len(os.path.commonprefix([first, second]))]
+    return first[: len(os.path.commonprefix([first, second]))]

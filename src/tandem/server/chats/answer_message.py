@@ -94,8 +94,7 @@ class WholeMessage:
     def message(self) -> dict[str, object]:
         """Return the message so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
-        message: dict[str, object] = {"role": "assistant", "content": content or (None if self._calls else ""),
-                                   "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": content or (None if self._calls else ""), "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
         if self._calls:

@@ -64,8 +64,7 @@ class Conversations:
         """What to drop: of the client that has most, a conversation whose id nobody has sent, else the one used least
         lately."""
         [(owner, _)] = had.most_common(1)
-        mine = [(kept.carried, place, name) for place, (name, kept) in enumerate(self._kept.items())
-                if name[0] == owner]
+        mine = [(kept.carried, place, name) for place, (name, kept) in enumerate(self._kept.items()) if name[0] == owner]
         return min(mine)[2]
 
     def _expire(self) -> None:

@@ -72,8 +72,9 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         raise RequestError(message, param=asked[0], code="invalid_value")
     told = [] if tools is None else [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
     prompt = await texts.render(fields.messages, variables, tools=told)
-    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools,
-                       tokenizer.has_special)
+    own = told_formats(
+        settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools, tokenizer.has_special
+    )
     output_format = replace(
         own,
         format=forced_format(own.format) if forced or asked is not None else own.format,
@@ -102,11 +103,29 @@ async def start_chat(
     asked = _asked_tokens(fields)
     plan, texts = await plan_chat(http, served, fields)
     check_prompt_logprobs("prompt_logprobs", fields.prompt_logprobs, len(plan.prompt), 1)
-    work = sequences_of(plan.prompt, fields, served, texts.status, param="messages", asked=asked, form=plan.form,
-                        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-                        prompt_logprobs=fields.prompt_logprobs, clip=clip)
-    generation = Generation(http, served, fields, work, texts.tokenizer, request_id=request_id,
-                            prompt_tokens=len(plan.prompt), continues=plan.form is not None, shown=plan.shown)
+    work = sequences_of(
+        plan.prompt,
+        fields,
+        served,
+        texts.status,
+        param="messages",
+        asked=asked,
+        form=plan.form,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        prompt_logprobs=fields.prompt_logprobs,
+        clip=clip,
+    )
+    generation = Generation(
+        http,
+        served,
+        fields,
+        work,
+        texts.tokenizer,
+        request_id=request_id,
+        prompt_tokens=len(plan.prompt),
+        continues=plan.form is not None,
+        shown=plan.shown,
+    )
     return plan, generation
 
 
@@ -209,8 +228,7 @@ def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
     fields = [(name, value) for name, value in said.items() if value is not None]
     for name, value in fields[1:]:
         if value != fields[0][1]:
-            raise RequestError(f"'{name}' contradicts '{fields[0][0]}'; give one of them.", param=name,
-                               code="invalid_value")
+            raise RequestError(f"'{name}' contradicts '{fields[0][0]}'; give one of them.", param=name, code="invalid_value")
     return fields[0] if fields else (default, None)
 
 
@@ -250,5 +268,7 @@ def nearest(effort: str, words: Collection[str], *, switched: bool) -> str | Non
         if switched:
             return None
     place = LEVELS.index(effort)
-    return min((level for level in LEVELS if level in levels - {"none"}),
-               key=lambda level: (abs(LEVELS.index(level) - place), -LEVELS.index(level)))
+    return min(
+        (level for level in LEVELS if level in levels - {"none"}),
+        key=lambda level: (abs(LEVELS.index(level) - place), -LEVELS.index(level)),
+    )

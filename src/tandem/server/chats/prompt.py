@@ -43,8 +43,15 @@ def rendered(tokenizer: Tokenizer, context: int, conversation: Mapping[str, Any]
     return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-_END:])
 
 
-def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]],
-                variables: Mapping[str, Any], add_generation_prompt: bool, quick: bool) -> str:
+def prompt_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool,
+    quick: bool,
+) -> str:
     """The conversation in the model's chat template, which is told of the `tools` in the way that it knows.
 
     Raises RequestError when there is no template, or it refuses the messages; with `quick` TooExpensive when it takes
@@ -54,8 +61,9 @@ def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
     calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (tools or calls) and not knows_tools(tokenizer.chat_template):
         messages, tools = plain_messages(messages, tools), []
-    return tokenizer.template.render(messages, tools=tools or None, add_generation_prompt=add_generation_prompt,
-                                     variables=variables, quick=quick)
+    return tokenizer.template.render(
+        messages, tools=tools or None, add_generation_prompt=add_generation_prompt, variables=variables, quick=quick
+    )
 
 
 def template_input(message: Message) -> dict[str, Any]:
@@ -65,8 +73,10 @@ def template_input(message: Message) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": role, "content": message.content or ""}
     shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
-        shown["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
-                                "arguments": call.function.arguments}} for call in message.tool_calls]
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
+            for call in message.tool_calls
+        ]
     return shown
 
 
@@ -74,8 +84,10 @@ def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with the arguments of its calls as objects where they are such: chat templates expect them so."""
     if "tool_calls" not in message:
         return message
-    calls = [{**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
-             for call in message["tool_calls"]]
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
     return {**message, "tool_calls": calls}
 
 
@@ -91,9 +103,12 @@ def _object(arguments: Any) -> Any:
 def too_long(context: int, param: str, tokens: int | None, *, least: bool = False) -> RequestError:
     """Return the error in OpenAI's words; `tokens` of the text, None when not counted, `least` for a lower bound."""
     many = f"more than {context}" if tokens is None else f"{'at least ' if least else ''}{tokens}"
-    return RequestError(f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
-                        f"{many} tokens. Please reduce the length of the {param}.", param=param,
-                        code="context_length_exceeded")
+    return RequestError(
+        f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
+        f"{many} tokens. Please reduce the length of the {param}.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
@@ -105,8 +120,9 @@ def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> No
         raise too_long(context, param, None)
 
 
-def encode_fitting(tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True,
-                   closed: bool = False) -> list[int]:
+def encode_fitting(
+    tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True, closed: bool = False
+) -> list[int]:
     """Token ids of a text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
 
     There may be some more than `context`. Raises RequestError when there are many more.

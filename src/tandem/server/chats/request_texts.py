@@ -45,8 +45,7 @@ class RequestTexts:
         status = served.status()
         return cls(http, served, await served.texts.tokenizer(status), status)
 
-    async def encode(self, texts: Sequence[str], param: str, *, special: bool = True,
-                     closed: bool = False) -> list[list[int]]:
+    async def encode(self, texts: Sequence[str], param: str, *, special: bool = True, closed: bool = False) -> list[list[int]]:
         """Token ids of each text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
 
         Raises RequestError naming `param`.
@@ -56,24 +55,33 @@ class RequestTexts:
             check_bytes(self.tokenizer, text, context, param)
         size = sum(map(len, texts))
         if size > LARGE_BODY:
-            task = {"model": self._loaded.described(self.status), "texts": list(texts), "context": context,
-                    "param": param, "special": special, "closed": closed}
+            task = {
+                "model": self._loaded.described(self.status),
+                "texts": list(texts),
+                "context": context,
+                "param": param,
+                "special": special,
+                "closed": closed,
+            }
             return [_ids(packed) for packed in await self.ask("encode", task, list[bytes], prepare="load")]
 
         def encode() -> list[list[int]]:
-            return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed)
-                    for text in texts]
+            return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed) for text in texts]
 
         return await self._here(size, encode)
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
-        return await self._here(
-            len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-        )
+        return await self._here(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
-    async def render(self, messages: Sequence[Message], variables: dict[str, Any], *,
-                     tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True) -> Rendered:
+    async def render(
+        self,
+        messages: Sequence[Message],
+        variables: dict[str, Any],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> Rendered:
         """The prompt of a conversation in the model's chat template, which is told of the `tools`.
 
         Raises RequestError when there is no template, or the template rejects the conversation.
@@ -81,17 +89,19 @@ class RequestTexts:
         context = self.status.max_context
 
         def conversation() -> dict[str, Any]:
-            return {"messages": [template_input(message) for message in messages], "tools": tools,
-                    "variables": variables, "add_generation_prompt": add_generation_prompt}
+            return {
+                "messages": [template_input(message) for message in messages],
+                "tools": tools,
+                "variables": variables,
+                "add_generation_prompt": add_generation_prompt,
+            }
 
         if self.body_size <= LARGE_BODY:
             try:
-                return await self._here(self.body_size,
-                                        lambda: rendered(self.tokenizer, context, conversation(), quick=True))
+                return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
                 pass  # for others to wait for
-        task = {"model": self._loaded.described(self.status), "context": context,
-                "conversation": to_json(conversation())}
+        task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 
@@ -102,8 +112,7 @@ class RequestTexts:
         async with get_api(self.http).text_semaphore.turn(get_group(self.http), size):
             return await off_loop(True, work)
 
-    async def ask(self, function: str, arguments: Mapping[str, object], answer: type[Result], *,
-                  prepare: str = "") -> Result:
+    async def ask(self, function: str, arguments: Mapping[str, object], answer: type[Result], *, prepare: str = "") -> Result:
         """Return what a worker process makes of a function of `workers/work.py`. Raises RequestError."""
         asking = get_api(self.http).workers.ask(get_group(self.http), function, arguments, answer, prepare=prepare)
         return await unless_gone(self.http, asking)

@@ -47,8 +47,15 @@ def most_connections(asked: int | None) -> int:
 class Acceptor:
     """Accepts on one listening socket. Belongs to the event loop that called `start`."""
 
-    def __init__(self, listener: socket.socket, make: Callable[[], Connection], *, most: int, most_each: int,
-                 tls: Callable[[], ssl.SSLContext | None]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], Connection],
+        *,
+        most: int,
+        most_each: int,
+        tls: Callable[[], ssl.SSLContext | None],
+    ) -> None:
         """`make` makes a connection; at most `most` at once, `most_each` of one address.
 
         `tls` gives the certificate of the moment, or None for plain HTTP.
@@ -89,10 +96,14 @@ class Acceptor:
         before = time.monotonic() - YOUNG_S
         opened = self.slots.open[None]
         closed = sum(self.slots.make_room(before=before) for _ in range(BATCH))
-        remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
-                  else "this is not expected")
-        self._seldom.warning("a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones "
-                             "wait; %s", error.strerror, opened, closed, remedy)
+        remedy = "a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE else "this is not expected"
+        self._seldom.warning(
+            "a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones wait; %s",
+            error.strerror,
+            opened,
+            closed,
+            remedy,
+        )
         self._loop.remove_reader(self._listener.fileno())
         self._resume = self._loop.call_later(PAUSE_S, self.start)
 
@@ -101,11 +112,15 @@ class Acceptor:
         slots = self.slots
         if slots.open[group] >= self._most_each:
             if not slots.make_room(group):
-                refusal = OverloadedError(f"This address has {slots.open[group]} connections with requests under way "
-                                          "(--max-connections-per-address).", code="too_many_connections")
+                refusal = OverloadedError(
+                    f"This address has {slots.open[group]} connections with requests under way (--max-connections-per-address).",
+                    code="too_many_connections",
+                )
         elif slots.open[None] >= self._most and not slots.make_room():
-            refusal = UnavailableError("The server has as many connections as it takes (--max-connections); try again "
-                                       "later.", code="too_many_connections")
+            refusal = UnavailableError(
+                "The server has as many connections as it takes (--max-connections); try again later.",
+                code="too_many_connections",
+            )
         if slots.open[None] >= self._most + REFUSED or slots.open[group] >= self._most_each + REFUSED:
             client.close()
             return
@@ -116,6 +131,7 @@ class Acceptor:
 
     async def _connect(self, client: socket.socket, slot: ConnectionSlot, refusal: RequestError | None) -> bool:
         """Hand the socket to a protocol, after the TLS handshake if there is one; False when that fails."""
+
         def make() -> Connection:
             made = self._make()
             made.slot = slot
@@ -127,7 +143,8 @@ class Acceptor:
         client.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(
-                make, client, ssl=tls, ssl_handshake_timeout=connection.HEAD_S if tls is not None else None)
+                make, client, ssl=tls, ssl_handshake_timeout=connection.HEAD_S if tls is not None else None
+            )
         except OSError as error:  # not TLS, or gone
             logger.debug("a connection ended at once: %s", error)
             return False

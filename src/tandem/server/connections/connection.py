@@ -78,8 +78,12 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
         raise h11.RemoteProtocolError("the target is no http:// address with a host and without a user")
     rest = absolute["rest"]
     headers = [(b"host", absolute["host"]), *((name, value) for name, value in request.headers if name != b"host")]
-    return h11.Request(method=request.method, target=rest if rest.startswith(b"/") else b"/" + rest, headers=headers,
-                       http_version=request.http_version)
+    return h11.Request(
+        method=request.method,
+        target=rest if rest.startswith(b"/") else b"/" + rest,
+        headers=headers,
+        http_version=request.http_version,
+    )
 
 
 class _Flow(FlowControl):
@@ -157,8 +161,9 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
             self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
         elif self.conn.their_state is h11.IDLE and unread.count(b"\n") >= MOST_LINES:
-            self._refuse(refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
-                                 code="invalid_http"))
+            self._refuse(
+                refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.", code="invalid_http")
+            )
         if self.conn.their_state is h11.IDLE:
             self._due = min(self._due, self.loop.time() + HEAD_S)
         elif self.conn.their_state is h11.SEND_BODY and self.idle:
@@ -189,16 +194,20 @@ class Connection(H11Protocol):
         if now <= self._due or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(refused(408, f"The request's header did not arrive within {HEAD_S:g}s.",
-                                 code="request_timeout"))
+            self._refuse(refused(408, f"The request's header did not arrive within {HEAD_S:g}s.", code="request_timeout"))
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP in the shape of all errors. Called by uvicorn while it handles h11's error."""
         reason = sys.exception()
-        self._refuse(refused(getattr(reason, "error_status_hint", 400),
-                             f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http"))
+        self._refuse(
+            refused(
+                getattr(reason, "error_status_hint", 400),
+                f"{msg.rstrip('.')}: {reason}" if reason is not None else msg,
+                code="invalid_http",
+            )
+        )
 
     def _refuse(self, error: RequestError) -> None:
         """Answer in place of the application, if nothing of its answer is out yet, and close."""
@@ -208,9 +217,11 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(error)
             headers = [*response.raw_headers, (b"connection", b"close")]
-            for event in (h11.Response(status_code=error.status, headers=headers,
-                                       reason=STATUS_PHRASES.get(error.status, b"")),
-                          h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            for event in (
+                h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES.get(error.status, b"")),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

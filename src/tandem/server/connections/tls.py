@@ -36,8 +36,7 @@ class Certificate:
         try:
             self.context = self._load()
         except ConfigError as error:
-            logger.error("%s; new connections get the certificate as it was, until the files change again",
-                         error.message)
+            logger.error("%s; new connections get the certificate as it was, until the files change again", error.message)
         else:
             logger.info("the TLS certificate in %s was read again", self._cert)
 
@@ -65,8 +64,9 @@ class Certificate:
 
 
 def _no_password() -> str:
-    raise ConfigError("--tls-key: the key is encrypted; `openssl pkey -in KEY -out PLAIN` writes one that is not "
-                      "(mode 600)", param="tls_key")
+    raise ConfigError(
+        "--tls-key: the key is encrypted; `openssl pkey -in KEY -out PLAIN` writes one that is not (mode 600)", param="tls_key"
+    )
 
 
 def _stamp(path: str) -> tuple[int, ...]:

@@ -55,8 +55,9 @@ class Departed(EngineLost):
 
     def __init__(self, positions: int) -> None:
         """`positions`: tokens, from the first, whose KV it has written to disk."""
-        super().__init__("The engine has let go of the request, and no other takes it; please send it again.",
-                         code="shutting_down")
+        super().__init__(
+            "The engine has let go of the request, and no other takes it; please send it again.", code="shutting_down"
+        )
         self.positions = positions
 
 
@@ -64,8 +65,9 @@ class Stranded(EngineLost):
     """The engine has been without its ranks for long; others can continue the request."""
 
     def __init__(self) -> None:
-        super().__init__("The engine has lost its ranks, and no other takes the request; please send it again.",
-                         code="engine_unavailable")
+        super().__init__(
+            "The engine has lost its ranks, and no other takes the request; please send it again.", code="engine_unavailable"
+        )
 
 
 class Sink(Protocol):
@@ -99,11 +101,11 @@ class ReplicaState(msgspec.Struct, frozen=True):
     role: Role = "both"
     """`prefill` computes long prompts, which continue at one that does not."""
 
+
 class EngineClient:
     """Talks to one engine at a zmq `endpoint` (`ipc://...`). Belongs to the event loop that called `start`."""
 
-    def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S,
-                 on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S, on_change: Callable[[], None] = lambda: None) -> None:
         """`on_change` is called after `status` or `alive` was set."""
         self.endpoint = endpoint
         self.status: control.EngineStatus | None = None
@@ -184,14 +186,16 @@ class EngineClient:
         """Have `status` as of now, or as it was if the engine does not answer in `timeout` seconds."""
         await self._ask(control.QueryStatus(next(self._queries)), timeout)
 
-    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
-                    timeout: float = CACHE_S) -> CacheReport:
+    async def cache(
+        self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "", timeout: float = CACHE_S
+    ) -> CacheReport:
         """Which prefixes it keeps, once those of `drop` are gone, and how much of a prompt that is."""
         answer = await self._ask(QueryCache(next(self._queries), list(tokens), drop), timeout)
         return answer if isinstance(answer, CacheReport) else CacheReport(0, trouble="the engine does not answer")
 
-    async def _ask(self, question: control.QueryMetrics | control.QueryStatus | QueryCache,
-                   timeout: float) -> control.EngineMessage | None:
+    async def _ask(
+        self, question: control.QueryMetrics | control.QueryStatus | QueryCache, timeout: float
+    ) -> control.EngineMessage | None:
         if not self.alive:
             return None
         future: asyncio.Future[control.EngineMessage] = asyncio.get_running_loop().create_future()
@@ -229,8 +233,11 @@ class EngineClient:
             try:
                 message = self._decode(frame)
             except TransportError as error:
-                seldom.error("unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
-                             "api and engine of one version?", error)
+                seldom.error(
+                    "unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
+                    "api and engine of one version?",
+                    error,
+                )
                 continue
             self._heard = True
             try:
@@ -247,8 +254,10 @@ class EngineClient:
                     sink.fail(failure)
         self._loop.call_soon(self._drain)
 
-    def _handle(self, message: control.Refused | control.HandedOver | control.Trial | control.EngineStatus
-                | control.MetricsText | CacheReport) -> None:
+    def _handle(
+        self,
+        message: control.Refused | control.HandedOver | control.Trial | control.EngineStatus | control.MetricsText | CacheReport,
+    ) -> None:
         if isinstance(message, control.EngineStatus):
             if not self.alive:
                 logger.info("Connected to engine (%s)", message.state)
@@ -294,8 +303,7 @@ class EngineClient:
             else:
                 self._missed += 1
                 if self._missed == MISSED_BEATS and self.alive:
-                    logger.warning("no answer from the engine for %.1f s; it counts as gone",
-                                   self._missed * self._heartbeat_s)
+                    logger.warning("no answer from the engine for %.1f s; it counts as gone", self._missed * self._heartbeat_s)
                     self._lost("The engine does not answer; try again shortly.")
 
     def _lost(self, message: str) -> None:
@@ -354,12 +362,32 @@ class Member:
         status, alive = self.client.status, self.client.alive
         told = None if self.info is None or self.info.state == "running" else self.info.state
         if status is None or not alive:
-            return ReplicaState(replica, told or "unreachable", self.info.detail if self.info else "",
-                                len(status.ranks) if status else 0, 0, 0, outstanding_tokens, 0, 0,
-                                status.restarts if status else 0, self.role)
-        return ReplicaState(replica, "draining" if self.draining else status.state, status.detail, len(status.ranks),
-                            status.running, status.queued, outstanding_tokens, status.kv_tokens_used,
-                            status.kv_tokens_total, status.restarts, self.role)
+            return ReplicaState(
+                replica,
+                told or "unreachable",
+                self.info.detail if self.info else "",
+                len(status.ranks) if status else 0,
+                0,
+                0,
+                outstanding_tokens,
+                0,
+                0,
+                status.restarts if status else 0,
+                self.role,
+            )
+        return ReplicaState(
+            replica,
+            "draining" if self.draining else status.state,
+            status.detail,
+            len(status.ranks),
+            status.running,
+            status.queued,
+            outstanding_tokens,
+            status.kv_tokens_used,
+            status.kv_tokens_total,
+            status.restarts,
+            self.role,
+        )
 
     def trouble(self) -> UnavailableError | None:
         """Return why it takes no requests; None when it does."""

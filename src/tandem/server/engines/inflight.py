@@ -45,8 +45,7 @@ class Answers(Protocol):
 class InflightRequest:
     """A request, the tokens that its client has, and where it is. Takes the engine's answers as a `Sink`."""
 
-    def __init__(self, request: EngineRequest, answers: Answers, dispatcher: Dispatcher,
-                 only: int | None = None) -> None:
+    def __init__(self, request: EngineRequest, answers: Answers, dispatcher: Dispatcher, only: int | None = None) -> None:
         """Draw a seed where the client gave none, so that the text is the same on any replica.
 
         `only`: the one replica that will do.
@@ -103,8 +102,15 @@ class InflightRequest:
     def may_leave(self) -> bool:
         """True if one replica may compute its prompt and another continue: none has begun so far."""
         request = self.request
-        return (request.on_disk and not self.kept and self.only is None and not self.suspect
-                and request.pooling is None and not request.warms and request.params.prompt_logprobs is None)
+        return (
+            request.on_disk
+            and not self.kept
+            and self.only is None
+            and not self.suspect
+            and request.pooling is None
+            and not request.warms
+            and request.params.prompt_logprobs is None
+        )
 
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
         """Take it off its replica, which `died` unless it was leaving anyway and has `kept` its tokens on disk."""
@@ -128,16 +134,24 @@ class InflightRequest:
         """Return what to send now."""
         self._attempts += 1
         self.trial, self._heard, self.leaves = None, False, False
-        return replace(self.request, request_id=self.wire_id, produced=list(self.produced),
-                       quarantine_record=replace(self.quarantine_record))
+        return replace(
+            self.request, request_id=self.wire_id, produced=list(self.produced), quarantine_record=replace(self.quarantine_record)
+        )
 
     def place(self, router: Router, avoid: Collection[int]) -> Placement | None:
         """Choose a replica among those that are not to be avoided; None when none takes it."""
         request = self.request
         key = f"{request.group}:{request.cache_key}" if request.cache_key else ""  # keys are each client's own
-        self.placement = router.place([*request.prompt, *self.produced], request.params.max_tokens,
-                                      done=len(self.produced), avoid=self.refused_by.union(avoid), key=key,
-                                      on_disk=request.on_disk, may_leave=self.may_leave, written=self.written)
+        self.placement = router.place(
+            [*request.prompt, *self.produced],
+            request.params.max_tokens,
+            done=len(self.produced),
+            avoid=self.refused_by.union(avoid),
+            key=key,
+            on_disk=request.on_disk,
+            may_leave=self.may_leave,
+            written=self.written,
+        )
         return self.placement
 
     def end_placement(self) -> None:
@@ -237,10 +251,14 @@ class Dispatcher:
         self._over = ""
         """Why no engine will come any more."""
         self.registry = CollectorRegistry()
-        self._moved = Counter("tandem_requests_moved", "Requests that went on at another replica after theirs was lost",
-                              registry=self.registry)
-        self._handed_over = Counter("tandem_requests_handed_over", "Requests whose prompt one replica computed "
-                                    "and that went on at another by their roles", registry=self.registry)
+        self._moved = Counter(
+            "tandem_requests_moved", "Requests that went on at another replica after theirs was lost", registry=self.registry
+        )
+        self._handed_over = Counter(
+            "tandem_requests_handed_over",
+            "Requests whose prompt one replica computed and that went on at another by their roles",
+            registry=self.registry,
+        )
 
     def give_up(self, over: str) -> None:
         """End requests that no replica has. `over`: why no engine will come any more; nothing is done if empty."""
@@ -257,8 +275,14 @@ class Dispatcher:
         """The replica that has it, unless that has gone."""
         return None if inflight.replica is None else self._members.get(inflight.replica)
 
-    def open(self, requests: Sequence[EngineRequest], answers: Answers, replicas: Sequence[int] | None = None, *,
-             accepted: bool = False) -> None:
+    def open(
+        self,
+        requests: Sequence[EngineRequest],
+        answers: Answers,
+        replicas: Sequence[int] | None = None,
+        *,
+        accepted: bool = False,
+    ) -> None:
         """Start requests that belong together, each at its replica if these are named.
 
         The caller must `abort` each that is not over. `accepted`: they are the rest of what was accepted before, and
@@ -354,15 +378,23 @@ class Dispatcher:
                 if self._move(inflight, error):
                     return
             else:
-                error = ServerError(f"{inflight.losses} engines were lost while they worked on this request, the last "
-                                    "ones while it ran alone; it is not tried again", code="engine_lost")
+                error = ServerError(
+                    f"{inflight.losses} engines were lost while they worked on this request, the last "
+                    "ones while it ran alone; it is not tried again",
+                    code="engine_lost",
+                )
                 self._note_refused(inflight, error)
         self._end(inflight, error)
 
     def _note_refused(self, inflight: InflightRequest, error: RequestError) -> None:
-        event = self.history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
-                                  request_id=inflight.request_id, group=inflight.request.group,
-                                  remedy="Send it shorter or changed; if it fails alike, report it with the log.")
+        event = self.history.note(
+            "request_refused",
+            f"a request is not tried again: {error.message}",
+            level="error",
+            request_id=inflight.request_id,
+            group=inflight.request.group,
+            remedy="Send it shorter or changed; if it fails alike, report it with the log.",
+        )
         if self.tell is not None:
             self.tell(NoteEvent(event))
 
@@ -385,8 +417,13 @@ class Dispatcher:
         if self._send(inflight):
             if isinstance(error, EngineLost) and inflight.replica is not None:
                 (self._handed_over if by_role else self._moved).inc()
-                logger.log(logging.DEBUG if by_role else logging.INFO, "request %s goes on at replica %s; tokens so "
-                           "far: %d", inflight.request_id, inflight.replica, len(inflight.produced))
+                logger.log(
+                    logging.DEBUG if by_role else logging.INFO,
+                    "request %s goes on at replica %s; tokens so far: %d",
+                    inflight.request_id,
+                    inflight.replica,
+                    len(inflight.produced),
+                )
             return True
         if inflight.lost_at is None:
             return False

@@ -60,8 +60,7 @@ class _Place(ModelSlot):
 class ModelPool:
     """All models of a server, with the interface of `Replicas`. Belongs to the event loop that called `start`."""
 
-    def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
-                 max_loaded: int | None) -> None:
+    def __init__(self, models: Sequence[Served], link: SupervisorLink, *, max_loaded: int | None) -> None:
         """`models` in the order of the configuration, the default one first."""
         self._places = {served.name: _Place(name=served.name, served=served) for served in models}
         self._link = link
@@ -76,10 +75,12 @@ class ModelPool:
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
         self._loads = Counter("tandem_model_loads", "Times that a model was loaded", ["model"], registry=self._registry)
-        self._loaded = Gauge("tandem_model_loaded", "1 while a model is in memory and answers", ["model"],
-                             registry=self._registry)
-        self._waits = Gauge("tandem_model_waiting_requests", "Requests that wait for a model to be loaded", ["model"],
-                            registry=self._registry)
+        self._loaded = Gauge(
+            "tandem_model_loaded", "1 while a model is in memory and answers", ["model"], registry=self._registry
+        )
+        self._waits = Gauge(
+            "tandem_model_waiting_requests", "Requests that wait for a model to be loaded", ["model"], registry=self._registry
+        )
 
     @property
     def served(self) -> list[Served]:
@@ -147,8 +148,7 @@ class ModelPool:
             raise _failure(place.info)
         limit = served.settings.scheduler.max_queued_requests
         if len(place.waiting) >= limit:
-            raise OverloadedError(f"{limit} requests wait for {served.name} to be loaded; try again later.",
-                                  retry_after=5.0)
+            raise OverloadedError(f"{limit} requests wait for {served.name} to be loaded; try again later.", retry_after=5.0)
         future = asyncio.get_running_loop().create_future()
         place.waiting.append(future)
         self._changed.set()
@@ -177,8 +177,14 @@ class ModelPool:
     def _open(self, place: _Place) -> bool:
         """True while it takes requests: its engines answer, also while they replace ranks."""
         status = place.served.client.status
-        return (place.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
-                and status is not None and status.state in ("ready", "recovering") and place.served.texts.ready(status))
+        return (
+            place.state == "in"
+            and not (place.closed or place.pressed)
+            and place.served.client.alive
+            and status is not None
+            and status.state in ("ready", "recovering")
+            and place.served.texts.ready(status)
+        )
 
     def _begin(self, place: _Place) -> None:
         place.users += 1
@@ -209,9 +215,13 @@ class ModelPool:
         it is unloaded, and its requests."""
         place = self._places[served.name]
         info = place.info
-        return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
-                "unload_after": info.unload_after if info else None, "waiting": len(place.waiting),
-                "running": place.users}
+        return {
+            "needs": info.needs if info else {},
+            "keep": bool(info and info.keep),
+            "unload_after": info.unload_after if info else None,
+            "waiting": len(place.waiting),
+            "running": place.users,
+        }
 
     @property
     def health(self) -> str:
@@ -233,8 +243,9 @@ class ModelPool:
         """Unload a model once its requests are finished, and wait for that. Raises RequestError for a pinned one."""
         place = self._places[served.name]
         if place.keep:
-            raise refused(409, f"Model '{served.name}' is kept (--pinned-models) and never unloaded.", param="model",
-                          code="model_kept")
+            raise refused(
+                409, f"Model '{served.name}' is kept (--pinned-models) and never unloaded.", param="model", code="model_kept"
+            )
         place.pressed = place.state in ("in", "loading")
         while place.pressed or place.state == "leaving":
             self._changed.set()
@@ -248,8 +259,7 @@ class ModelPool:
             for place in self._places.values():
                 self._follow(place)
             self._act()
-            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving")
-                       for place in self._places.values())
+            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving") for place in self._places.values())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S if busy else IDLE_LOOK_S)
             await asyncio.sleep(0)
@@ -353,8 +363,7 @@ def _state(slot: ModelSlot, info: ModelInfo, there: bool) -> str:
 
 
 def _failure(info: ModelInfo) -> UnavailableError:
-    return UnavailableError(f"The model '{info.model}' cannot be loaded: {info.detail}", retry_after=FAILED_S,
-                            code=LOAD_FAILED)
+    return UnavailableError(f"The model '{info.model}' cannot be loaded: {info.detail}", retry_after=FAILED_S, code=LOAD_FAILED)
 
 
 def _now() -> float:

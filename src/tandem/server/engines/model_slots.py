@@ -80,8 +80,9 @@ def _victims(wanted: S, resident: list[S], budget: Mapping[str, int], max_loaded
     def fits_without(gone: list[S]) -> bool:
         return _fits([*(slot for slot in staying if slot not in gone), wanted], budget, max_loaded)
 
-    order = sorted((slot for slot in staying if slot.state == "in" and not slot.keep),
-                   key=lambda slot: (slot.users > 0, slot.used_at))
+    order = sorted(
+        (slot for slot in staying if slot.state == "in" and not slot.keep), key=lambda slot: (slot.users > 0, slot.used_at)
+    )
     count = next((n for n in range(len(order) + 1) if fits_without(order[:n])), 0)
     victims = order[:count]
     for slot in reversed(order[:count]):
@@ -91,8 +92,14 @@ def _victims(wanted: S, resident: list[S], budget: Mapping[str, int], max_loaded
 
 
 def _idle_for_long(slot: ModelSlot, now: float) -> bool:
-    return (slot.state == "in" and not slot.keep and not slot.users and slot.wanted_at is None
-            and slot.unload_after is not None and now - slot.idle_at >= slot.unload_after)
+    return (
+        slot.state == "in"
+        and not slot.keep
+        and not slot.users
+        and slot.wanted_at is None
+        and slot.unload_after is not None
+        and now - slot.idle_at >= slot.unload_after
+    )
 
 
 def _fits(slots: Sequence[ModelSlot], budget: Mapping[str, int], max_loaded: int | None) -> bool:

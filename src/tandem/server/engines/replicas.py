@@ -45,14 +45,29 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
     def total(name: str) -> int:
         return sum(getattr(status, name) for status in states)
 
-    summed = ("queued", "running", "kv_tokens_used", "kv_tokens_total", "restarts", "prefix_tokens", "prefix_queries",
-              "prefix_hits", "generated_tokens", "draft_tokens", "accepted_tokens")
+    summed = (
+        "queued",
+        "running",
+        "kv_tokens_used",
+        "kv_tokens_total",
+        "restarts",
+        "prefix_tokens",
+        "prefix_queries",
+        "prefix_hits",
+        "generated_tokens",
+        "draft_tokens",
+        "accepted_tokens",
+    )
     ranks = [replace(rank, replica=index) for index, status in parts for rank in status.ranks]
     limits = [status.max_context for status in states if status.max_context > 0]
     waits = [status.ttft_s for status in states if status.ttft_s]
-    return replace(first, ttft_s=sum(waits) / max(len(waits), 1),
-                                   max_context=min(limits, default=0), ranks=ranks,
-                                   **{name: total(name) for name in summed})
+    return replace(
+        first,
+        ttft_s=sum(waits) / max(len(waits), 1),
+        max_context=min(limits, default=0),
+        ranks=ranks,
+        **{name: total(name) for name in summed},
+    )
 
 
 def merged_metrics(texts: Mapping[int, bytes] | Mapping[str, bytes], label: str = "replica") -> bytes:
@@ -76,9 +91,15 @@ class _Merged(Collector):
 class Replicas:
     """Engines by number. Belongs to the event loop that called `start`."""
 
-    def __init__(self, router: Router, endpoints: Mapping[int, str] | None = None, *,
-                 link: SupervisorLink | None = None, heartbeat_s: float = HEARTBEAT_S,
-                 patience_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        router: Router,
+        endpoints: Mapping[int, str] | None = None,
+        *,
+        link: SupervisorLink | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+        patience_s: float = 0.0,
+    ) -> None:
         """`endpoints` are the zmq addresses of engines by number; with `link` the supervisor says which there are.
         `patience_s`: as for `Dispatcher`."""
         self._router = router
@@ -94,8 +115,12 @@ class Replicas:
         """The engines that answer as one; the last that was known when none does; None before any has answered."""
         self._taking = False
         """True while an engine takes requests."""
-        self._load = Gauge("tandem_replica_outstanding_tokens", "Work before a replica as the router counts it",
-                           ["replica"], registry=self.requests.registry)
+        self._load = Gauge(
+            "tandem_replica_outstanding_tokens",
+            "Work before a replica as the router counts it",
+            ["replica"],
+            registry=self.requests.registry,
+        )
 
     async def start(self) -> None:
         """Connect, and ask the supervisor which replicas there are."""
@@ -163,16 +188,21 @@ class Replicas:
 
     def reached(self) -> int:
         """Replicas that are connected and take requests at once."""
-        return sum(member.state == "ready" and (self.warmed is None or index in self.warmed)
-                   for index, member in self._members.items())
+        return sum(
+            member.state == "ready" and (self.warmed is None or index in self.warmed) for index, member in self._members.items()
+        )
 
     def _relieve(self) -> None:
         """Have draining replicas hand over their requests where others can read what they have computed."""
         ready = [index for index, member in self._members.items() if member.state == "ready"]
         for index, member in self._members.items():
             status = member.client.status
-            if member.draining and not member.leaves and status is not None \
-                    and any(self._router.reads(other, status.kv_store) for other in ready):
+            if (
+                member.draining
+                and not member.leaves
+                and status is not None
+                and any(self._router.reads(other, status.kv_store) for other in ready)
+            ):
                 logger.info("Replica %d draining: migrating its requests", index)
                 member.leaves = True
                 member.client.hand_over()
@@ -230,10 +260,12 @@ class Replicas:
         """Ask all engines how they are."""
         await asyncio.gather(*(member.client.refresh() for member in self._members.values()))
 
-    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
-                    replica: int | None = None) -> dict[int, CacheReport]:
+    async def cache(
+        self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "", replica: int | None = None
+    ) -> dict[int, CacheReport]:
         """Return which prefixes each replica that answers keeps, or only `replica`; `drop` removes them first."""
-        asked = {index: member.client for index, member in self._members.items()
-                 if member.client.alive and replica in (None, index)}
+        asked = {
+            index: member.client for index, member in self._members.items() if member.client.alive and replica in (None, index)
+        }
         reports = await asyncio.gather(*(client.cache(tokens, drop) for client in asked.values()))
         return dict(zip(asked, reports, strict=True))

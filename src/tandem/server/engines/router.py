@@ -52,7 +52,7 @@ first time refuses them, for it may never serve; what was accepted elsewhere wai
 
 def prompt_hashes(tokens: Sequence[int]) -> list[bytes]:
     """Hashes of the first `MOST_BLOCKS` whole blocks, the same ones as the engine's prefix cache uses."""
-    return block_hashes(tokens[:MOST_BLOCKS * BLOCK_SIZE])
+    return block_hashes(tokens[: MOST_BLOCKS * BLOCK_SIZE])
 
 
 class SentPrefixes:
@@ -183,8 +183,7 @@ class Router:
             known.sent.clear()  # its ranks were or will be replaced, and their caches with them
         known.state = state
 
-    def set_disk(self, replica: int, store: str, saves: float, reach: Iterable[str] = (),
-                 lent_saves: float = 0.0) -> None:
+    def set_disk(self, replica: int, store: str, saves: float, reach: Iterable[str] = (), lent_saves: float = 0.0) -> None:
         """Set where a replica keeps prompts: directories with blanks between them, empty for nowhere.
 
         Replicas that read what one another writes have the same. `saves`: share of the time to compute a prompt that
@@ -214,9 +213,18 @@ class Router:
 
     # --- requests ---
 
-    def place(self, tokens: Sequence[int], max_tokens: int, *, done: int = 0, avoid: Collection[int] = (),
-              key: str = "", on_disk: bool = True, may_leave: bool = False,
-              written: Mapping[str, int] | None = None) -> Placement | None:
+    def place(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        *,
+        done: int = 0,
+        avoid: Collection[int] = (),
+        key: str = "",
+        on_disk: bool = True,
+        may_leave: bool = False,
+        written: Mapping[str, int] | None = None,
+    ) -> Placement | None:
         """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
 
         `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
@@ -240,15 +248,14 @@ class Router:
                 cheap[i] = max(cheap[i], int(max(tokens_there - saved[i], 0) * share))
         worth = {i: saved[i] + cheap[i] for i in candidates}
         homes = [i for i in candidates if self._replicas[i].role != "prefill"] or candidates
-        worth |= ({home: max(worth[home], KEY_TOKENS)} if (home := _home(key, homes)) is not None else {})
+        worth |= {home: max(worth[home], KEY_TOKENS)} if (home := _home(key, homes)) is not None else {}
         best = min(homes, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
         work, leaves = {i: len(tokens) - saved[i] - cheap[i] for i in candidates}, False
         if len(tokens) - max(saved[best], kept[best]) >= LONG:
             ends = max_tokens - done <= 1
             best, leaves = self._reader(best, work, len(tokens), ends=ends, may_leave=may_leave)
         chosen = self._replicas[best]
-        placement = Placement(best, chosen, max_tokens, work[best], done, kept[best] if kept[best] > saved[best] else 0,
-                              leaves)
+        placement = Placement(best, chosen, max_tokens, work[best], done, kept[best] if kept[best] > saved[best] else 0, leaves)
         chosen.placements.add(placement)
         chosen.load += placement.left
         chosen.sent.note(hashes)
@@ -258,8 +265,7 @@ class Router:
         chosen.last = self._choices
         return placement
 
-    def _reader(self, home: int, work: Mapping[int, int], tokens: int, *, ends: bool,
-                may_leave: bool) -> tuple[int, bool]:
+    def _reader(self, home: int, work: Mapping[int, int], tokens: int, *, ends: bool, may_leave: bool) -> tuple[int, bool]:
         """Choose who computes a long prompt whose request continues at `home`, and whether it leaves afterwards.
 
         `work`: tokens to compute, by candidate. `ends`: no output follows.
@@ -267,8 +273,7 @@ class Router:
         known = self._replicas
         if known[home].role == "prefill":
             return home, False
-        apart = [i for i in work if known[i].role == "prefill"
-                 and (ends or (may_leave and self._follows(home, i, tokens)))]
+        apart = [i for i in work if known[i].role == "prefill" and (ends or (may_leave and self._follows(home, i, tokens)))]
         mixed = [i for i in work if known[i].role == "both"] if known[home].role == "decode" else []
         for readers in filter(None, (apart, mixed)):
             paced = all(known[i].pace for i in readers)
@@ -291,8 +296,11 @@ class Router:
         return ratio * (there.load + work[reader]) <= LATER * max(len(here.placements), 1) * (here.load + work[home])
 
     def _candidates(self, avoid: Collection[int]) -> list[int]:
-        ranks = {index: _RANK[replica.state] for index, replica in self._replicas.items()
-                 if replica.state in _RANK and index not in avoid}
+        ranks = {
+            index: _RANK[replica.state]
+            for index, replica in self._replicas.items()
+            if replica.state in _RANK and index not in avoid
+        }
         best = min(ranks.values(), default=0)
         return [index for index, rank in ranks.items() if rank == best]
 

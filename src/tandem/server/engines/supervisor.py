@@ -80,8 +80,9 @@ class SupervisorLink:
         while True:
             self._awake.clear()
             self._number += 1
-            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0,
-                                               self._number))
+            self._send(
+                supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0, self._number)
+            )
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
@@ -90,8 +91,7 @@ class SupervisorLink:
                 await on_replicas(latest)
             if known is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._awake.wait(),
-                                           (INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
+                    await asyncio.wait_for(self._awake.wait(), (INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
 
     def _send(self, request: supervisor.SupervisorRequest) -> None:
         try:

@@ -37,30 +37,35 @@ async def chat_completions(http: Request) -> Response:
     plan, generation = await start_chat(http, served, fields, new_id("chatcmpl"))
     replies = [Reply(plan) for _ in range(generation.choices)]
     if fields.stream:
-        return await streamed(generation, ChatWriter(generation, replies, turn, fields),
-                              include_usage=fields.include_usage)
+        return await streamed(generation, ChatWriter(generation, replies, turn, fields), include_usage=fields.include_usage)
     answers = await generation.collect()
-    messages = [(reply.message(answer.text), reply.finish_reason(answer.finish_reason or "stop"))
-                for reply, answer in zip(replies, answers, strict=True)]
+    messages = [
+        (reply.message(answer.text), reply.finish_reason(answer.finish_reason or "stop"))
+        for reply, answer in zip(replies, answers, strict=True)
+    ]
     if fields.max_tokens != 0:
         turn.answered(messages[0][0])  # the conversation goes on with the first choice
 
     def body() -> bytes:
         answer = {
             **head("chat.completion", generation.request_id, generation.model),
-            "choices": [{
-                "index": answer.index,
-                "message": message,
-                "logprobs": chat_logprobs(generation.tokenizer, answer.logprobs) if fields.logprobs else None,
-                "finish_reason": finish_reason,
-            } for answer, (message, finish_reason) in zip(answers, messages, strict=True)],
+            "choices": [
+                {
+                    "index": answer.index,
+                    "message": message,
+                    "logprobs": chat_logprobs(generation.tokenizer, answer.logprobs) if fields.logprobs else None,
+                    "finish_reason": finish_reason,
+                }
+                for answer, (message, finish_reason) in zip(answers, messages, strict=True)
+            ],
             **turn.shown,
             "usage": generation.usage(),
             "performance": generation.performance(),
         }
         if fields.prompt_logprobs is not None and answers[0].prompt is not None:
-            answer["prompt_logprobs"] = prompt_places(generation.tokenizer, plan.prompt, answers[0].prompt,
-                                                      fields.prompt_logprobs)
+            answer["prompt_logprobs"] = prompt_places(
+                generation.tokenizer, plan.prompt, answers[0].prompt, fields.prompt_logprobs
+            )
         return encode_json(answer)
 
     size = len(plan.prompt) * (fields.prompt_logprobs + 1) if fields.prompt_logprobs is not None else 0
@@ -123,8 +128,9 @@ def _choice(
 class Turn:
     """The part of one request in its conversation."""
 
-    def __init__(self, given: str | None, store: Conversations | None = None, owner: str = "", asked: bytes = b"",
-                 past: int = 0) -> None:
+    def __init__(
+        self, given: str | None, store: Conversations | None = None, owner: str = "", asked: bytes = b"", past: int = 0
+    ) -> None:
         """`asked`: all messages of the request as a JSON list, of which the first `past` were kept."""
         self._name = owner, given or str(uuid.uuid4())
         self._carried = given is not None
@@ -161,9 +167,12 @@ async def parse_turn(http: Request) -> tuple[ChatRequest, Turn]:
         return fields, Turn(given, store, owner, asked)
     whole, asked, count = await off_loop(len(past) + len(raw) > LARGE, _joined, past, raw)
     if len(whole) > api.max_body:
-        raise RequestError(f"The conversation has become larger than the limit of {api.max_body} bytes "
-                           "(--max-body-mb); begin another 'conversation_id'.", param="conversation_id",
-                           code="context_length_exceeded")
+        raise RequestError(
+            f"The conversation has become larger than the limit of {api.max_body} bytes "
+            "(--max-body-mb); begin another 'conversation_id'.",
+            param="conversation_id",
+            code="context_length_exceeded",
+        )
     http.scope.pop("tandem.ignored", None)  # its fields are read once more
     return await understood(http, whole, ChatRequest), Turn(given, store, owner, asked, count)
 

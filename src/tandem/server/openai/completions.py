@@ -19,12 +19,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import head, new_id
 from tandem.server.generation import Delta, Generation
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
-from tandem.server.openai.sampling import (
-    check_prompt_logprobs,
-    check_sizes,
-    check_token_ids,
-    sequences_of,
-)
+from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, check_token_ids, sequences_of
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import ChunkWriter, encode_json, streamed
@@ -39,8 +34,7 @@ async def completions(http: Request) -> Response:
     fields = await parse(http, CompletionRequest)
     served = await acquire(http, fields.model, stream=fields.stream)
     n = fields.n or 1
-    check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt),
-                echo=bool(fields.echo))
+    check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt), echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
     prompts = await encode_prompts(texts, fields.prompt, "prompt")
     tokens = sum(map(len, prompts))
@@ -48,25 +42,50 @@ async def completions(http: Request) -> Response:
         if param != "logprobs" or fields.echo:
             check_prompt_logprobs(param, count, tokens, n)
     form, asked = await response_format_of(texts, fields), _asked_of_prompt(fields)
-    work = [sequence for prompt in prompts for sequence in sequences_of(
-        prompt, fields, served, texts.status, param="prompt", asked=fields.max_tokens, logprobs=fields.logprobs,
-        form=form, prompt_logprobs=asked)]
+    work = [
+        sequence
+        for prompt in prompts
+        for sequence in sequences_of(
+            prompt,
+            fields,
+            served,
+            texts.status,
+            param="prompt",
+            asked=fields.max_tokens,
+            logprobs=fields.logprobs,
+            form=form,
+            prompt_logprobs=asked,
+        )
+    ]
     echoes = await _echoes(texts, fields, n)
-    generation = Generation(http, served, fields, work, texts.tokenizer, request_id=new_id("cmpl"),
-                            prompt_tokens=tokens, continues=True, logs_end=_echoes_logprobs(fields))
+    generation = Generation(
+        http,
+        served,
+        fields,
+        work,
+        texts.tokenizer,
+        request_id=new_id("cmpl"),
+        prompt_tokens=tokens,
+        continues=True,
+        logs_end=_echoes_logprobs(fields),
+    )
     choices = [_Writing(fields, echo, prompt, texts.tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
     if fields.stream:
-        return await streamed(generation, CompletionWriter(fields, generation, choices),
-                              include_usage=fields.include_usage)
+        return await streamed(generation, CompletionWriter(fields, generation, choices), include_usage=fields.include_usage)
     answers = await generation.collect()
     for index, answer in enumerate(answers):
         answer.prompt = answers[index - index % n].prompt  # the first choice has it for all of its prompt
 
     def body() -> bytes:
-        whole = [{"index": answer.index, **choice.whole(answer)}
-                 for choice, answer in zip(choices, answers, strict=True)]
-        return encode_json({**head("text_completion", generation.request_id, generation.model), "choices": whole,
-                            "usage": generation.usage(), "performance": generation.performance()})
+        whole = [{"index": answer.index, **choice.whole(answer)} for choice, answer in zip(choices, answers, strict=True)]
+        return encode_json(
+            {
+                **head("text_completion", generation.request_id, generation.model),
+                "choices": whole,
+                "usage": generation.usage(),
+                "performance": generation.performance(),
+            }
+        )
 
     size = tokens * n * (asked + 1) if asked else 0
     return Response(await off_loop(size > LARGE, body), media_type="application/json")
@@ -104,8 +123,7 @@ class _Writing:
         """All of the choice, but its index."""
         parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
         parts.append(self.of_output(answer.logprobs))
-        logprobs = {name: [value for part in parts if part is not None for value in part[name]]
-                    for name in parts[0] or ()}
+        logprobs = {name: [value for part in parts if part is not None for value in part[name]] for name in parts[0] or ()}
         choice: dict[str, object] = {
             "text": self.echo + answer.text,
             "logprobs": logprobs or None,
@@ -164,8 +182,7 @@ class CompletionWriter(ChunkWriter):
         mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:
             logprobs = mine.of_prompt(delta.prompt)
-            echo = self._envelope.chunk(
-                {"text": mine.echo, "index": delta.index, "logprobs": logprobs, "finish_reason": None})
+            echo = self._envelope.chunk({"text": mine.echo, "index": delta.index, "logprobs": logprobs, "finish_reason": None})
         choice = {
             "text": delta.text,
             "index": delta.index,

@@ -32,24 +32,40 @@ async def embeddings(http: Request) -> Response:
     status = served.status()
     _check(fields, status)
     inputs = await encode_prompts(await RequestTexts.of(http, served), fields.input, "input", closed=True)
-    outputs = await Prompts(http, served, "embd", inputs, timeout=fields.timeout, pooling=status.pooling,
-                            window=get_api(http).settings.server.max_choices).outputs()
+    outputs = await Prompts(
+        http,
+        served,
+        "embd",
+        inputs,
+        timeout=fields.timeout,
+        pooling=status.pooling,
+        window=get_api(http).settings.server.max_choices,
+    ).outputs()
     vectors = [output.vector for output in outputs]
-    return Response(await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)),
-                    media_type="application/json")
+    return Response(
+        await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)), media_type="application/json"
+    )
 
 
 def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
     """Check what needs the model but no tokenizer. Raises RequestError."""
     if status.pooling is None:
-        raise RequestError("This model's files ask for a way of pooling that is not supported; start the server with "
-                           "--pooling last or --pooling mean.", param="model", code="embeddings_unsupported")
+        raise RequestError(
+            "This model's files ask for a way of pooling that is not supported; start the server with "
+            "--pooling last or --pooling mean.",
+            param="model",
+            code="embeddings_unsupported",
+        )
     if fields.dimensions is not None and fields.dimensions > status.hidden_size:
-        raise RequestError(f"Invalid 'dimensions': {fields.dimensions} is more than the {status.hidden_size} of this "
-                           "model.", param="dimensions", code="invalid_value")
+        raise RequestError(
+            f"Invalid 'dimensions': {fields.dimensions} is more than the {status.hidden_size} of this model.",
+            param="dimensions",
+            code="invalid_value",
+        )
     if len(fields.input) > MAX_INPUTS:
-        raise RequestError(f"At most {MAX_INPUTS} inputs in one request, not {len(fields.input)}.", param="input",
-                           code="invalid_value")
+        raise RequestError(
+            f"At most {MAX_INPUTS} inputs in one request, not {len(fields.input)}.", param="input", code="invalid_value"
+        )
     if "" in fields.input:
         raise RequestError("'input' cannot be an empty string.", param="input", code="invalid_value")
 
@@ -59,8 +75,14 @@ def _body(fields: EmbeddingRequest, vectors: list[bytes], inputs: list[list[int]
     for index, vector in enumerate(vectors):
         unit = unit_vector(vector, fields.dimensions)
         packed = fields.encoding_format == "base64"
-        data.append({"object": "embedding", "index": index,
-                     "embedding": base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist()})
+        data.append(
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist(),
+            }
+        )
     tokens = sum(map(len, inputs))
-    return encode_json({"object": "list", "data": data, "model": model,
-                        "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    return encode_json(
+        {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    )

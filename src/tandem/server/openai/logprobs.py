@@ -38,9 +38,7 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, o
     return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def prompt_places(
-    tokenizer: Tokenizer, tokens: Sequence[int], places: PromptLogprobs, count: int
-) -> list[Raw | None]:
+def prompt_places(tokenizer: Tokenizer, tokens: Sequence[int], places: PromptLogprobs, count: int) -> list[Raw | None]:
     """Return `prompt_logprobs` as vLLM has them: for each token of the prompt, by id, itself and the `count` most
     likely ones in its place.
 
@@ -73,8 +71,7 @@ class CompletionLogprobs:
 
     def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, list[Any]]:
         """Return the object for a prompt that the answer begins with, as `text`; its first token has no probability."""
-        whole = self._object((token, place.logprob, place.top[:count])
-                             for token, place in zip(tokens[1:], places, strict=True))
+        whole = self._object((token, place.logprob, place.top[:count]) for token, place in zip(tokens[1:], places, strict=True))
         whole["tokens"].insert(0, self._name(tokens[0]))
         for values in (whole["token_logprobs"], whole["top_logprobs"]):
             values.insert(0, None)

@@ -39,8 +39,9 @@ class Strict(BaseModel):
             raise PydanticCustomError("too_many_fields", "at most {limit} fields, not {count}", context)
         if isinstance(data, dict) and (None in data.values() or not cls.without_effect.isdisjoint(data)):
             needed = _required(cls)
-            return {name: value for name, value in data.items()
-                    if name in needed or not (value is None or name in cls.without_effect)}
+            return {
+                name: value for name, value in data.items() if name in needed or not (value is None or name in cls.without_effect)
+            }
         return data
 
 
@@ -86,6 +87,7 @@ def _required(model: type[BaseModel]) -> frozenset[str]:
 
 def at_most(limit: int) -> BeforeValidator:
     """For an object with names of the client's: each entry could be an error of its own."""
+
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
             context = {"limit": limit, "count": len(value)}
@@ -171,9 +173,7 @@ class Message(Strict):
 
 def _part_text(index: int, part: Any) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise PydanticCustomError(
-            "content_part", "content part {index} is not an object with a 'type'", {"index": index}
-        )
+        raise PydanticCustomError("content_part", "content part {index} is not an object with a 'type'", {"index": index})
     if part["type"] != "text":
         context = {"index": index, "type": part["type"][:40]}
         raise PydanticCustomError("unsupported", "content part {index}: type '{type}' is not supported", context)

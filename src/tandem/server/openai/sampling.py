@@ -39,8 +39,10 @@ def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, 
         message = f"At most {most_choices} choices in one request, not {n}{times}."
         raise RequestError(message, param="n", code="invalid_value")
     if fields.max_tokens == 0 and fields.prompt_logprobs is None and not echo:
-        message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
-                   "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
+        message = (
+            "'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
+            "'prompt_logprobs' (or, of /v1/completions, with 'echo')."
+        )
         raise RequestError(message, param="max_tokens", code="invalid_value")
     if fields.stream and fields.prompt_logprobs is not None:
         message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
@@ -54,8 +56,10 @@ def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: i
     """
     if count is not None and (told := tokens * choices * (count + 1)) > MOST_PROMPT_LOGPROBS:
         times = f", in each of {choices} choices" if choices > 1 else ""
-        message = (f"'{param}' of {count} for {tokens} prompt tokens{times} comes to {told} log probabilities; an "
-                   f"answer may hold {MOST_PROMPT_LOGPROBS}. Ask for fewer, or send shorter prompts.")
+        message = (
+            f"'{param}' of {count} for {tokens} prompt tokens{times} comes to {told} log probabilities; an "
+            f"answer may hold {MOST_PROMPT_LOGPROBS}. Ask for fewer, or send shorter prompts."
+        )
         raise RequestError(message, param=param, code="invalid_value")
 
 
@@ -148,9 +152,18 @@ def sequences_of(
     """
     max_tokens = room(prompt, asked, served, status, param=param, clip=clip)
     return [
-        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=form,
-                                 prompt_logprobs=None if choice and max_tokens and not fields.stream
-                                 else prompt_logprobs))
+        (
+            prompt,
+            sampling_params(
+                fields,
+                status,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                choice=choice,
+                form=form,
+                prompt_logprobs=None if choice and max_tokens and not fields.stream else prompt_logprobs,
+            ),
+        )
         for choice in range(fields.n or 1)
     ]
 

@@ -10,16 +10,7 @@ from pydantic_core import PydanticCustomError
 from tandem.errors import RequestError
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.openai.messages import (
-    NAMED_FORM,
-    TOOL_CHOICE,
-    Conversation,
-    Strict,
-    Tool,
-    ToolChoice,
-    Tools,
-    at_most,
-)
+from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Conversation, Strict, Tool, ToolChoice, Tools, at_most
 
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
@@ -186,9 +177,16 @@ class SamplingFields(Strict):
 
         Raises RequestError when several fields ask.
         """
-        response_formats = {f"guided_{name}": _form(name, value) for name, value in (
-            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
-            ("grammar", self.guided_grammar)) if value is not None}
+        response_formats = {
+            f"guided_{name}": _form(name, value)
+            for name, value in (
+                ("json", self.guided_json),
+                ("regex", self.guided_regex),
+                ("choice", self.guided_choice),
+                ("grammar", self.guided_grammar),
+            )
+            if value is not None
+        }
         if self.response_format is not None and self.response_format.type != "text":
             response_formats.update([self.response_format.form])
         if self.structured_outputs is not None:
@@ -197,15 +195,18 @@ class SamplingFields(Strict):
                     response_formats[f"structured_outputs.{name}"] = _form(name, value)
         if len(response_formats) > 1:
             first, second, *_ = response_formats
-            raise RequestError(f"'{first}' and '{second}' both ask for a form; give one of them.", param=second,
-                               code="invalid_value")
+            raise RequestError(
+                f"'{first}' and '{second}' both ask for a form; give one of them.", param=second, code="invalid_value"
+            )
         return next(iter(response_formats.items()), None)
 
     @property
     def caching(self) -> dict[str, Any]:
         """Fields of an engine request about the prefix cache."""
-        return {"cache_key": self.prompt_cache_key or "",
-                "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory")}
+        return {
+            "cache_key": self.prompt_cache_key or "",
+            "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory"),
+        }
 
     @property
     def include_usage(self) -> bool:
@@ -263,9 +264,7 @@ class ChatRequest(SamplingFields):
         function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
         if isinstance(function, dict) and isinstance(function.get("name"), str):
             return {"mode": "named", "name": function["name"]}
-        raise PydanticCustomError(
-            "tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)}
-        )
+        raise PydanticCustomError("tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)})
 
 
 def normalise_prompt(value: object) -> list[Any]:
@@ -301,8 +300,13 @@ MAX_INPUTS = 2048
 """Most inputs of one request, as at OpenAI."""
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _TEXT = {"type": "string", "minLength": 1}
-_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item}
-                                      for item in (_TEXT, _TOKENS))]}
+_INPUT = {
+    "anyOf": [
+        _TEXT,
+        _TOKENS,
+        *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": item} for item in (_TEXT, _TOKENS)),
+    ]
+}
 
 
 class EmbeddingRequest(Strict):

@@ -34,8 +34,9 @@ async def tokenize(http: Request) -> Response:
 
     def body() -> bytes:
         strings = [texts.tokenizer.token_text(token) for token in tokens] if fields.return_token_strs else None
-        return encode_json({"count": len(tokens), "max_model_len": texts.status.max_context, "tokens": tokens,
-                            "token_strs": strings})
+        return encode_json(
+            {"count": len(tokens), "max_model_len": texts.status.max_context, "tokens": tokens, "token_strs": strings}
+        )
 
     return Response(await off_loop(len(tokens) > LARGE, body), media_type="application/json")
 
@@ -58,8 +59,10 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
         raise NotFoundError(message, code="unknown_url")
     served = find_model(http, model)
     if api.model_pool is not None and not api.model_pool.available(served):
-        raise UnavailableError(f"The model '{served.name}' is not loaded, and a GET loads none: POST "
-                               f"/v1/models/{served.name}/load does.", code="model_not_loaded")
+        raise UnavailableError(
+            f"The model '{served.name}' is not loaded, and a GET loads none: POST /v1/models/{served.name}/load does.",
+            code="model_not_loaded",
+        )
     texts = await RequestTexts.of(http, served)
     info = {**texts.tokenizer.info, "max_model_len": texts.status.max_context}
     return json_response(info)

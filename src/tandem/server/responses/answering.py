@@ -60,12 +60,14 @@ def error_event(error: RequestError) -> Json:
 class Answering(AnswerWriter):
     """Turns what a generation yields into the events of one response."""
 
-    def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems,
-                 created: int) -> None:
+    def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems, created: int) -> None:
         """`created` in seconds since 1970."""
         params = generation.params
-        self._start = {**empty_response(fields, generation.request_id, model, created, "in_progress"),
-                       "temperature": params.temperature, "top_p": params.top_p}
+        self._start = {
+            **empty_response(fields, generation.request_id, model, created, "in_progress"),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+        }
         self.generation = generation
         self.created = created
         self.keep: Callable[[], Awaitable[None]] | None = None
@@ -216,8 +218,13 @@ class OutputItems:
         item: Json
         if isinstance(event, CallStart):
             self._open = CallArguments
-            item = {"type": "function_call", "id": f"fc_{fresh}", "call_id": self._reply.call_id("call", event),
-                    **self._named(event.name), "arguments": ""}
+            item = {
+                "type": "function_call",
+                "id": f"fc_{fresh}",
+                "call_id": self._reply.call_id("call", event),
+                **self._named(event.name),
+                "arguments": "",
+            }
         elif isinstance(event, Reasoning):
             self._open, part = Reasoning, {"type": "reasoning_text", "text": ""}
             item = {"type": "reasoning", "id": f"rs_{fresh}", "summary": [], "content": []}

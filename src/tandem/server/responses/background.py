@@ -58,16 +58,18 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
     api, jobs = get_api(http), get_jobs(http)
     if jobs is None:
-        raise RequestError("'background' needs a journal: start the server with --journal DIR "
-                           "(docs/background-work.md), or "
-                           "leave it out and wait for the answer or stream it.", param="background",
-                           code="unsupported_parameter")
+        raise RequestError(
+            "'background' needs a journal: start the server with --journal DIR "
+            "(docs/background-work.md), or "
+            "leave it out and wait for the answer or stream it.",
+            param="background",
+            code="unsupported_parameter",
+        )
     await translated(http, lambda: chat_request(fields))
     api.find(fields.model)
     http.scope["tandem.metered"] = True
     outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
-    entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline),
-                                    counted=True)
+    entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline), counted=True)
     api.release(http.scope)  # the job counts from here on, and could not begin where its client may run but one request
     stored = Stored(jobs, entry, jobs.job(entry))
     if fields.stream:
@@ -96,8 +98,11 @@ def wanted_events(http: Request) -> int | None:
     if query.get("stream", "false").lower() not in ("true", "1"):
         return None
     if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise RequestError(f"Invalid 'starting_after': '{after[:40]}' is not the number of an event.",
-                           param="starting_after", code="invalid_value")
+        raise RequestError(
+            f"Invalid 'starting_after': '{after[:40]}' is not the number of an event.",
+            param="starting_after",
+            code="invalid_value",
+        )
     return -1 if after is None else int(after)
 
 
@@ -114,8 +119,12 @@ async def find(http: Request, name: str) -> Stored:
     """Return a response of this client that is kept. Raises NotFoundError."""
     if (stored := await kept(http, name)) is not None:
         return stored
-    raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'store' or 'background' true "
-                        "are kept, by a server with --journal.", param="response_id", code="response_not_found")
+    raise NotFoundError(
+        f"Response with id '{name[:100]}' not found; only responses with 'store' or 'background' true "
+        "are kept, by a server with --journal.",
+        param="response_id",
+        code="response_not_found",
+    )
 
 
 @dataclass
@@ -139,7 +148,7 @@ class Stored:
         if reply is None:
             return self._empty("in_progress" if response_id(self.entry) in get_api(http).live else "queued")
         if reply.status == 200:
-            last = reply.body[reply.body.rindex(b"\ndata: ") + len(b"\ndata: "):]
+            last = reply.body[reply.body.rindex(b"\ndata: ") + len(b"\ndata: ") :]
             response: Json = from_json(last)["response"]
             return response
         error = from_json(reply.body)["error"]
@@ -170,8 +179,9 @@ class Stored:
         try:
             reply = await self.jobs.reply(self.entry, self.job)
         except RequestError as error:
-            yield named_event({"type": "error", "code": error.code, "message": error.message, "param": None,
-                               "sequence_number": sent})
+            yield named_event(
+                {"type": "error", "code": error.code, "message": error.message, "param": None, "sequence_number": sent}
+            )
             return
         if reply is None or reply.status != 200:
             final = self._response(reply, http)
@@ -179,7 +189,7 @@ class Stored:
         else:
             events = reply.body.split(b"\n\n")[:-1]
             # After a restart there may be fewer than a client has seen, as more tokens came at once; the last is sent.
-            yield b"".join(event + b"\n\n" for event in events[sent if sent <= len(events) else -1:])
+            yield b"".join(event + b"\n\n" for event in events[sent if sent <= len(events) else -1 :])
 
     async def cancel(self) -> None:
         """Stop it, and wait until that is written down."""

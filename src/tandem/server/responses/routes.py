@@ -52,8 +52,12 @@ async def responses(http: Request) -> Response:
         kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
-    served = await acquire(http, fields.model, stream=fields.stream and job is None,
-                           error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
+    served = await acquire(
+        http,
+        fields.model,
+        stream=fields.stream and job is None,
+        error=lambda error: named_event({**error_event(error), "sequence_number": 0}),
+    )
     answer = await _start(http, served, fields, job)
     if kept is not None:
         answer.keep = lambda: _keep(http, kept, answer)
@@ -117,21 +121,30 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
         raise _needs_journal("previous_response_id", "send the whole conversation in 'input'")
     stored = await background.kept(http, previous)
     if stored is None:
-        raise RequestError(f"Previous response with id '{previous[:100]}' not found; only responses with 'store' or "
-                           "'background' true are kept, for --journal-keep-hours.", param="previous_response_id",
-                           code="previous_response_not_found")
+        raise RequestError(
+            f"Previous response with id '{previous[:100]}' not found; only responses with 'store' or "
+            "'background' true are kept, for --journal-keep-hours.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
     response = await stored.response(http)
     if response["status"] not in ("completed", "incomplete"):
-        raise RequestError(f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
-                           "that is completed or incomplete can be continued.", param="previous_response_id",
-                           code="invalid_value")
+        raise RequestError(
+            f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
+            "that is completed or incomplete can be continued.",
+            param="previous_response_id",
+            code="invalid_value",
+        )
     past = await stored.request()
     large = len(past) + len(raw) > LARGE
     whole = await off_loop(large, _joined, past, response["output"], raw)
     limit = get_api(http).max_body
     if len(whole) > limit:
-        raise RequestError(f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb).",
-                           param="previous_response_id", code="context_length_exceeded")
+        raise RequestError(
+            f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb).",
+            param="previous_response_id",
+            code="context_length_exceeded",
+        )
     http.scope.pop("tandem.ignored", None)  # its fields are read once more
     return await understood(http, whole, ResponsesRequest), whole
 
@@ -168,8 +181,16 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     jobs = get_jobs(http)
     assert jobs is not None
     try:
-        entry = Entry(0, background.job_id(answer.generation.request_id), get_group(http), "",
-                      request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
+        entry = Entry(
+            0,
+            background.job_id(answer.generation.request_id),
+            get_group(http),
+            "",
+            request_digest(background.ROUTE, raw),
+            background.ROUTE,
+            float(answer.created),
+            0,
+        )
         await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
     except UnavailableError as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
@@ -181,8 +202,12 @@ def _shown(entry: Entry, body: bytes) -> list[Json]:
     for index, item in enumerate(_items(from_json(body)["input"])):
         kind = item.get("type") or "message"
         fresh = hashlib.blake2b(f"{entry.id}:in:{index}".encode(), digest_size=16).hexdigest()
-        whole = {"type": kind, "id": item.get("id") or f"{'msg' if kind == 'message' else 'item'}_{fresh}",
-                 "status": "completed", **{name: value for name, value in item.items() if value is not None}}
+        whole = {
+            "type": kind,
+            "id": item.get("id") or f"{'msg' if kind == 'message' else 'item'}_{fresh}",
+            "status": "completed",
+            **{name: value for name, value in item.items() if value is not None},
+        }
         if kind == "message":
             whole["content"] = as_parts(whole["content"])
         shown.append(whole)

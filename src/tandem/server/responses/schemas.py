@@ -44,11 +44,7 @@ class Item(Tagged):
         "function_call_output": {"call_id", "output"},
         "reasoning": set(),
     }
-    takes = {
-        "message": {"phase"},
-        "function_call": {"namespace"},
-        "reasoning": {"content", "summary", "encrypted_content"},
-    }
+    takes = {"message": {"phase"}, "function_call": {"namespace"}, "reasoning": {"content", "summary", "encrypted_content"}}
     always = {"type", "id", "status"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"]
     id: str | None = None
@@ -127,9 +123,15 @@ class Text(Strict):
     """Accepted: how long an answer gets is the model's to say."""
 
 
-Included = Literal["reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-                   "web_search_call.action.sources", "code_interpreter_call.outputs",
-                   "computer_call_output.output.image_url", "message.input_image.image_url"]
+Included = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 
 
 class ResponsesRequest(Strict):
@@ -172,6 +174,4 @@ class ResponsesRequest(Strict):
         named = isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function"
         if named and isinstance(value["name"], str):
             return value
-        raise PydanticCustomError(
-            "tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)}
-        )
+        raise PydanticCustomError("tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)})

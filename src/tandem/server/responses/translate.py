@@ -23,8 +23,7 @@ Json = dict[str, Any]
 
 def chat_request(fields: ResponsesRequest) -> ChatRequest:
     """Return a request as one of chat completions. Raises RequestError."""
-    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key",
-            "prompt_cache_retention")
+    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention")
     data: Json = {name: getattr(fields, name) for name in same}
     data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens}
     data["tool_choice"] = fields.tool_choice

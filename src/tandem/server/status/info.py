@@ -74,8 +74,7 @@ async def service(http: Request) -> Response:
     """Name the service and its endpoints; a browser is sent to the page."""
     if prefers_page(http.headers.get("accept", "")):
         return RedirectResponse("/ui", 307)
-    return json_response({"name": "Tandem", "version": __version__, "model": _model_name(get_api(http)),
-                          "endpoints": ENDPOINTS})
+    return json_response({"name": "Tandem", "version": __version__, "model": _model_name(get_api(http)), "endpoints": ENDPOINTS})
 
 
 @router.get("/health/live")
@@ -148,9 +147,14 @@ async def model_info(http: Request) -> Response:
         "num_devices": len(status.ranks),
     }
     more: dict[str, object] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.micro_batches}
-    more |= {"kv_dtype": status.kv_dtype, "kv_bytes_per_token": status.kv_bytes_per_token,
-             "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
-             "generation_config": served.settings.model.generation_config}
+    more |= {
+        "kv_dtype": status.kv_dtype,
+        "kv_bytes_per_token": status.kv_bytes_per_token,
+        "prefix_cache": status.prefix_cache,
+        "kv_disk": status.kv_disk,
+        "speculation": status.speculation,
+        "generation_config": served.settings.model.generation_config,
+    }
     more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
     return json_response({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
 
@@ -211,9 +215,7 @@ async def cancel(http: Request, request_id: str) -> Response:
     """Stop a running request; its own client gets an error with code `request_cancelled`."""
     request = get_api(http).find_live(request_id, get_group(http))
     if request is None:
-        raise NotFoundError(
-            f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found"
-        )
+        raise NotFoundError(f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found")
     request.end(cancelled())
     return json_response({"request_id": request_id, "cancelled": True})
 

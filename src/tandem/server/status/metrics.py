@@ -13,19 +13,31 @@ class ApiMetrics:
 
     def __init__(self) -> None:
         self._registry = own = CollectorRegistry()
-        self.requests = Counter("tandem_http_requests", "HTTP requests by route, method and status",
-                                ["route", "method", "status"], registry=own)
+        self.requests = Counter(
+            "tandem_http_requests", "HTTP requests by route, method and status", ["route", "method", "status"], registry=own
+        )
         self.in_flight = Gauge("tandem_http_requests_in_flight", "HTTP requests being served", registry=own)
-        self.seconds = Histogram("tandem_http_request_seconds", "Seconds from the first byte of a request to the last "
-                                 "of its response", ["route"], buckets=LATENCY_BUCKETS, registry=own)
-        self.first_token = Histogram("tandem_api_time_to_first_token_seconds", "Seconds from a validated request to "
-                                     "its first token, as the api sees it", buckets=LATENCY_BUCKETS, registry=own)
+        self.seconds = Histogram(
+            "tandem_http_request_seconds",
+            "Seconds from the first byte of a request to the last of its response",
+            ["route"],
+            buckets=LATENCY_BUCKETS,
+            registry=own,
+        )
+        self.first_token = Histogram(
+            "tandem_api_time_to_first_token_seconds",
+            "Seconds from a validated request to its first token, as the api sees it",
+            buckets=LATENCY_BUCKETS,
+            registry=own,
+        )
         self.disconnects = Counter("tandem_http_disconnects", "Requests whose client left before the end", registry=own)
-        self.journal_errors = Counter("tandem_journal_errors", "Times that the journal could not be written or synced",
-                                      registry=own)
+        self.journal_errors = Counter(
+            "tandem_journal_errors", "Times that the journal could not be written or synced", registry=own
+        )
         self.journal_bytes = Gauge("tandem_journal_bytes", "Size of the journal", registry=own)
-        self.journal_open = Gauge("tandem_journal_open_requests", "Requests in the journal without an answer on disk",
-                                  registry=own)
+        self.journal_open = Gauge(
+            "tandem_journal_open_requests", "Requests in the journal without an answer on disk", registry=own
+        )
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -29,7 +29,7 @@ _HEADERS = {
 def prefers_page(accept: str) -> bool:
     """Whether an Accept header names HTML before JSON, as browsers do and clients do not."""
     kinds = [kind.split(";")[0].strip().lower() for kind in accept.split(",")]
-    return "text/html" in kinds and "application/json" not in kinds[:kinds.index("text/html")]
+    return "text/html" in kinds and "application/json" not in kinds[: kinds.index("text/html")]
 
 
 @router.get("/ui")

@@ -55,7 +55,14 @@ async def plan_route(
     if context is not None and context > longest:
         raise RequestError(f"context: {context} is more than the {longest} tokens that are served", param="context")
     wished = served.settings.model
-    task = {"model": wished.model or served.status().source, "revision": wished.revision, "hosts": hosts,
-            "link": link or [], "context": context or min(8192, longest), "streams": streams, "goal": goal}
+    task = {
+        "model": wished.model or served.status().source,
+        "revision": wished.revision,
+        "hosts": hosts,
+        "link": link or [],
+        "context": context or min(8192, longest),
+        "streams": streams,
+        "goal": goal,
+    }
     body = await unless_gone(http, api.workers.ask(get_group(http), "compare", task, bytes))
     return Response(body, media_type="application/json")

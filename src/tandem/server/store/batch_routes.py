@@ -40,9 +40,14 @@ class _Content(FileResponse):
             nonlocal refusal
             if message["type"] == "http.response.start" and message["status"] in (400, 416):
                 asked, headers = Headers(scope=scope).get("range", "")[:100], Headers(raw=message["headers"])
-                refusal = error_response(refused(message["status"], f"The header Range: {asked} cannot be served; send "
-                                                 "bytes=FIRST-LAST within the file.", param="Range",
-                                                 code="invalid_range"))
+                refusal = error_response(
+                    refused(
+                        message["status"],
+                        f"The header Range: {asked} cannot be served; send bytes=FIRST-LAST within the file.",
+                        param="Range",
+                        code="invalid_range",
+                    )
+                )
                 if "content-range" in headers:
                     refusal.headers["content-range"] = headers["content-range"]
             elif refusal is None:
@@ -78,21 +83,30 @@ class BatchRequest(Strict):
         return value
 
 
-_FORM = {"type": "object", "required": ["purpose", "file"], "properties": {
-    "purpose": {"enum": ["batch"]}, "file": {"type": "string", "format": "binary"},
-    "expires_after[anchor]": {"enum": ["created_at"]}, "expires_after[seconds]": {"type": "integer"}}}
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"enum": ["batch"]},
+        "file": {"type": "string", "format": "binary"},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer"},
+    },
+}
 _UPLOAD = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}}
-_BYTES = {"responses": {"200": {"content": {"application/octet-stream": {"schema": {"type": "string",
-                                                                                    "format": "binary"}}}}}}
+_BYTES = {"responses": {"200": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}}
 
 
 def _batches(http: Request) -> Batches:
     """Raises RequestError without a journal."""
     batches = cast("Batches | None", http.app.state.batches)
     if batches is None:
-        raise RequestError("Files and batches need a journal: start the server with --journal DIR "
-                           "(docs/background-work.md), or "
-                           "use `tandem batch`.", code="unsupported_operation")
+        raise RequestError(
+            "Files and batches need a journal: start the server with --journal DIR "
+            "(docs/background-work.md), or "
+            "use `tandem batch`.",
+            code="unsupported_operation",
+        )
     return batches
 
 
@@ -172,13 +186,23 @@ async def create_batch(http: Request) -> Response:
         note_ignored(http, *left_out)
     file = batches.files.find(fields.input_file_id, _owner(http))
     if file is None or file.purpose != "batch":
-        raise RequestError(f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose "
-                           "'batch'.", param="input_file_id", code="invalid_value")
+        raise RequestError(
+            f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose 'batch'.",
+            param="input_file_id",
+            code="invalid_value",
+        )
     now, keep = time.time(), fields.output_expires_after
-    batch = BatchRecord(id=new_id("batch", "_"), owner=get_group(http), endpoint=fields.endpoint, input_file_id=file.id,
-                  completion_window=fields.completion_window, created_at=now, metadata=fields.metadata,
-                  expires_at=now + HOUR_S * int(fields.completion_window[:-1]),
-                  keep_s=float(keep.seconds) if keep is not None else KEEP_S)
+    batch = BatchRecord(
+        id=new_id("batch", "_"),
+        owner=get_group(http),
+        endpoint=fields.endpoint,
+        input_file_id=file.id,
+        completion_window=fields.completion_window,
+        created_at=now,
+        metadata=fields.metadata,
+        expires_at=now + HOUR_S * int(fields.completion_window[:-1]),
+        keep_s=float(keep.seconds) if keep is not None else KEEP_S,
+    )
     await batches.create(batch)
     return json_response(batch.shown())
 

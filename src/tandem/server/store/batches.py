@@ -42,8 +42,10 @@ MOST_OPEN, MOST_KEPT = 100, 1000
 """Batches of one client that are not over, and all of its batches."""
 DISK_POLL_S = 1.0
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-_ENDINGS = {"expired": ("batch_expired", "This request could not be executed before the completion window expired."),
-            "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled.")}
+_ENDINGS = {
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+    "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled."),
+}
 
 
 class BatchRecord(ClientRecord, kw_only=True):
@@ -76,13 +78,22 @@ class BatchRecord(ClientRecord, kw_only=True):
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         times = {f"{name}_at": int(self.times[name]) if name in self.times else None for name in names}
         errors = [*self.errors, *([self.trouble] if self.trouble else ())]
-        return {"id": self.id, "object": "batch", "endpoint": self.endpoint, "status": self.status,
-                "errors": {"object": "list", "data": errors} if errors else None,
-                "input_file_id": self.input_file_id, "completion_window": self.completion_window,
-                "output_file_id": self.output_file_id, "error_file_id": self.error_file_id,
-                "created_at": int(self.created_at), "expires_at": int(self.expires_at), **times,
-                "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-                "metadata": self.metadata}
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "status": self.status,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": int(self.created_at),
+            "expires_at": int(self.expires_at),
+            **times,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.metadata,
+        }
 
 
 def fault(code: str, message: str, line: int | None = None, param: str | None = None) -> Json:
@@ -123,8 +134,13 @@ class Batches(Records[BatchRecord]):
         server = api.settings.server
         assert server.journal is not None
         reading = [batch.input_file_id for batch in self._open() if not batch.total]
-        self.files = Files(jobs, Path(server.journal) / "files", max_bytes=server.files_max_gb * 2**30,
-                           sync=server.journal_sync != "no", reading=reading)
+        self.files = Files(
+            jobs,
+            Path(server.journal) / "files",
+            max_bytes=server.files_max_gb * 2**30,
+            sync=server.journal_sync != "no",
+            reading=reading,
+        )
         jobs.on_tidy.append(self.files.drop_expired)
         self._api = api
         self._accepting = asyncio.Lock()
@@ -168,10 +184,12 @@ class Batches(Records[BatchRecord]):
             self.files.check_room(batch.owner, source.bytes if source is not None else 0)
             mine = self.of(batch.owner)
             if sum(other.status in OPEN for other in mine) >= MOST_OPEN:
-                raise RequestError(f"At most {MOST_OPEN} batches of one client may be open; wait for one to end, or "
-                                   "cancel one.", code="too_many_batches")
+                raise RequestError(
+                    f"At most {MOST_OPEN} batches of one client may be open; wait for one to end, or cancel one.",
+                    code="too_many_batches",
+                )
             over = [other.id for other in mine if other.status not in OPEN]
-            await self.remove(*over[:max(0, len(mine) - MOST_KEPT + 1)])
+            await self.remove(*over[: max(0, len(mine) - MOST_KEPT + 1)])
             self.files.reading[batch.input_file_id] += 1
             try:
                 await self.put(batch)
@@ -183,8 +201,9 @@ class Batches(Records[BatchRecord]):
     async def cancel(self, batch: BatchRecord) -> None:
         """Stop a batch that runs; answers that are there stay. Raises RequestError for one that is over."""
         if batch.status not in OPEN:
-            raise RequestError(f"A batch with the status '{batch.status}' cannot be cancelled.", param="batch_id",
-                               code="invalid_value")
+            raise RequestError(
+                f"A batch with the status '{batch.status}' cannot be cancelled.", param="batch_id", code="invalid_value"
+            )
         if batch.status in ("validating", "in_progress"):
             batch.end = "cancelled"
             self._enter(batch, "cancelling")
@@ -212,8 +231,7 @@ class Batches(Records[BatchRecord]):
             await self._through(batch, lambda: self._drop_lines(batch.id, batch.owner))
         except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
             internal_error(error, "a batch")
-            batch.errors = [fault("internal_error", "Internal server error; a restart of the server goes on with the "
-                                  "batch.")]
+            batch.errors = [fault("internal_error", "Internal server error; a restart of the server goes on with the batch.")]
         finally:
             del self._running[batch.id]
 
@@ -292,7 +310,8 @@ class Batches(Records[BatchRecord]):
         """Ask for all lines without an answer, until they have one, or the batch is cancelled or late."""
         batch = running.record
         batch.completed, batch.failed, self._jobs.lines_bytes[batch.id] = await self._jobs.write(
-            self._jobs.journal.count_lines, batch.id, batch.owner)
+            self._jobs.journal.count_lines, batch.id, batch.owner
+        )
         if batch.end == "completed":
             try:
                 await unless(running.stop.wait(), self._ask(running), max(batch.expires_at - time.time(), 0.0))
@@ -356,9 +375,17 @@ class Batches(Records[BatchRecord]):
                 size = out.tell()
                 file_id = f"file-{hashlib.blake2b(f'{batch.id} {kind}'.encode(), digest_size=16).hexdigest()}"
                 await self.files.in_thread(self.files.place, out, file_id)
-                await self.files.put(File(id=file_id, owner=batch.owner, filename=f"{batch.id}_{kind}.jsonl",
-                                          purpose="batch_output", bytes=size, created_at=now,
-                                          expires_at=now + batch.keep_s))
+                await self.files.put(
+                    File(
+                        id=file_id,
+                        owner=batch.owner,
+                        filename=f"{batch.id}_{kind}.jsonl",
+                        purpose="batch_output",
+                        bytes=size,
+                        created_at=now,
+                        expires_at=now + batch.keep_s,
+                    )
+                )
                 setattr(batch, f"{kind}_file_id", file_id)
         finally:
             for out in outs.values():
@@ -367,8 +394,11 @@ class Batches(Records[BatchRecord]):
                     Path(out.name).unlink(missing_ok=True)
         batch.completed, batch.failed = counts["output"], counts["error"]
         if lost := batch.total - batch.completed - batch.failed:
-            batch.errors = [fault("lines_lost", f"{lost} requests were lost as the disk damaged the journal; send them "
-                                  "again, in another batch.")]
+            batch.errors = [
+                fault(
+                    "lines_lost", f"{lost} requests were lost as the disk damaged the journal; send them again, in another batch."
+                )
+            ]
         await self._turn(batch, batch.end)
 
     def _write(self, batch: BatchRecord, lines: list[tuple[Entry, bytes]], outs: dict[str, BinaryIO]) -> Counter[str]:
@@ -405,8 +435,17 @@ def _blocks(path: Path, batch: BatchRecord, longest: int) -> Iterator[tuple[list
             if isinstance(line, ValueError):
                 faults.append(fault("invalid_request", f"line {number}: {line}.", number))
             else:
-                entry = Entry(0, line_id(batch.id, line.custom_id), batch.owner, batch.id, b"", line.url, KEPT_OPEN,
-                              LINE, line.custom_id.encode())
+                entry = Entry(
+                    0,
+                    line_id(batch.id, line.custom_id),
+                    batch.owner,
+                    batch.id,
+                    b"",
+                    line.url,
+                    KEPT_OPEN,
+                    LINE,
+                    line.custom_id.encode(),
+                )
                 lines.append((entry, line.body))
                 size += len(line.body)
             if size > BYTES_AT_ONCE or len(lines) == ROWS_AT_ONCE or len(faults) == MOST_ERRORS:

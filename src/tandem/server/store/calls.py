@@ -36,14 +36,28 @@ def post_scope(root: object, route: str, group: str, size: int) -> Scope:
     """Return the ASGI scope of a POST of `size` bytes of JSON to the application `root`, from a trusted client."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(size).encode())]
     return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": route, "raw_path": route.encode(), "root_path": "", "query_string": b"",
-        "headers": headers, "client": None, "server": None, "app": root, "state": {}, "tandem.group": group,
-        "tandem.trusted": True}
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": route,
+        "raw_path": route.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "app": root,
+        "state": {},
+        "tandem.group": group,
+        "tandem.trusted": True,
+    }
 
 
-async def call(api: Api, app: ASGIApp, root: object, route: str, body: bytes, group: str, gone: asyncio.Event,
-               more: Mapping[str, object]) -> StoredReply:
+async def call(
+    api: Api, app: ASGIApp, root: object, route: str, body: bytes, group: str, gone: asyncio.Event, more: Mapping[str, object]
+) -> StoredReply:
     """Return the response of `app` to a POST for a client, also when the routes raise an exception.
 
     `gone` is set when the client has left. `more` goes into the scope.

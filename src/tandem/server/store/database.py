@@ -67,9 +67,16 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
             raise ConfigError(f"--journal: {path} {NOT_OURS}", param="journal")
         new = () if old else (_VACUUM,)
         missing = ("" if old else _SCHEMA) + ("" if version == VERSION else _SINCE_VERSION_1)
-        for setting in (*new, "journal_mode = WAL", "journal_size_limit = 16777216", "foreign_keys = ON",
-                        "cell_size_check = ON", "fullfsync = ON", "checkpoint_fullfsync = ON",
-                        f"synchronous = {'FULL' if durable else 'NORMAL'}"):
+        for setting in (
+            *new,
+            "journal_mode = WAL",
+            "journal_size_limit = 16777216",
+            "foreign_keys = ON",
+            "cell_size_check = ON",
+            "fullfsync = ON",
+            "checkpoint_fullfsync = ON",
+            f"synchronous = {'FULL' if durable else 'NORMAL'}",
+        ):
             database.execute(f"PRAGMA {setting}").fetchall()
         database.executescript(f"BEGIN IMMEDIATE; {missing} COMMIT")  # takes the lock, and keeps it
         if old and missing:
@@ -162,12 +169,13 @@ def _mend(path: Path, old: sqlite3.Connection | None) -> None:
             file.write(page)
     new.unlink(missing_ok=True)
     kept, lost = 0, 1
-    with contextlib.closing(connect(new, durable=True)) as database, \
-            contextlib.suppress(sqlite3.DatabaseError, ConfigError), \
-            contextlib.closing(connect(path, durable=True)) as old:
+    with (
+        contextlib.closing(connect(new, durable=True)) as database,
+        contextlib.suppress(sqlite3.DatabaseError, ConfigError),
+        contextlib.closing(connect(path, durable=True)) as old,
+    ):
         kept, lost = _copy(old, database)
-    logger.error("%s is damaged: %d of its rows are kept, %d or more are lost; %s is the file as it was",
-                 path, kept, lost, copy)
+    logger.error("%s is damaged: %d of its rows are kept, %d or more are lost; %s is the file as it was", path, kept, lost, copy)
     wal.unlink(missing_ok=True)  # it belongs to the old file
     os.replace(new, path)
 

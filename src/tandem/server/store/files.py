@@ -82,9 +82,17 @@ class File(ClientRecord, kw_only=True):
 
     def shown(self) -> dict[str, object]:
         """Return OpenAI's file object."""
-        return {"id": self.id, "object": "file", "bytes": self.bytes, "created_at": int(self.created_at),
-                "expires_at": int(self.expires_at), "filename": self.filename, "purpose": self.purpose,
-                "status": "processed", "status_details": None}
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": int(self.created_at),
+            "expires_at": int(self.expires_at),
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
 
 
 def disk_trouble(error: OSError) -> tuple[str, str]:
@@ -101,8 +109,9 @@ def on_disk() -> Iterator[None]:
         yield
     except OSError as error:
         code, why = disk_trouble(error)
-        raise UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
-                               code=code) from None
+        raise UnavailableError(
+            f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0, code=code
+        ) from None
 
 
 class Files(Records[File]):
@@ -149,12 +158,16 @@ class Files(Records[File]):
     def check_room(self, owner: str, more: int = 0) -> None:
         """Raise RequestError when the client may not keep another file, of `more` bytes."""
         if len(self.of(owner)) >= MOST_FILES:
-            raise RequestError(f"At most {MOST_FILES} files are kept for one client; delete some.", param="file",
-                               code="too_many_files")
+            raise RequestError(
+                f"At most {MOST_FILES} files are kept for one client; delete some.", param="file", code="too_many_files"
+            )
         kept = sum(file.bytes for file in self._records.values()) + self._jobs.lines_bytes.total()
         if kept + sum(self._coming.values()) + more > self._max_bytes:
-            raise RequestError(f"Files would take more than {self._max_bytes / 2**30:g} GiB (--files-max-gb); delete "
-                               "some.", param="file", code="files_limit_exceeded")
+            raise RequestError(
+                f"Files would take more than {self._max_bytes / 2**30:g} GiB (--files-max-gb); delete some.",
+                param="file",
+                code="files_limit_exceeded",
+            )
 
     def place(self, source: BinaryIO, file_id: str) -> None:
         """Close `source`, and make it the bytes of a file, whose record is to follow. Raises OSError."""
@@ -258,8 +271,9 @@ class _Upload(MultiPartParser):
     async def read(self, owner: str) -> File:
         """Receive the form; the record of its file. Raises RequestError naming the field at fault, OSError."""
         if not self.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-            raise RequestError("A file is sent as multipart/form-data, with the fields 'purpose' and 'file'.",
-                               param="file", code="invalid_form")
+            raise RequestError(
+                "A file is sent as multipart/form-data, with the fields 'purpose' and 'file'.", param="file", code="invalid_form"
+            )
         try:
             form = await self.parse()
         except (MultiPartException, FormParserError) as error:
@@ -272,17 +286,25 @@ class _Upload(MultiPartParser):
         purpose, upload = form.get("purpose"), form.get("file")
         if purpose is None or not isinstance(upload, UploadFile):
             missing = "purpose" if purpose is None else "file"
-            raise RequestError(f"Missing required parameter: '{missing}'.", param=missing,
-                               code="missing_required_parameter")
+            raise RequestError(f"Missing required parameter: '{missing}'.", param=missing, code="missing_required_parameter")
         if purpose != "batch":
-            raise RequestError(f"Invalid 'purpose': '{str(purpose)[:40]}'; only files for 'batch' have a use here.",
-                               param="purpose", code="invalid_value")
+            raise RequestError(
+                f"Invalid 'purpose': '{str(purpose)[:40]}'; only files for 'batch' have a use here.",
+                param="purpose",
+                code="invalid_value",
+            )
         if not upload.size:
             raise RequestError("'file' is empty.", param="file", code="invalid_value")
         now = time.time()
-        return File(id=new_id("file"), owner=owner, filename=(upload.filename or "file")[:LONGEST_NAME],
-                    purpose="batch", bytes=upload.size, created_at=now,
-                    expires_at=now + _keep_s(*map(form.get, _EXPIRY)))
+        return File(
+            id=new_id("file"),
+            owner=owner,
+            filename=(upload.filename or "file")[:LONGEST_NAME],
+            purpose="batch",
+            bytes=upload.size,
+            created_at=now,
+            expires_at=now + _keep_s(*map(form.get, _EXPIRY)),
+        )
 
 
 _EXPIRY = ("expires_after[anchor]", "expires_after[seconds]")
@@ -292,18 +314,22 @@ def _keep_s(anchor: object, seconds: object) -> float:
     if anchor is None and seconds is None:
         return KEEP_S
     if anchor != "created_at":
-        raise RequestError("Invalid 'expires_after[anchor]': expected 'created_at'.", param="expires_after[anchor]",
-                           code="invalid_value")
-    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit()
-            and SHORTEST_S <= int(seconds[:20]) <= LONGEST_S):
-        raise RequestError(f"Invalid 'expires_after[seconds]': expected {SHORTEST_S} to {LONGEST_S}.",
-                           param="expires_after[seconds]", code="invalid_value")
+        raise RequestError(
+            "Invalid 'expires_after[anchor]': expected 'created_at'.", param="expires_after[anchor]", code="invalid_value"
+        )
+    if not (
+        isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and SHORTEST_S <= int(seconds[:20]) <= LONGEST_S
+    ):
+        raise RequestError(
+            f"Invalid 'expires_after[seconds]': expected {SHORTEST_S} to {LONGEST_S}.",
+            param="expires_after[seconds]",
+            code="invalid_value",
+        )
     return float(seconds)
 
 
 def _malformed(why: str) -> RequestError:
-    return RequestError(f"The body is not a well-formed multipart/form-data: {why[:200].rstrip('.')}.",
-                        code="invalid_form")
+    return RequestError(f"The body is not a well-formed multipart/form-data: {why[:200].rstrip('.')}.", code="invalid_form")
 
 
 def _too_large(limit: int) -> TooLargeError:

@@ -66,8 +66,12 @@ class Idempotency:
         entry, fresh = await self._jobs.start_job(group, route, body, key=key, background=background)
         job = self._jobs.job(entry)
         if not fresh and entry.digest != request_digest(route, body):
-            raise refused(422, f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
-                          "request.", param="Idempotency-Key", code="idempotency_key_reused")
+            raise refused(
+                422,
+                f"The Idempotency-Key '{key}' belongs to another request; use a new one for each request.",
+                param="Idempotency-Key",
+                code="idempotency_key_reused",
+            )
         more = {"x-request-id": entry.id} | ({} if fresh else {"idempotent-replayed": "true"})
         if background:
             receipt = {"id": entry.id, "object": "request", "status": "completed" if job is None else "in_progress"}
@@ -86,8 +90,11 @@ def _key(values: Sequence[str]) -> str:
         return ""
     key = values[0].strip().strip('"')
     if len(values) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
-        raise RequestError(f"The Idempotency-Key must be one text of 1 to {LONGEST_KEY} printable ASCII characters.",
-                           param="Idempotency-Key", code="invalid_value")
+        raise RequestError(
+            f"The Idempotency-Key must be one text of 1 to {LONGEST_KEY} printable ASCII characters.",
+            param="Idempotency-Key",
+            code="invalid_value",
+        )
     return key
 
 
@@ -119,8 +126,11 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 def _text(reply: StoredReply) -> list[tuple[str, str]]:
     """The headers that say something beside the length and type of the body."""
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in reply.headers
-            if name.lower() not in (b"content-length", b"content-type")]
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in reply.headers
+        if name.lower() not in (b"content-length", b"content-type")
+    ]
 
 
 async def _find(http: Request, name: str) -> tuple[Jobs, Entry]:

@@ -156,22 +156,40 @@ class Jobs:
 
     # --- requests ---
 
-    async def start_job(self, group: str, route: str, body: bytes, *, key: str = "", background: bool = False,
-                        outline: bytes = b"", counted: bool = False) -> tuple[Entry, bool]:
+    async def start_job(
+        self,
+        group: str,
+        route: str,
+        body: bytes,
+        *,
+        key: str = "",
+        background: bool = False,
+        outline: bytes = b"",
+        counted: bool = False,
+    ) -> tuple[Entry, bool]:
         """Accept a POST of `body` to `route`, which is answered even if the server is killed; its entry, and True.
 
         Where the client has a request with this key already, return that one, and False. `outline` is the JSON to show
         while there is no answer. `counted`: the client's quota includes the request already. Raises UnavailableError
         (no engine, disk full), OverloadedError, TooLargeError.
         """
-        entry = Entry(0, new_id("req"), group, key, request_digest(route, body), route, time.time(), int(background),
-                      outline, size=len(body))
+        entry = Entry(
+            0,
+            new_id("req"),
+            group,
+            key,
+            request_digest(route, body),
+            route,
+            time.time(),
+            int(background),
+            outline,
+            size=len(body),
+        )
         refusal = self._refusal(entry, counted)
         self._coming[entry.id] = entry
         accepted = None
         try:
-            accepted = await self.write(self.journal.accept, entry, body, everybody=not self._api.keys,
-                                        refusal=refusal)
+            accepted = await self.write(self.journal.accept, entry, body, everybody=not self._api.keys, refusal=refusal)
         finally:
             del self._coming[entry.id]
             if not counted and refusal is None and (accepted is None or accepted.id != entry.id):
@@ -202,8 +220,9 @@ class Jobs:
         if job is not None:
             return job.reply.result() if job.reply.done() else None
         if entry.status is None:
-            raise UnavailableError("The request is left for the next start of the server.", retry_after=10.0,
-                                   code="shutting_down")
+            raise UnavailableError(
+                "The request is left for the next start of the server.", retry_after=10.0, code="shutting_down"
+            )
         return StoredReply(entry.status, await self.write(self.journal.reply, entry))
 
     async def forget(self, entry: Entry) -> None:
@@ -223,12 +242,16 @@ class Jobs:
         try:
             self._api.check()
             if 2 * entry.size > self._max_bytes:
-                raise TooLargeError(f"The request body has {entry.size} bytes; a journalled one may have half of "
-                                    f"--journal-max-gb, {self._max_bytes // 2} bytes.")
+                raise TooLargeError(
+                    f"The request body has {entry.size} bytes; a journalled one may have half of "
+                    f"--journal-max-gb, {self._max_bytes // 2} bytes."
+                )
             if len(opened) + len(mine) + 2 > MOST_OPEN or used > self._max_bytes:
-                raise OverloadedError(f"{len(mine)} journalled requests of yours, with {sum(mine)} bytes, are not "
-                                      "answered yet; what is left of the journal is for other clients. Try again "
-                                      "later.")
+                raise OverloadedError(
+                    f"{len(mine)} journalled requests of yours, with {sum(mine)} bytes, are not "
+                    "answered yet; what is left of the journal is for other clients. Try again "
+                    "later."
+                )
             if not counted:
                 self._api.quotas.accept(entry.group, waits=bool(entry.background))
         except RequestError as error:
@@ -294,8 +317,7 @@ class Jobs:
             except Exception as error:  # noqa: BLE001 - the client must be told, whatever becomes of the journal
                 if writable:
                     logger.error("Answer to %s cannot be stored: %s; trying again until it can", entry.id, error)
-                    job.on_pause(reply_of(error if isinstance(error, RequestError) else
-                                          internal_error(error, "the journal")))
+                    job.on_pause(reply_of(error if isinstance(error, RequestError) else internal_error(error, "the journal")))
                 writable = False
                 if told_only:
                     break

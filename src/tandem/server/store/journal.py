@@ -31,8 +31,7 @@ KEPT_OPEN = float("inf")
 CLIENT_WAITS, BACKGROUND, LINE = 0, 1, 2
 """Values of `Entry.background`."""
 _FIXED = "id, owner, key, digest, route, created, background, outline"
-_ENTRIES = (f"SELECT requests.number, {_FIXED}, status, length(requests.body) FROM requests "
-            "LEFT JOIN answers USING (number)")
+_ENTRIES = f"SELECT requests.number, {_FIXED}, status, length(requests.body) FROM requests LEFT JOIN answers USING (number)"
 _LINES_SIZE = f"coalesce(sum(length(requests.body) + coalesce(length(answers.body), 0) + {LINE_BYTES}), 0)"
 _OF_BATCH = f"key = ? AND key != '' AND owner = ? AND background = {LINE}"
 
@@ -42,11 +41,15 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (directory / "journal").exists():
-            raise _unusable(f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
-                            "what is open in it; give another directory, or move the file away")
+            raise _unusable(
+                f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
+                "what is open in it; give another directory, or move the file away"
+            )
         if any(directory.glob("files/*.json")):
-            raise _unusable(f"{directory / 'files'} has files and batches of an earlier version of Tandem, which alone "
-                            "can read them; let it end the batches, then move the directory 'files' away")
+            raise _unusable(
+                f"{directory / 'files'} has files and batches of an earlier version of Tandem, which alone "
+                "can read them; let it end the batches, then move the directory 'files' away"
+            )
     except OSError as error:
         raise _unusable(f"cannot use {directory}: {error.strerror}") from None
     except ValueError:
@@ -100,8 +103,9 @@ class Journal:
     All calls raise sqlite3.Error; `told` translates it for a client.
     """
 
-    def __init__(self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time,
-                 max_bytes: float = float("inf")) -> None:
+    def __init__(
+        self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time, max_bytes: float = float("inf")
+    ) -> None:
         """Open or create the database, and check it; `sync` is --journal-sync, `max_bytes` --journal-max-gb.
 
         Raises ConfigError when that fails, or another process has it.
@@ -119,8 +123,9 @@ class Journal:
             if code == sqlite3.SQLITE_NOTADB:
                 raise _unusable(f"{self.path} {NOT_OURS}") from None
             busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-            raise _unusable(f"another server uses {directory}; give each its own" if busy else
-                            f"cannot use {directory}: {_why(error)}") from None
+            raise _unusable(
+                f"another server uses {directory}; give each its own" if busy else f"cannot use {directory}: {_why(error)}"
+            ) from None
         except OSError as error:
             raise _unusable(f"cannot use {directory}: {error.strerror}") from None
 
@@ -166,8 +171,10 @@ class Journal:
     def find(self, group: str, name: str, *, everybody: bool) -> Entry | None:
         """The request of a client (of anyone, for `everybody`) with this Idempotency-Key or id."""
         for column in ("key", "id"):
-            query = (f"{_ENTRIES} WHERE {column} = ? AND {column} != '' AND (? OR owner = ?) AND background != {LINE} "
-                     "ORDER BY number DESC LIMIT 1")
+            query = (
+                f"{_ENTRIES} WHERE {column} = ? AND {column} != '' AND (? OR owner = ?) AND background != {LINE} "
+                "ORDER BY number DESC LIMIT 1"
+            )
             for row in self._database.execute(query, (name, everybody, group)):
                 return Entry(*row)
         return None
@@ -183,8 +190,11 @@ class Journal:
 
     def reply(self, entry: Entry) -> bytes:
         """Body of an answer. Raises ServerError when it is damaged, NotFoundError when it was dropped."""
-        return self._sealed("""SELECT id, digest, status, answers.seal, answers.body FROM answers
-            JOIN requests USING (number) WHERE number = ?""", entry)
+        return self._sealed(
+            """SELECT id, digest, status, answers.seal, answers.body FROM answers
+            JOIN requests USING (number) WHERE number = ?""",
+            entry,
+        )
 
     def _sealed(self, query: str, entry: Entry) -> bytes:
         """Return the last column of a row; the one before is the seal of all others."""
@@ -193,8 +203,9 @@ class Journal:
             raise NotFoundError("It was deleted, or dropped, while it was read.", code="request_not_found")
         *values, sealed, body = row
         if not isinstance(body, bytes) or sealed != seal(body, *values):
-            raise ServerError("The journal is damaged here; send the request again, with another Idempotency-Key.",
-                              code="journal_damaged")
+            raise ServerError(
+                "The journal is damaged here; send the request again, with another Idempotency-Key.", code="journal_damaged"
+            )
         return body
 
     def answer(self, entry: Entry, status: int, body: bytes) -> None:
@@ -260,16 +271,20 @@ class Journal:
     def records(self, kind: type[Record]) -> list[Record]:
         """All records of a kind but for those that are damaged."""
         query = "SELECT id, seal, body FROM records WHERE kind = ? ORDER BY number"
-        return [msgspec.json.decode(body, type=kind)
-                for name, sealed, body in self._database.execute(query, (kind.__name__,))
-                if sealed == seal(body, name, kind.__name__)]
+        return [
+            msgspec.json.decode(body, type=kind)
+            for name, sealed, body in self._database.execute(query, (kind.__name__,))
+            if sealed == seal(body, name, kind.__name__)
+        ]
 
     def put(self, record: ClientRecord) -> None:
         """Add a record, or replace the one with the same `id`."""
         kind, body = type(record).__name__, msgspec.json.encode(record)
-        self._database.execute("""INSERT INTO records(id, kind, seal, body) VALUES (?, ?, ?, ?)
+        self._database.execute(
+            """INSERT INTO records(id, kind, seal, body) VALUES (?, ?, ?, ?)
             ON CONFLICT(id) DO UPDATE SET seal = excluded.seal, body = excluded.body""",
-                               (record.id, kind, seal(body, record.id, kind), body))
+            (record.id, kind, seal(body, record.id, kind), body),
+        )
 
     def remove(self, *ids: str) -> None:
         """Delete records."""
@@ -286,15 +301,20 @@ class Journal:
         """
         dropped = 0
         with self.transaction() as database:
-            database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
-                USING (number) WHERE created < ? LIMIT ?)""", (self._clock() - keep_s, ROWS_AT_ONCE))
+            database.execute(
+                """DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
+                USING (number) WHERE created < ? LIMIT ?)""",
+                (self._clock() - keep_s, ROWS_AT_ONCE),
+            )
         free, pages, size = (pragma(database, name) for name in ("freelist_count", "page_count", "page_size"))
         if (pages - free) * size - lines_bytes > self._max_bytes:
             # Answers under an Idempotency-Key are promised for their time; the others, room permitting.
             with self.transaction():
-                dropped = database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
+                dropped = database.execute(
+                    """DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
                     answers USING (number) WHERE key = '' AND created < 1e300 ORDER BY created LIMIT ?)""",
-                                           (ROWS_AT_ONCE // 8,)).rowcount
+                    (ROWS_AT_ONCE // 8,),
+                ).rowcount
         if free * size > MOST_FREE and free > pages // 2:
             database.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` ends after one page
         if self._sync == "everysec":
@@ -331,8 +351,12 @@ def _why(error: sqlite3.Error) -> str:
 
 def told(error: sqlite3.Error) -> JournalError:
     """The error that a client gets for a failure of SQLite."""
-    return JournalError(f"The journal cannot be used, so the request cannot be kept safe: {_why(error)}. Try again "
-                        "later, or without Idempotency-Key.", retry_after=30.0, code="journal_unavailable")
+    return JournalError(
+        f"The journal cannot be used, so the request cannot be kept safe: {_why(error)}. Try again "
+        "later, or without Idempotency-Key.",
+        retry_after=30.0,
+        code="journal_unavailable",
+    )
 
 
 def _unusable(why: str) -> ConfigError:

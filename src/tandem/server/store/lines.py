@@ -104,8 +104,7 @@ def answer_line(name: str, custom_id: str, status: int, body: bytes) -> bytes:
         request_id = msgspec.json.decode(body, type=_Identified).id
     except msgspec.DecodeError:
         request_id = ""
-    response = {"status_code": status, "request_id": request_id if isinstance(request_id, str) else "",
-                "body": Raw(body)}
+    response = {"status_code": status, "request_id": request_id if isinstance(request_id, str) else "", "body": Raw(body)}
     return _line({"id": name, "custom_id": custom_id, "response": response, "error": None})
 
 

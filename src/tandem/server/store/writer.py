@@ -80,6 +80,7 @@ class Writer:
 
     def _together(self, calls: list[Call]) -> list[object]:
         """Make calls in one transaction; the result of each, or the exception that it raises."""
+
         def all_of_them() -> list[object]:
             with self._journal.transaction():
                 return [_result(call) for call in calls]

@@ -94,8 +94,7 @@ def _shown(template: str) -> tuple[str | None, str]:
 
 def _first(seen: Callable[[str], bool]) -> str | None:
     """The first format whose signs are seen."""
-    signs = ((name, wanted) for name, known in FORMATS.items()
-             for wanted in known.signs or zip(known.starts, strict=True))
+    signs = ((name, wanted) for name, known in FORMATS.items() for wanted in known.signs or zip(known.starts, strict=True))
     return next((name for name, wanted in signs if all(map(seen, wanted))), None)
 
 
@@ -133,8 +132,9 @@ class OutputFormat:
     """True if more than one call is allowed."""
 
 
-def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None,
-                 special: Special) -> OutputFormat:
+def told_formats(
+    calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None, special: Special
+) -> OutputFormat:
     """The formats that the operator chose, or what the chat template shows where that is `auto`."""
     if reasoning == "auto":
         reasoning = _shown(template)[1]

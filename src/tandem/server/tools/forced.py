@@ -133,8 +133,9 @@ _FRAMES: dict[str, Frame] = {
     "hermes": Frame(_hermes),
     "llama3": Frame(_named("parameters"), between=("; ",)),
     "mistral": Frame(_named("arguments"), before=(json_calls.CALLS, "["), between=(", ",), after=("]",)),
-    "cohere": Frame(_named("parameters", "tool_name"), before=(json_calls.ACTION, "["), between=(", ",),
-                    after=("]", json_calls.ACTION_END)),
+    "cohere": Frame(
+        _named("parameters", "tool_name"), before=(json_calls.ACTION, "["), between=(", ",), after=("]", json_calls.ACTION_END)
+    ),
     "deepseek": _tokens(DEEPSEEK, "", "", ("\n",)),
     "kimi": _tokens(KIMI, "functions.", '":" /[0-9]{1,3}/', ()),
     "harmony": Frame(_harmony, between=None),

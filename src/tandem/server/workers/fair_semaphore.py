@@ -67,8 +67,9 @@ class FairSemaphore:
 
     def _grant(self) -> None:
         while self._free:
-            ready = [waiting for waiting in self._waiting
-                     if self._running[waiting.group] < self._share and not waiting.granted.done()]
+            ready = [
+                waiting for waiting in self._waiting if self._running[waiting.group] < self._share and not waiting.granted.done()
+            ]
             if not ready:
                 return
             chosen = min(ready, key=lambda waiting: self._running[waiting.group])

@@ -45,8 +45,9 @@ class Workers:
         self._threads = ThreadPoolExecutor(2 * AT_ONCE, "workers")
         self._closed = False
 
-    async def ask(self, group: str, function: str, arguments: Mapping[str, object], answer: type[Answer], *,
-                  prepare: str = "") -> Answer:
+    async def ask(
+        self, group: str, function: str, arguments: Mapping[str, object], answer: type[Answer], *, prepare: str = ""
+    ) -> Answer:
         """Return what a worker makes of a function of `work.py`; the worker is killed when this is cancelled. `group`:
         whose work it is.
 
@@ -56,23 +57,27 @@ class Workers:
         reply = await self.reply(group, task)
         if isinstance(reply, SandboxEnded):
             if reply.over_limits:
-                raise RequestError(f"The request takes more than {CPU_S} s of computing or {MEMORY_BYTES // 2**30} GiB "
-                                   "of memory before a model can work on it; make it smaller.",
-                                   code="request_too_expensive")
+                raise RequestError(
+                    f"The request takes more than {CPU_S} s of computing or {MEMORY_BYTES // 2**30} GiB "
+                    "of memory before a model can work on it; make it smaller.",
+                    code="request_too_expensive",
+                )
             if reply.how:
-                logger.error("a worker process %s; its request is refused with 503, the next gets another one",
-                             reply.how)
+                logger.error("a worker process %s; its request is refused with 503, the next gets another one", reply.how)
             raise _unavailable()
         if isinstance(reply, TaskRefused) and reply.code == FILES_AWAY:
-            seldom.error("a worker process cannot load the tokenizer: %s; large requests get 503 until its files are "
-                         "mended", reply.message)
-            raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0,
-                                   code=FILES_AWAY)
+            seldom.error(
+                "a worker process cannot load the tokenizer: %s; large requests get 503 until its files are mended", reply.message
+            )
+            raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0, code=FILES_AWAY)
         if isinstance(reply, TaskRefused):
             raise refused(reply.status, reply.message, param=reply.param, code=reply.code)
         if isinstance(reply, TaskBroken):
-            logger.error("unexpected %s in a worker process; its request ends with status 500, all else goes on; "
-                         "please report it\n%s", reply.name, reply.frames)
+            logger.error(
+                "unexpected %s in a worker process; its request ends with status 500, all else goes on; please report it\n%s",
+                reply.name,
+                reply.frames,
+            )
             raise ServerError("Internal server error", code="internal_error")
         return reply.decoded(answer)
 
@@ -106,5 +111,8 @@ class Workers:
 
 
 def _unavailable() -> UnavailableError:
-    return UnavailableError("The request could not be read now, as the machine is busy; try again shortly.",
-                            retry_after=5.0, code="worker_unavailable")
+    return UnavailableError(
+        "The request could not be read now, as the machine is busy; try again shortly.",
+        retry_after=5.0,
+        code="worker_unavailable",
+    )

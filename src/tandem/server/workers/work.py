@@ -30,9 +30,17 @@ from tandem.server.validation import parse_bytes
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
-    for model in (openai.ChatRequest, openai.CompletionRequest, openai.EmbeddingRequest, openai.TokenizeRequest,
-                  openai.DetokenizeRequest, anthropic.MessagesRequest, anthropic.CountRequest,
-                  responses.ResponsesRequest, WarmRequest)
+    for model in (
+        openai.ChatRequest,
+        openai.CompletionRequest,
+        openai.EmbeddingRequest,
+        openai.TokenizeRequest,
+        openai.DetokenizeRequest,
+        anthropic.MessagesRequest,
+        anthropic.CountRequest,
+        responses.ResponsesRequest,
+        WarmRequest,
+    )
 }
 """Schemas of bodies by name."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
@@ -79,13 +87,15 @@ def _packed(tokens: Sequence[int]) -> bytes:
     return array.array("i", tokens).tobytes()
 
 
-def compare(model: str, revision: str | None, hosts: list[str], link: list[str], context: int, streams: int,
-            goal: Goal | None) -> bytes:
+def compare(
+    model: str, revision: str | None, hosts: list[str], link: list[str], context: int, streams: int, goal: Goal | None
+) -> bytes:
     """Return the planner's layouts of a model over machines as a JSON object. Raises UsageError."""
     planned = planned_files(resolve(model, revision=revision, weights=False))
     wanted = Request(context=context, streams=streams, goal=goal)
-    cluster = cluster_of(read_hosts(hosts, None), link, description=planned.description, request=wanted,
-                         fast=False)  # as `tandem plan` does
+    cluster = cluster_of(
+        read_hosts(hosts, None), link, description=planned.description, request=wanted, fast=False
+    )  # as `tandem plan` does
     machines, notes = cluster.machines, cluster.notes
     try:
         comparison = plan(planned.description, machines, cluster.links, wanted, experts=planned.experts)
@@ -94,10 +104,12 @@ def compare(model: str, revision: str | None, hosts: list[str], link: list[str],
     named = Named(model=model, revision=revision, hosts=hosts)
     layout = None if comparison.chosen is None else comparison.chosen.layout
     flags = [] if layout is None else serve_flags(comparison, wanted, named)
-    return msgspec.json.encode({
-        **plan_json(comparison, machines),
-        "notes": notes if layout is None else [*notes, *caveats(layout, machines)],
-        "layers": planned.description.num_layers,
-        "serve": None if layout is None else flags,
-        "commands": [] if layout is None else commands(layout, flags, machines, named),
-    })
+    return msgspec.json.encode(
+        {
+            **plan_json(comparison, machines),
+            "notes": notes if layout is None else [*notes, *caveats(layout, machines)],
+            "layers": planned.description.num_layers,
+            "serve": None if layout is None else flags,
+            "commands": [] if layout is None else commands(layout, flags, machines, named),
+        }
+    )

@@ -69,8 +69,9 @@ def broken_kernel(task: Task) -> Figures:
     kernel = make(name="firstlight_broken", input_names=["a"], output_names=["b"], source=_BROKEN)
     raised = ""
     try:
-        mx.eval(kernel(inputs=[mx.zeros(4)], output_shapes=[(4,)], output_dtypes=[mx.float32], grid=(4, 1, 1),
-                       threadgroup=(4, 1, 1)))
+        mx.eval(
+            kernel(inputs=[mx.zeros(4)], output_shapes=[(4,)], output_dtypes=[mx.float32], grid=(4, 1, 1), threadgroup=(4, 1, 1))
+        )
     except Exception as error:  # noqa: BLE001 - which class it is, is what we want to know
         raised = type(error).__name__
     if not raised:

@@ -61,14 +61,18 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
         os.kill(victim, number)
         if not until(lambda: gone(victim), GONE_S):
             os.kill(victim, signal.SIGKILL)
-            raise Differs(f"a rank that was struck by {number.name} is replaced within {GONE_S:g} s, expected; it is "
-                          "still there, seen")
+            raise Differs(
+                f"a rank that was struck by {number.name} is replaced within {GONE_S:g} s, expected; it is still there, seen"
+            )
         noticed = seconds(began)
         texts = [answer.done().text for answer in answers]
         figures: Figures = {"gone after, s": noticed, "all answers after, s": seconds(began)}
         if not until(lambda: len(set(server.ranks()) - {victim}) == len(before), BACK_S):
-            raise Differs(f"{len(before)} ranks again without the one that was struck, expected; process ids "
-                          f"{server.ranks()} after {before}, seen", figures)
+            raise Differs(
+                f"{len(before)} ranks again without the one that was struck, expected; process ids "
+                f"{server.ranks()} after {before}, seen",
+                figures,
+            )
         after = server.ranks()
         if wrong := sum(text != other for text, other in zip(calm, texts, strict=True)):
             raise Differs(f"the answers of a calm server, expected; {wrong} of {PROMPTS} differ, seen", figures)
@@ -127,8 +131,7 @@ def _alone() -> Figures:
         parent.kill()
         if not until(lambda: gone(rank), GONE_S):
             os.kill(rank, signal.SIGKILL)
-            raise Differs(f"a rank in MLX's start-up ends within {GONE_S:g} s of its parent, expected; it is still "
-                          "there, seen")
+            raise Differs(f"a rank in MLX's start-up ends within {GONE_S:g} s of its parent, expected; it is still there, seen")
     return {"rank in MLX's start-up gone after, s": seconds(began)}
 
 
@@ -163,4 +166,3 @@ def awake(task: Task) -> Figures:
 def holders() -> set[str]:
     """Return the ids of the processes that hold sleep off."""
     return set(HOLDER.findall(output_of(["pmset", "-g", "assertions"]) or ""))
-

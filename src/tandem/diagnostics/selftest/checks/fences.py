@@ -58,10 +58,10 @@ def collectives(task: Task) -> Figures:
 
 def sums(*, fast_sync: bool) -> Figures:
     """Sums alone, by size, and what one costs between two operations. Raises RankFailure, also for wrong sums."""
-    times = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync,
-                    operations=("all_sum", "between"))
-    figures: Figures = {f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1)
-                        for row in times.rows if row.operation == "all_sum"}
+    times = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync, operations=("all_sum", "between"))
+    figures: Figures = {
+        f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1) for row in times.rows if row.operation == "all_sum"
+    }
     between = next(row for row in times.rows if row.operation == "between")
     return figures | {"a sum between two operations, us": round(between.median_us, 1)}
 
@@ -84,8 +84,9 @@ def late(task: Task) -> Figures:
         waited = finding.figures.get("seconds")
         figures[f"{seconds:g} s late"] = finding.detail or f"waited {waited} s"
         if finding.detail and (finding.verdict == "no answer" or fault_of(finding.detail) != "timeout"):
-            problems.append(f"{seconds:g} s late: an answer, or an error that is known for a wait, expected; "
-                            f"{finding.detail}, seen")
+            problems.append(
+                f"{seconds:g} s late: an answer, or an error that is known for a wait, expected; {finding.detail}, seen"
+            )
         elif not finding.detail and isinstance(waited, float) and waited < 0.5 * seconds:
             problems.append(f"{seconds:g} s late: a sum after as long, expected; after {waited} s, seen")
     return judged(problems, figures)

@@ -9,16 +9,7 @@ import time
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import Question, examine, findings, hostfile_hosts
 from tandem.diagnostics.selftest.check import Differs, NotApplicable, judged
-from tandem.diagnostics.selftest.server import (
-    Server,
-    ask,
-    ask_in_background,
-    descendants,
-    prompt_of,
-    seconds,
-    serving,
-    until,
-)
+from tandem.diagnostics.selftest.server import Server, ask, ask_in_background, descendants, prompt_of, seconds, serving, until
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 
@@ -55,8 +46,9 @@ def _of_whom(finding: Finding) -> str:
 
 def _examined(task: Task, backend: str | None) -> Evidence:
     file = read_hostfile(task.hostfile)
-    return examine(Question(hosts=hostfile_hosts(file), backend=backend or file.backend or "ring",
-                            variables=dict(file.envs), port=0))
+    return examine(
+        Question(hosts=hostfile_hosts(file), backend=backend or file.backend or "ring", variables=dict(file.envs), port=0)
+    )
 
 
 def links(task: Task) -> Figures:
@@ -90,8 +82,9 @@ def layouts(task: Task) -> Figures:
     figures: Figures = {"one rank, tokens a second": round(alone.decode_rate, 1)}
     problems = []
     for name, options in (("stages", ("-pp", str(count))), ("tensor parallelism", ("-tp", str(count)))):
-        with serving(task.model, "--hostfile", task.hostfile, "--weights-from", "head", "--prefix-cache", "0", *options,
-                     start_s=START_S) as server:
+        with serving(
+            task.model, "--hostfile", task.hostfile, "--weights-from", "head", "--prefix-cache", "0", *options, start_s=START_S
+        ) as server:
             answer = ask(server, prompt, TOKENS)
         figures[f"{name} over {count} hosts, tokens a second"] = round(answer.decode_rate, 1)
         if name == "stages" and answer.text != alone.text:
@@ -106,8 +99,20 @@ def deaths(task: Task) -> Figures:
     file = read_hostfile(task.hostfile)
     backend = "jaccl" if _has_rdma(file) else "ring"
     count = len(file.hosts)
-    with serving(task.model, "--hostfile", task.hostfile, "--weights-from", "head", "-tp", str(count), "--backend",
-                 backend, "--max-restarts", "10", start_s=START_S) as server:
+    with serving(
+        task.model,
+        "--hostfile",
+        task.hostfile,
+        "--weights-from",
+        "head",
+        "-tp",
+        str(count),
+        "--backend",
+        backend,
+        "--max-restarts",
+        "10",
+        start_s=START_S,
+    ) as server:
         calm = ask(server, prompt_of(12), TOKENS).text
         figures: Figures = {"backend": backend}
         for number in range(1, DEATHS + 1):

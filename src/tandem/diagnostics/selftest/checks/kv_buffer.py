@@ -38,10 +38,21 @@ def small_llama() -> nn.Module:
 
 def small_gemma() -> nn.Module:
     """Return a model with sliding windows of 16 positions in every other layer."""
-    return gemma3_text.Model(gemma3_text.ModelArgs(
-        model_type="gemma3_text", hidden_size=128, num_hidden_layers=4, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=64, query_pre_attn_scalar=64, vocab_size=VOCAB, sliding_window=16,
-        sliding_window_pattern=2))
+    return gemma3_text.Model(
+        gemma3_text.ModelArgs(
+            model_type="gemma3_text",
+            hidden_size=128,
+            num_hidden_layers=4,
+            intermediate_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            vocab_size=VOCAB,
+            sliding_window=16,
+            sliding_window_pattern=2,
+        )
+    )
 
 
 class Compared:
@@ -80,7 +91,7 @@ class Compared:
         self.tokens[name] = [self._rng.randrange(VOCAB) for _ in range(length)]
         caches = self._caches()
         for start in range(0, length, 16):
-            self.model(mx.array([self.tokens[name][start:start + 16]]), cache=caches)
+            self.model(mx.array([self.tokens[name][start : start + 16]]), cache=caches)
         mx.eval([cache.state for cache in caches])
         self.store.join(name, caches)
 
@@ -108,9 +119,9 @@ class Compared:
         seen = np.array(self.model(mx.array(tokens), cache=self.store.batch(counts)).astype(mx.float32))
         for row, name in enumerate(ids):
             before = len(self.tokens[name])
-            self.tokens[name] += tokens[row][:counts[row]]
-            self._see(what, self._alone(name, counts[row]), seen[row, :counts[row]])
-            del self.tokens[name][before + taken[row]:]
+            self.tokens[name] += tokens[row][: counts[row]]
+            self._see(what, self._alone(name, counts[row]), seen[row, : counts[row]])
+            del self.tokens[name][before + taken[row] :]
             self.store.cut(name, before + taken[row])
 
 
@@ -189,8 +200,11 @@ def attention(task: Task) -> Figures:
 
     choose_device("auto")
     if decode_attention() is None:
-        raise NotApplicable("kernels of our own run on CUDA alone so far; MLX's attention is used here" if on_gpu()
-                            else "kernels of our own run on CUDA alone; this is a CPU")
+        raise NotApplicable(
+            "kernels of our own run on CUDA alone so far; MLX's attention is used here"
+            if on_gpu()
+            else "kernels of our own run on CUDA alone; this is a CPU"
+        )
     worst = 0.0
     kinds = [(dtype, 0, close) for dtype, close in ATTENTION_CLOSE.items()]
     kinds += [(mx.bfloat16, bits, ATTENTION_CLOSE[mx.bfloat16]) for bits in (8, 4)]
@@ -201,14 +215,17 @@ def attention(task: Task) -> Figures:
         seen = attend(queries, keys.given, values.given, lengths, longest, dim**-0.5)
         assert seen is not None
         mask = (mx.arange(longest + 8) <= lengths[:, None])[:, None, None]
-        want = mx.fast.scaled_dot_product_attention(queries.astype(mx.float32), keys.numbers, values.numbers,
-                                                    scale=dim**-0.5, mask=mask)
+        want = mx.fast.scaled_dot_product_attention(
+            queries.astype(mx.float32), keys.numbers, values.numbers, scale=dim**-0.5, mask=mask
+        )
         apart = float(np.array(mx.abs(seen.astype(mx.float32) - want).max()))
         worst = max(worst, apart)
         if not apart <= close:
             kind = f"{dtype}, {bits} bits" if bits else f"{dtype}"
-            raise Differs(f"heads of {dim}, {kind}, {longest} positions: within {close:g}, expected; "
-                          f"{apart:g} apart, seen", {"largest difference": apart})
+            raise Differs(
+                f"heads of {dim}, {kind}, {longest} positions: within {close:g}, expected; {apart:g} apart, seen",
+                {"largest difference": apart},
+            )
     return {"largest difference": worst}
 
 
@@ -250,8 +267,10 @@ def donation(task: Task) -> Figures:
             most = beside + IN_PLACE * kv_buffer_bytes / (2 * shape.layers)
             beside = extra
             if extra > most:
-                problems.append(f"{name}, {mode}: a step takes at most {most / 2**20:.1f} MiB beside the KV buffer, "
-                                f"expected; {extra / 2**20:.1f}, seen, so that a layer's keys are copied")
+                problems.append(
+                    f"{name}, {mode}: a step takes at most {most / 2**20:.1f} MiB beside the KV buffer, "
+                    f"expected; {extra / 2**20:.1f}, seen, so that a layer's keys are copied"
+                )
         figures[f"{name}: MiB of the KV buffer"] = round(kv_buffer_bytes / 2**20, 1)
     return judged(problems, figures)
 
@@ -259,8 +278,15 @@ def donation(task: Task) -> Figures:
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
     """Return (milliseconds of the fastest step, bytes beside what was held before, bytes of the KV buffer)."""
     mx.clear_cache()
-    model = random_llama(hidden=shape.hidden, layers=shape.layers, mlp=shape.hidden, heads=shape.heads,
-                         kv_heads=shape.kv_heads, head_dim=shape.head_dim, vocabulary=512)
+    model = random_llama(
+        hidden=shape.hidden,
+        layers=shape.layers,
+        mlp=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocabulary=512,
+    )
     dtype = mx.bfloat16 if on_gpu() else mx.float32
     model.set_dtype(dtype)
     mx.eval(model.parameters())

@@ -49,8 +49,9 @@ def parity(model: str, **layout: str) -> Figures:
     verdict = prepare(settings.settings, Options(), note=remarks.append).run()
     figures: Figures = {"largest difference of a logit": float(f"{verdict.max_abs_diff:.3e}")}
     if not verdict.passed:
-        raise Differs(f"the logits and tokens of one process, expected; {' '.join(' '.join(remarks).split())[-200:]}, "
-                      "seen", figures)
+        raise Differs(
+            f"the logits and tokens of one process, expected; {' '.join(' '.join(remarks).split())[-200:]}, seen", figures
+        )
     return figures
 
 

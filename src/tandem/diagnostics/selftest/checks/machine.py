@@ -63,10 +63,15 @@ def _mac() -> Figures:
         panics = len([file for file in reports.iterdir() if file.suffix == ".panic" or "panic-full" in file.name])
     except OSError:
         panics = 0
-    names = {socket.gethostname(), *((output_of(["scutil", "--get", name]) or "").strip()
-                                     for name in ("ComputerName", "LocalHostName", "HostName"))}
-    return {"iogpu.wired_limit_mb": sysctl("iogpu.wired_limit_mb"), "kernel panics on record": panics,
-            "different names of this machine": len(names)}
+    names = {
+        socket.gethostname(),
+        *((output_of(["scutil", "--get", name]) or "").strip() for name in ("ComputerName", "LocalHostName", "HostName")),
+    }
+    return {
+        "iogpu.wired_limit_mb": sysctl("iogpu.wired_limit_mb"),
+        "kernel panics on record": panics,
+        "different names of this machine": len(names),
+    }
 
 
 def network(task: Task) -> Figures:
@@ -126,7 +131,17 @@ def make_random(directory: Path) -> None:
     last = directory / "tokenizer_config.json"
     if last.exists():
         return
-    tiny_model(directory, "llama", layers=4, dtype="float32",
-               config={"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
-                       "max_position_embeddings": CONTEXT})
+    tiny_model(
+        directory,
+        "llama",
+        layers=4,
+        dtype="float32",
+        config={
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_attention_heads": 8,
+            "head_dim": 32,
+            "max_position_embeddings": CONTEXT,
+        },
+    )
     last.write_text(json.dumps({**json.loads(last.read_text()), "model_max_length": CONTEXT}, indent=2))

@@ -26,8 +26,14 @@ CASES = {
     "min-p": SamplingParams(temperature=1.0, min_p=0.05),
     "all filters": SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.02),
 }
-PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4,
-                           logit_bias={7: 1.5, 9: -100.0}, logprobs=5)
+PENALISED = SamplingParams(
+    temperature=0.0,
+    repetition_penalty=1.3,
+    frequency_penalty=0.5,
+    presence_penalty=0.4,
+    logit_bias={7: 1.5, 9: -100.0},
+    logprobs=5,
+)
 PROMPT = [3, 4, 5, 5, 9]
 
 
@@ -39,8 +45,10 @@ def sampler(task: Task) -> Figures:
         _filtered(name, params, logits)
     _penalised(logits)
     _largest(logits)
-    return {f"{name}, 8 rows of {LARGE_VOCAB} tokens, ms": round(_milliseconds(params), 2)
-            for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": CASES["top-p"]}.items()}
+    return {
+        f"{name}, 8 rows of {LARGE_VOCAB} tokens, ms": round(_milliseconds(params), 2)
+        for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": CASES["top-p"]}.items()
+    }
 
 
 def logits_of(vocab: int) -> npt.NDArray[np.float32]:
@@ -113,11 +121,11 @@ def edited(logits: npt.NDArray[np.float32], produced: list[int]) -> npt.NDArray[
     for token, bias in PENALISED.logit_bias.items():
         values[token] += bias
     seen = np.array(sorted({*PROMPT, *produced}))
-    values[seen] = np.where(values[seen] > 0, values[seen] / PENALISED.repetition_penalty,
-                            values[seen] * PENALISED.repetition_penalty)
+    values[seen] = np.where(
+        values[seen] > 0, values[seen] / PENALISED.repetition_penalty, values[seen] * PENALISED.repetition_penalty
+    )
     counts = np.bincount(np.array(produced, dtype=np.int64), minlength=len(values))
-    result: npt.NDArray[np.float64] = (values - PENALISED.frequency_penalty * counts
-                                       - PENALISED.presence_penalty * (counts > 0))
+    result: npt.NDArray[np.float64] = values - PENALISED.frequency_penalty * counts - PENALISED.presence_penalty * (counts > 0)
     return result
 
 
@@ -127,7 +135,8 @@ def _largest(logits: npt.NDArray[np.float32]) -> None:
     values, places = largest(mx.array(logits)[None], 40)
     expected = np.sort(logits)[-40:]
     if not np.array_equal(np.sort(np.array(values)[0]), expected) or not np.array_equal(
-            logits[np.array(places)[0]], np.array(values)[0]):
+        logits[np.array(places)[0]], np.array(values)[0]
+    ):
         raise Differs("the 40 largest of a row, expected; others, seen")
 
 

@@ -50,14 +50,18 @@ def pace(task: Task) -> Figures:
         ask(server, prompt, 2)  # compiles kernels
         answers = [ask(server, prompt, TOKENS) for _ in range(2)]
     best = max(TOKENS / (answer.ended - answer.sent) for answer in answers)
-    figures: Figures = {"tokens a second, mlx-lm": round(reference.pace, 1), "tokens a second": round(best, 1),
-                        "share of mlx-lm's pace": round(best / reference.pace, 2),
-                        "tokens that agree": agreed(reference, answers[-1].text)}
+    figures: Figures = {
+        "tokens a second, mlx-lm": round(reference.pace, 1),
+        "tokens a second": round(best, 1),
+        "share of mlx-lm's pace": round(best / reference.pace, 2),
+        "tokens that agree": agreed(reference, answers[-1].text),
+    }
     if answers[0].text != answers[1].text:
         raise Differs("the same answer twice, expected; two different ones, seen", figures)
     if best < SLOWEST * reference.pace and not task.random:  # a tiny model's steps are shorter than HTTP's
-        raise Differs(f"at least {SLOWEST:g} of mlx-lm's {reference.pace:.1f} tokens a second, expected; {best:.1f}, "
-                      "seen", figures)
+        raise Differs(
+            f"at least {SLOWEST:g} of mlx-lm's {reference.pace:.1f} tokens a second, expected; {best:.1f}, seen", figures
+        )
     return figures
 
 
@@ -79,8 +83,7 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
     module, tokenizer, *_ = load(str(resolve(model).path))
     if not on_gpu():
         module = dequantize_model(module)
-        module.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x,
-                               module.parameters()))
+        module.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, module.parameters()))
         mx.eval(module.parameters())
     tokens, gaps, spent = list[int](), list[float](), 0.0
     for count in (2, TOKENS):  # the first time compiles kernels
@@ -105,10 +108,12 @@ def agreed(reference: Reference, text: str) -> str:
     count = max(i for i, prefix in enumerate(reference.texts) if text.startswith(prefix.strip().rstrip("\ufffd")))
     if count >= len(reference.gaps):
         return f"all {count}"
-    gap = min(reference.gaps[max(count - 1, 0):count + 2])  # a character may be of several tokens
+    gap = min(reference.gaps[max(count - 1, 0) : count + 2])  # a character may be of several tokens
     if gap > reference.tie:
-        raise Differs(f"{len(reference.gaps)} tokens of mlx-lm's, expected; another after {count}, where its two "
-                      f"likeliest are {gap:.3f} apart, seen")
+        raise Differs(
+            f"{len(reference.gaps)} tokens of mlx-lm's, expected; another after {count}, where its two "
+            f"likeliest are {gap:.3f} apart, seen"
+        )
     return f"{count}, then a tie"
 
 

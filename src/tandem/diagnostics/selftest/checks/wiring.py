@@ -31,8 +31,11 @@ def wiring(task: Task) -> Figures:
         figures |= {f"{name}, {when}, ms": round(value, 2) for when, value in milliseconds.items()}
         slowest = max(milliseconds.values())
         if refresh == REFRESH_MS and slowest > SLACK * milliseconds["warm"] + SLACK_MS:
-            raise Differs(f"{name}: about as fast after a pause as without ({milliseconds['warm']:.1f} ms), expected; "
-                          f"{slowest:.1f} ms, seen", figures)
+            raise Differs(
+                f"{name}: about as fast after a pause as without ({milliseconds['warm']:.1f} ms), expected; "
+                f"{slowest:.1f} ms, seen",
+                figures,
+            )
     return figures
 
 
