@@ -1,4 +1,4 @@
-"""A pipeline of two stages with two micro-batches against the same with one micro-batch: what independent batches in flight bring.
+"""A pipeline of two stages with two micro-batches against one: what independent batches in flight bring.
 
 With one micro-batch a stage waits while the other works; with two both work at once. Decoding alone and serving mixes (prompts
 and outputs together) are measured separately, in turns. Goal: 1.5 times the tokens per second for a serving mix. How

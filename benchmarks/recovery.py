@@ -26,8 +26,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"executor": "cluster"},
     "pp": {"pipeline_parallel_size": 2},
     "tp": {"tensor_parallel_size": 2},
-    "pp-standbys": {"pipeline_parallel_size": 2, "spares": 1},
-    "tp-standbys": {"tensor_parallel_size": 2, "spares": 1},
+    "pp-standbys": {"pipeline_parallel_size": 2, "standby_ranks": 1},
+    "tp-standbys": {"tensor_parallel_size": 2, "standby_ranks": 1},
 }
 TOKENS_BEFORE = 10
 STANDBYS_S = 8.0
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
             for sig in (signal.SIGKILL, signal.SIGSTOP):
                 pairs = []
                 for _ in range(args.rounds):
-                    pairs.append(one_fault(server, victim, sig, args.tokens, "spares" in flags))
+                    pairs.append(one_fault(server, victim, sig, args.tokens, "standby_ranks" in flags))
                     print(
                         f"{layout} {sig.name} {victim}: noticed after {pairs[-1][0]:.2f} s, pause of {pairs[-1][1]:.2f} s",
                         flush=True,

@@ -111,7 +111,7 @@ def flags(made: Round, models: Models, folder: Path) -> dict[str, Any]:
     if "roles" in features:
         chosen["roles"] = "prefill,decode"
     if "standby" in features:
-        chosen["spares"] = 1
+        chosen["standby_ranks"] = 1
     if "models" in features:
         chosen["also"] = f"second={models.second}"
     if "adapters" in features:

@@ -124,11 +124,8 @@ def put(writer, name, array, kind):
         writer.add_tensor(name, np.ascontiguousarray(array.astype(PLAIN[kind])))
         return
     number = gguf.GGMLQuantizationType[kind]
-    if kind in SCALES:
-        data = random_blocks(kind, array.shape)
-    else:
-        data = gguf.quants.quantize(np.ascontiguousarray(array), number)
-    writer.add_tensor(name, data, raw_dtype=number)
+    made = random_blocks(kind, array.shape) if kind in SCALES else None
+    writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(array), number) if made is None else made, raw_dtype=number)
 
 
 def random_blocks(kind, shape):

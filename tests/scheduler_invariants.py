@@ -10,7 +10,7 @@ from tandem.scheduler.scheduler import Scheduler
 def make_limits(**changes: object) -> Limits:
     """One micro-batch of a small model, with `changes`."""
     values: dict[str, object] = {
-        "lanes": 1,
+        "micro_batches": 1,
         "max_batch_size": 8,
         "prefill_chunk": 16,
         "kv_tokens": 10_000,

@@ -111,7 +111,7 @@ CHILD = """
 import asyncio, sys, threading, time
 from tandem import crash_guard, log
 log.set_up("INFO", prefix="[engine]")
-borders.own_process()
+crash_guard.own_process()
 
 def on_failure(error):
     raise error
@@ -120,13 +120,13 @@ async def fail():
     raise RuntimeError("x")
 
 async def main():
-    borders.start_task(fail(), name="model pool")
+    crash_guard.start_task(fail(), name="model_pool")
     await asyncio.sleep(60)
 
 if sys.argv[1] == "thread":
-    borders.start_thread(lambda: 1 / 0, name="gateway")
+    crash_guard.start_thread(lambda: 1 / 0, name="ipc_server")
 elif sys.argv[1] == "handed on":
-    borders.start_thread(lambda: 1 / 0, name="gateway", on_failure=on_failure)
+    crash_guard.start_thread(lambda: 1 / 0, name="ipc_server", on_failure=on_failure)
 else:
     asyncio.run(main())
 time.sleep(60)
@@ -143,7 +143,7 @@ def test_a_process_of_our_own_ends_with_one_report_when_a_thread_or_task_breaks(
     assert "this process ends, for another to be started in its place" in done.stderr
 
 
-def test_the_gateway_of_a_broken_thread_can_be_closed(
+def test_the_ipc_server_of_a_broken_thread_can_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tandem.engine import ipc_server
@@ -174,4 +174,4 @@ def test_the_gateway_of_a_broken_thread_can_be_closed(
     closing.start()
     closing.join(240)
     assert not closing.is_alive(), "close() hangs"
-    assert "the thread 'gateway' has failed: ZeroDivisionError" in caplog.text
+    assert "the thread 'ipc_server' has failed: ZeroDivisionError" in caplog.text

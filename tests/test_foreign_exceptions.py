@@ -18,7 +18,7 @@ from tandem.checkpoints import hub
 from tandem.checkpoints.safetensors import read_header
 from tandem.config.loading import from_json
 from tandem.diagnostics.doctor import model_files
-from tandem.engine.ipc_server import Gateway
+from tandem.engine.ipc_server import IPCServer
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor
 from tandem.executors.rank_loop import RankLoop
@@ -106,7 +106,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
         broken.setattr(
             zmq.Socket, "bind", lambda socket, address: bind(socket, address) if "inproc" in address else raiser(error)()
         )
-        expect(UsageError, error, lambda: Gateway(path, STATUS, lambda: b""))
+        expect(UsageError, error, lambda: IPCServer(path, STATUS, lambda: b""))
         expect(UsageError, error, lambda: control_socket.ControlServer(path, raiser(error)))
         expect(TransportError, error, lambda: EngineBus(keys))
         expect(TransportError, error, lambda: HeadEnd(keys, "127.0.0.1", 0))
@@ -114,7 +114,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
         expect(TransportError, error, lambda: BlobServer([], keys))
     with monkeypatch.context() as broken:
         broken.setattr(zmq.Context, "socket", raiser(error))
-        expect(UsageError, error, lambda: Gateway(path, STATUS, lambda: b""))
+        expect(UsageError, error, lambda: IPCServer(path, STATUS, lambda: b""))
     bus, head = EngineBus(keys), HeadEnd(keys, "127.0.0.1", 0)
     with monkeypatch.context() as broken:
         broken.setattr(zmq.Socket, "send_multipart", raiser(error))

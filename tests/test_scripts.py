@@ -179,8 +179,8 @@ def test_the_lock_is_of_these_requirements() -> None:
         ('"""It is no more."""', "begins with 'It'"),
         ('"""The same by store."""', "begins with 'The same'"),
         ('class A:\n    b: int\n    """What a rank is told."""', "begins with 'What a rank is'"),
-        ("def f(rank groups: int) -> None: ...", "for rank group say rank group"),
-        ("class MicroBatchState: ...", "for micro-batch say micro-batch"),
+        ("def f(gangs: int) -> None: ...", "for gang say rank group"),
+        ("class LaneBatch: ...", "for lane say micro-batch"),
     ],
 )
 def test_words_that_are_refused(source: str, remedy: str) -> None:

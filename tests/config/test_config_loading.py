@@ -63,6 +63,26 @@ def test_legacy_variables_without_effect_warn():
     assert "WORKER_SSH has no effect" in warnings[0]
 
 
+def test_former_names_work_and_say_the_new_one_once(toml):
+    file = toml("[models]\nkeep = ['a']\n[models.a]\nmodel = 'm'\nlanes = 3\nkeep = true\n")
+    loaded = load({"lanes": ["2"], "canary": ["false"]}, environment={"TANDEM_SPARES": "1"}, config_file=file)
+    settings = loaded.settings
+    assert (settings.parallel.micro_batches, settings.parallel.standby_ranks) == (2, 1)
+    assert not settings.scheduler.self_check and settings.models.pinned_models == ("a",)
+    assert settings.named[0].values == {"model": "m", "micro_batches": 3, "keep": True}
+    renames = [warning.partition(";")[0] for warning in loaded.warnings if "is now called" in warning]
+    assert renames == [
+        "--lanes is now called --micro-batches",
+        "--canary is now called --self-check",
+        "TANDEM_SPARES is now called TANDEM_STANDBY_RANKS",
+        f"{file} [models.a] lanes is now called micro_batches",
+        f"{file} [models] keep is now called pinned_models",
+    ]
+    assert "[scheduler] lanes: no such setting; micro_batches belongs into [parallel]" in refused(
+        config_file=toml("[scheduler]\nlanes = 2\n")
+    )
+
+
 def test_unknown_profile():
     assert "there is: ring" in refused(profile="rings")
 
@@ -90,7 +110,7 @@ def test_empty_variables_count_as_unset_unless_they_are_secrets():
         ("[server]\nprot = 1\n", "prot: no such setting; did you mean port?"),
         ("[servr]\nport = 1\n", "no table [servr]; did you mean server?"),
         ("port = 1\n", "port belongs into [server]"),
-        ("[model]\nport = 1\n", "it belongs into [server]"),
+        ("[model]\nport = 1\n", "port belongs into [server]"),
         ("server = 1\n", "must be a table"),
         ("[server\n", "not valid TOML"),
         ("[server]\nport = 'x'\n", "[server] port: 'x' is not a whole number"),

@@ -67,7 +67,7 @@ def url(models: Path) -> Iterator[str]:
     ]
     config = models / "tandem.toml"
     config.write_text(
-        f'[model]\nmodel = "{models / TYPES[0]}"\n[scheduler]\ncanary = false\nkv_tokens = 2000\n'
+        f'[model]\nmodel = "{models / TYPES[0]}"\n[scheduler]\nself_check = false\nkv_tokens = 2000\n'
         "[models]\nmax_loaded = 2\n" + "\n".join(tables)
     )
     with served(str(models / TYPES[0]), "--config", str(config)) as address:

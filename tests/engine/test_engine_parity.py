@@ -18,7 +18,7 @@ LAYOUTS = {
     "pp2 tcp": {"pipeline_parallel_size": 2, "channel": "tcp"},
     "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
     "pp3 tcp": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1), "channel": "tcp"},
-    "pp3 mlx": {"pipeline_parallel_size": 3, "channel": "mlx", "lanes": 2},
+    "pp3 mlx": {"pipeline_parallel_size": 3, "channel": "mlx", "micro_batches": 2},
     "tp2 uneven": {"tensor_parallel_size": 2},
     "tp3": {"tensor_parallel_size": 3},
     "tp2 pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

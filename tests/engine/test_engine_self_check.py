@@ -106,7 +106,7 @@ class Tampering(Executor):
 
 
 def _crowded(report: Stepped) -> bool:
-    return report.result is not None and len(report.result.tokens) > 1 and "self_check-0" in report.result.logprobs
+    return report.result is not None and len(report.result.tokens) > 1 and "self-check-0" in report.result.logprobs
 
 
 def _other_token(report: Stepped) -> Stepped:
@@ -132,8 +132,8 @@ def _shifted(by: float) -> Tamper:
         if not _crowded(report):
             return report
         logprobs = dict(report.result.logprobs)
-        [old] = logprobs["self_check-0"]
-        logprobs["self_check-0"] = [replace(old, logprob=old.logprob - by, top=[(t, p - by) for t, p in old.top])]
+        [old] = logprobs["self-check-0"]
+        logprobs["self-check-0"] = [replace(old, logprob=old.logprob - by, top=[(t, p - by) for t, p in old.top])]
         return replace(report, result=replace(report.result, logprobs=logprobs))
 
     return tamper

@@ -48,6 +48,6 @@ def test_they_are_the_next_ranks(running: Callable[..., AbstractContextManager[A
 
 def test_what_cannot_be_is_refused(model: Path) -> None:
     with pytest.raises(LayoutError, match="--standby-ranks is for ranks in processes of their own"):
-        LLM(str(model), standbys=1)
-    with pytest.raises(ConfigError, match="spares"):
-        LLM(str(model), pipeline_parallel_size=2, standbys=2)
+        LLM(str(model), standby_ranks=1)
+    with pytest.raises(ConfigError, match="standby_ranks"):
+        LLM(str(model), pipeline_parallel_size=2, standby_ranks=2)

@@ -22,7 +22,7 @@ OTHER = [7 + i % 41 for i in range(2 * DISK_BLOCK + 20)]
 
 
 def make(**changes: object) -> Scheduler:
-    values: dict[str, object] = {"lanes": 2, "prefill_chunk": 4096, "kv_tokens": 20_000, "max_context": 4096}
+    values: dict[str, object] = {"micro_batches": 2, "prefill_chunk": 4096, "kv_tokens": 20_000, "max_context": 4096}
     return Scheduler(make_limits(**values | {"prefix_tokens": 4000} | changes))
 
 

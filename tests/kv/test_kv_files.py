@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from tandem.errors import UsageError
-from tandem.kv.files import MARK, DiskBlockFiles, Part, Unusable
+from tandem.kv.files import MARK, DiskBlockFiles, Unusable
+from tandem.kv.parts import Part
 from tandem.protocol.disk_blocks import DISK_BLOCK
 
 Usage = namedtuple("Usage", "total used free")

@@ -14,7 +14,8 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.kv import remote
-from tandem.kv.files import DiskBlockFiles, Part, Unusable
+from tandem.kv.files import DiskBlockFiles, Unusable
+from tandem.kv.parts import Part
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.protocol.blobs import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
 from tandem.protocol.disk_blocks import DISK_BLOCK

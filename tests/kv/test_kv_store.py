@@ -14,7 +14,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from tandem.kv import store
-from tandem.kv.files import DiskBlockFiles, Kind, Part
+from tandem.kv.files import DiskBlockFiles, Kind
+from tandem.kv.parts import Part
 from tandem.kv.store import KVDisk, Layers, kind_of
 from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 

@@ -16,7 +16,7 @@ from tandem.testing import tiny_model
         ({"memory_fraction": 1.5}, "memory_fraction: 1.5 is out of range"),
         ({"pipeline_parallel_size": 2, "layer_split": (1, 2, 3)}, "layer_split: 1,2,3 is for 3 stage"),
         ({"channel": "ring"}, "channel: 'ring' is not one of auto, tcp, mlx"),
-        ({"lanes": "two"}, "micro-batches: 'two' is not a whole number"),
+        ({"micro_batches": "two"}, "micro_batches: 'two' is not a whole number"),
         ({"kv_token": 5}, "unknown option 'kv_token'"),
     ],
 )

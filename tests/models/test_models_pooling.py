@@ -101,10 +101,8 @@ def test_final_states_are_those_of_mlx_lm(family, tmp_path):
     model, _ = load_model(path)
     tokens = mx.array([[5, 9, 300, 7, 12, 450]], mx.int32)
     inner = at(model, family_of(family).layers.rpartition(".")[0])
-    if norm := FINAL_NORMS.get(family):
-        want = output_of(norm, model, tokens)
-    else:
-        want = inner(tokens, cache=make_prompt_cache(model))
+    norm = FINAL_NORMS.get(family)
+    want = output_of(norm, model, tokens) if norm else inner(tokens, cache=make_prompt_cache(model))
     got = stage.final(stage.forward(tokens, stage.make_caches()))
     assert got.shape == (1, 6, description.hidden_size)
     if family == "gpt_neox":  # whose head is within

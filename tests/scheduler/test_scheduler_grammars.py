@@ -55,7 +55,7 @@ class Steps:
         self.scheduler.sequences[name].awaits_grammar = False
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_all_of_its_prompt_but_the_last_chunk_is_computed_and_others_go_on(micro_batches: int) -> None:
     steps = Steps(micro_batches=micro_batches)
     steps.ask("slow", form=FORM)

@@ -20,7 +20,7 @@ LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK + 20)]
 
 
 def make(**changes: object) -> Scheduler:
-    values: dict[str, object] = {"lanes": 2, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096}
+    values: dict[str, object] = {"micro_batches": 2, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096}
     scheduler = Scheduler(make_limits(**values | {"prefix_tokens": 8000} | changes))
     scheduler.disk.begin([[]] * RANKS, (), scheduler.prefixes)
     return scheduler

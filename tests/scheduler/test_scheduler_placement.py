@@ -13,7 +13,8 @@ from tandem.scheduler.scheduler import Scheduler
 def scheduler(**changes: object) -> Scheduler:
     return Scheduler(
         make_limits(
-            **{"lanes": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000, "max_context": 20_000} | changes
+            **{"micro_batches": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000, "max_context": 20_000}
+            | changes
         )
     )
 

@@ -208,7 +208,7 @@ def test_embeddings_beside_a_stream_of_another_micro_batch_leave_it_half_of_its_
     assert device.speed(first, began) > 0.45
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(micro_batches: int) -> None:
     """No step of decoding alone has been seen before."""
     device = Device(Scheduler(limits(micro_batches=micro_batches)), lambda now: 0.002)
@@ -222,7 +222,7 @@ def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(micro_ba
     assert device.embedded > 60
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_embeddings_take_no_more_time_than_the_streams_beside_them(micro_batches: int) -> None:
     """Sixteen texts always wait; a stream keeps half of its speed, and the texts are embedded all the same."""
     device = Device(Scheduler(limits(micro_batches=micro_batches)), lambda now: 0.0005)

@@ -71,7 +71,7 @@ def working(plan: StepPlan) -> list[str]:
     return [*plan.decode, *(op.request_id for op in plan.prefill)]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("at", [0, 1, 15, 30])
 def test_the_one_that_kills_is_refused_and_nobody_else(micro_batches: int, at: int) -> None:
     scheduler = a_scheduler(micro_batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from tandem.config.legacy import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
-from tandem.config.options import ALIASES, Option, by_name, field_docs, nearest, options, section_class
+from tandem.config.options import ALIASES, RENAMED, Option, by_name, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
@@ -244,11 +245,20 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
+    for former in _former(option):
+        _add_flags(group, former, argparse.SUPPRESS)
+    return _add_flags(group, option, option.help.replace("%", "%%") + _default(option))
+
+
+def _former(option: Option) -> list[Option]:
+    return [dataclasses.replace(option, name=name) for name, present in RENAMED.items() if present == option.name]
+
+
+def _add_flags(group: argparse._ArgumentGroup, option: Option, text: str) -> argparse.Action:
     flags = [option.flag, *ALIASES.get(option.name, ())]
-    text = option.help.replace("%", "%%") + _default(option)
     target = _PREFIX + option.name
     if option.base is bool:
-        text += f" {_off(flags)[0]} turns it off." if option.default else ""
+        text += f" {_off(flags)[0]} turns it off." if option.default and text != argparse.SUPPRESS else ""
         action: argparse.Action = group.add_argument(*flags, dest=target, action="append_const", const="true", help=text)
         group.add_argument(*_off(flags), dest=target, action="append_const", const="false", help=argparse.SUPPRESS)
         return action
@@ -271,6 +281,8 @@ def add_as_for_serve(parser: _Options, *names: str) -> None:
             metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
             help=option.help.replace("%", "%%") + _default(option),
         )
+        for former in _former(option):
+            parser.add_argument(former.flag, dest=name, type=option.base, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tandem.config.legacy import RING_DEFAULTS, ring_values
-from tandem.config.options import Option, by_name, nearest, options, section_class, section_names
+from tandem.config.options import RENAMED, Option, by_name, nearest, options, renamed, section_class, section_names
 from tandem.config.settings import ModelsSettings, NamedModel, Settings
 from tandem.config.several import check_table, named_models, settings_of, unload_after
 from tandem.config.validation import validate
@@ -79,17 +79,18 @@ def load(
     if profile is not None and profile not in PROFILES:
         raise ConfigError(f"profile {profile!r} is unknown; there is: {', '.join(PROFILES)}", param="profile")
     merged = _Values()
+    warnings: list[str] = []
     for name, texts in (flags or {}).items():
-        option = by_name()[name]
-        merged.put(name, option.parse(texts, label=option.flag), option.flag)
-    warnings = _add_environment(merged, environment)
+        option = by_name()[renamed(name, "--" + name.replace("_", "-"), warnings)]
+        merged.put(option.name, option.parse(texts, label=option.flag), option.flag)
+    warnings += _add_environment(merged, environment)
     if profile == "ring":
         values, notes = ring_values(environment)
         for name, (value, source) in values.items():
             merged.put(name, value, source)
         warnings += notes
     if config_file is not None:
-        _add_file(merged, config_file)
+        warnings += _add_file(merged, config_file)
     if profile == "ring":
         for name, value in RING_DEFAULTS.items():
             merged.put(name, value, "profile ring")
@@ -130,11 +131,15 @@ def from_json(line: bytes) -> Settings:
 def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[str]:
     """Take TANDEM_* variables; warn about those that mean nothing."""
     known: dict[str, Option] = {option.variable: option for option in options()}
-    warnings = []
+    former = {"TANDEM_" + name.upper(): name for name in RENAMED}
+    warnings: list[str] = []
     for variable, text in sorted(environment.items()):
         if not variable.startswith("TANDEM_") or variable in EXTRA_VARIABLES:
             continue
-        if variable not in known:
+        if variable in former and text.strip():
+            option = by_name()[renamed(former[variable], variable, warnings)]
+            merged.put(option.name, option.parse([text], label=variable), variable)
+        elif variable not in known:
             # Without the prefix, which makes any two of them alike.
             names = {one.removeprefix("TANDEM_"): one for one in (*known, *EXTRA_VARIABLES)}
             near = difflib.get_close_matches(variable.removeprefix("TANDEM_"), list(names), 1)
@@ -147,8 +152,9 @@ def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[st
     return warnings
 
 
-def _add_file(merged: _Values, path: str) -> None:
-    """Take the tables of a TOML file."""
+def _add_file(merged: _Values, path: str) -> list[str]:
+    """Take the tables of a TOML file. Return warnings about former names."""
+    warnings: list[str] = []
     try:
         tables = tomllib.loads(read_text(path))
     except OSError as error:
@@ -163,13 +169,15 @@ def _add_file(merged: _Values, path: str) -> None:
         known = {option.name: option for option in options() if option.section == table}
         if table == "models":
             tables = {key: value for key, value in entries.items() if isinstance(value, dict)}
-            merged.named = tuple(check_table(key, value, f"{path} [models.{key}]") for key, value in tables.items())
+            merged.named = tuple(check_table(key, value, f"{path} [models.{key}]", warnings) for key, value in tables.items())
             entries = {key: value for key, value in entries.items() if key not in tables}
         for key, value in entries.items():
             label = f"{path} [{table}] {key}"
-            if key not in known:
+            name = renamed(key, label, warnings) if RENAMED.get(key) in known else key
+            if name not in known:
                 raise ConfigError(f"{label}: no such setting{_key_hint(key, known)}", param=key)
-            merged.put(key, known[key].convert(value, label=label), label)
+            merged.put(name, known[name].convert(value, label=label), label)
+    return warnings
 
 
 def _table_hint(table: str) -> str:
@@ -181,6 +189,6 @@ def _table_hint(table: str) -> str:
 
 def _key_hint(key: str, known: Mapping[str, Option]) -> str:
     """The right table of a key that stands in the wrong one, or the nearest name."""
-    if key in by_name():
-        return f"; it belongs into [{by_name()[key].section}]"
+    if option := by_name().get(RENAMED.get(key, key)):
+        return f"; {option.name} belongs into [{option.section}]"
     return nearest(key, known) or nearest(key, by_name())

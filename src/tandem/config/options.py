@@ -36,6 +36,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 """Names by which users of vLLM and its relatives know the same thing."""
 
+RENAMED = {
+    "also": "extra_models",
+    "canary": "self_check",
+    "keep": "pinned_models",
+    "lanes": "micro_batches",
+    "max_queue": "max_queued_requests",
+    "spares": "standby_ranks",
+    "warm": "warmup_prompts",
+}
+"""Former names of settings. As flag, variable, TOML key and keyword they work for one release, with a warning."""
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -139,6 +150,16 @@ def by_name() -> dict[str, Option]:
     if len(table) != len(options()):
         raise TypeError("two sections of Settings have a field of the same name")
     return table
+
+
+def renamed(name: str, former: str, warnings: list[str]) -> str:
+    """Return the field that `name` means. A former name adds a warning, which begins with `former`: what was written."""
+    if name not in RENAMED:
+        return name
+    option = by_name()[RENAMED[name]]
+    spelled = option.flag if former.startswith("--") else option.variable if former.startswith("TANDEM_") else option.name
+    warnings.append(f"{former} is now called {spelled}; the former name will go with the next release")
+    return option.name
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

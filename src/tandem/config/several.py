@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from tandem.config.options import Option, by_name, nearest
+from tandem.config.options import Option, by_name, nearest, renamed
 from tandem.config.settings import ModelsSettings, NamedModel, Settings
 from tandem.errors import ConfigError
 
@@ -27,11 +27,14 @@ _LAYOUT = (
 """A model that says one of these has a layout of its own."""
 
 
-def check_table(name: str, values: dict[str, Any], source: str) -> NamedModel:
-    """A table [models.NAME]. Raises ConfigError naming the key."""
+def check_table(name: str, entries: dict[str, Any], source: str, warnings: list[str]) -> NamedModel:
+    """Return the model of a table [models.NAME]; former names add to `warnings`. Raises ConfigError naming the key."""
     known = {option.name: option for option in _allowed()}
-    for key, value in values.items():
-        label = f"{source} {key}"
+    values: dict[str, Any] = {}
+    for written, value in entries.items():
+        label = f"{source} {written}"
+        key = written if written == "keep" else renamed(written, label, warnings)
+        values[key] = value
         if key == "keep":
             if not isinstance(value, bool):
                 raise ConfigError(f"{label}: {value!r} is not true or false", param=key)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -127,8 +128,26 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, description, draft)
+    specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
+    return RankGroupLayout(
+        files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults, profile
+    )
+
+
+def _stage_specs(
+    settings: Settings,
+    files: ModelFiles,
+    description: ModelDescription,
+    ranges: Sequence[range],
+    micro_batches: int,
+    drafts: int,
+    draft: ModelFiles | None,
+) -> tuple[StageSpec, ...]:
+    """Return what each rank loads and how it computes, in the order of ranks; `ranges` has the layers of each stage."""
+    parallel, model = settings.parallel, settings.model
+    sizes = stage_sizes(parallel)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
-    specs = [
+    return tuple(
         StageSpec(
             model_path=str(files.path),
             model_name=model.served_name or files.name,
@@ -165,9 +184,6 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         )
         for stage, layers in enumerate(ranges)
         for part in range(sizes[stage])
-    ]
-    return RankGroupLayout(
-        files, description, tuple(specs), context, micro_batches, pooling_of(files.path, model.pooling), defaults, profile
     )
 
 

@@ -73,7 +73,7 @@ def send_self_check(
         _requests(limits, length, 2 * limits.micro_batches),
         alone.next_step,
     )
-    worst = _compare(alone.answers["self_check-0"], crowd.answers["self_check-0"], tolerance(layout, ready), limits.vocab_size)
+    worst = _compare(alone.answers["self-check-0"], crowd.answers["self-check-0"], tolerance(layout, ready), limits.vocab_size)
     seconds = time.perf_counter() - started
     log.info("self-check passed: %d ranks agree, log probabilities to %.1e (%.2f s)", len(ready), worst, seconds)
     return Outcome(seconds, crowd.next_step)

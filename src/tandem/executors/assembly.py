@@ -15,7 +15,8 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import Report
 from tandem.guided.vocabulary import Vocabulary
-from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, Part, note_model
+from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, note_model
+from tandem.kv.parts import Part
 from tandem.kv.remote import Lending
 from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, on_metal, peak_bytes, wire_weights

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import msgspec
 import numpy as np
 
 from tandem.errors import TransportError, UsageError
+from tandem.kv.parts import Part, sources
 from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.disk_blocks import DISK_BLOCK
@@ -65,31 +65,6 @@ class _Header(msgspec.Struct):
     dtype: str
     """MLX's name of the element type."""
     checksum: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which layers and heads a file has, or a rank needs."""
-
-    layers: range
-    heads: range
-
-    @property
-    def label(self) -> str:
-        """In a file's name."""
-        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
-
-    @staticmethod
-    @lru_cache(1024)
-    def read(label: str) -> Part:
-        """The part with this label. Raises ValueError."""
-        layers, _, heads = label.partition(".")
-        return Part(_range(layers), _range(heads))
-
-
-def _range(text: str) -> range:
-    start, _, stop = text.partition("-")
-    return range(int(start), int(stop))
 
 
 @dataclass(frozen=True)
@@ -219,7 +194,7 @@ class DiskBlockFiles:
 
     def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
-        return _sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
+        return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
 
     def read(self, name: bytes) -> tuple[list[Layer], str, int]:
         """Keys and values of each layer, MLX's name of their type, and bytes read. Raises Unusable."""
@@ -446,35 +421,6 @@ def _note(parts: dict[bytes, list[Part]], file: str) -> None:
 
 def _file(name: bytes, part: Part) -> str:
     return f"{name.hex()}.{part.label}{SUFFIX}"
-
-
-@lru_cache(1024)
-def _sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
-    """Alike for all disk blocks of which the same parts are there."""
-    found = []
-    for layer in need.layers:
-        # What is here comes first, in smaller parts too.
-        if not (
-            taken := _cover([part for part in own if layer in part.layers], need.heads)
-            or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)
-        ):
-            return None
-        found.append(taken)
-    return found
-
-
-def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
-    """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
-    found: list[tuple[Part, range]] = []
-    at = heads.start
-    while at < heads.stop:
-        best = max((part for part in parts if at in part.heads), key=lambda part: part.heads.stop, default=None)
-        if best is None:
-            return []
-        stop = min(best.heads.stop, heads.stop)
-        found.append((best, range(at - best.heads.start, stop - best.heads.start)))
-        at = stop
-    return found
 
 
 def _heads(pair: Layer, part: Part, heads: range) -> Layer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import operator
 import os
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.options import by_name, section_names
+from tandem.config.options import by_name, renamed, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
 from tandem.engine.engine import Engine
@@ -28,6 +29,7 @@ from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, Sa
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
@@ -333,6 +335,10 @@ def _converted(name: str, value: object) -> object:
 def _settings(options: dict[str, object]) -> Settings:
     """Each option in the section that has a field of its name."""
     chosen: dict[str, Any] = {}
+    warnings: list[str] = []
+    options = {renamed(name, name, warnings): value for name, value in options.items()}
+    for warning in warnings:
+        log.warning("former name of an option: %s", warning)
     for section in section_names():
         default = getattr(Settings(), section)
         names = {field.name for field in dataclasses.fields(default)}

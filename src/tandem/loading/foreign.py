@@ -129,10 +129,8 @@ def _awq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: 
     words = values.reshape(values.shape[0], columns // 8, 8) << (mx.arange(8, dtype=mx.uint32) * 4)
     scales = mx.contiguous(weights[f"{base}.scales"].T)
     zeros = weights.get(f"{base}.qzeros")
-    if zeros is None:
-        biases = -8 * scales
-    else:
-        biases = -_unpacked(zeros.view(mx.uint32), 4, -1, _AWQ_ORDER).T.astype(mx.float32) * scales
+    offsets = 8 if zeros is None else _unpacked(zeros.view(mx.uint32), 4, -1, _AWQ_ORDER).T.astype(mx.float32)
+    biases = -offsets * scales
     return _affine(base, words.sum(axis=-1).astype(mx.uint32), scales, biases.astype(scales.dtype), columns, foreign)
 
 

@@ -293,7 +293,7 @@ class Solver:
     def _batch(self, stages: tuple[Stage, ...], streams: int) -> tuple[float, int]:
         """Seconds of a step, and micro-batches: one batch in turn through the stages, or one per stage, whichever is faster.
 
-        With several micro-batches a micro-batch's token takes a whole pass, or the busiest stage's work for all micro-batches if that is more.
+        With several micro-batches a token takes a whole pass, or the busiest stage's work for all micro-batches if that is more.
         """
         options = []
         for micro_batches in sorted({1, min(len(stages), streams)}):

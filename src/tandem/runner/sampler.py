@@ -193,10 +193,8 @@ class Sampler:
             masks = [np.atleast_2d(allowed.get(one, free)) for one in ids]
             rows = [mask[min(i, len(mask) - 1)] for mask, i in zip(masks, plan.ahead, strict=True)]
             edited = mx.where(mx.array(np.stack(rows)), edited, -mx.inf)
-        if edited is raw and plan.keys is None:
-            tokens = _most_likely(logits)
-        else:
-            tokens = _marked(self._chosen(edited, plan), raw, edited)
+        plain = edited is raw and plan.keys is None
+        tokens = _most_likely(logits) if plain else _marked(self._chosen(edited, plan), raw, edited)
         for sequence in plan.sequences:
             sequence.produced += 1
         if plan.penalties is not None:

@@ -14,8 +14,8 @@ PATIENCE = 4
 """Steps in a row in which the shortest prompts go first, and those for which others may go before a prompt: then the
 oldest of those does."""
 SLACK = 3
-"""A micro-batch that has more rows than the emptiest, by one for so many rows of all micro-batches, takes none: stages take turns, and
-micro-batches that differ much let some of them wait."""
+"""Rows for each of which a micro-batch may have one more than the emptiest. With more than that it takes none: stages take
+turns, and wait where micro-batches differ much."""
 ALIKE = 256
 """Costs that differ by fewer positions are the same."""
 

@@ -1,8 +1,8 @@
 """vLLM's SchedulerOutput to our StepPlan. Pure, and the same on every worker, since all get the same outputs.
 
-vLLM picks the sequences of each step anew, our runner decodes whole micro-batches. A step becomes one plan for the micro-batch that
-holds most of what decodes in it; the others move there, and what must wait moves out. With pipeline stages vLLM keeps
-several disjoint batches in flight, each of which settles in a micro-batch of its own, so that moves are rare.
+vLLM picks the sequences of each step anew, our runner decodes whole micro-batches. A step becomes one plan for the
+micro-batch that holds most of what decodes in it; the others move there, and what must wait moves out. With pipeline stages
+vLLM keeps several disjoint batches in flight, each of which settles in a micro-batch of its own, so that moves are rare.
 
 KV lies in rows, not in vLLM's blocks. A prefix that vLLM takes for computed is restored from a cached prefix of an earlier
 prompt; what no cached prefix holds is computed again, unseen by vLLM.

@@ -19,30 +19,34 @@ def names(slots: list[ModelSlot]) -> list[str]:
 
 
 def test_what_fits_is_loaded_beside_the_others():
-    slots = [slot("a", 6, state="in"), slot("b", 4, wanted_at=1.0), slot("c", 1, wanted_at=2.0)]
+    slots = [slot("a", 6, state="loaded"), slot("b", 4, wanted_at=1.0), slot("c", 1, wanted_at=2.0)]
     decision = decide(slots, BUDGET, None, 3.0)
     assert names(decision.load) == ["b"] and decision.unload == [slots[0]] and not decision.close
 
 
 def test_the_least_recently_used_goes_and_no_more_than_needed():
     slots = [
-        slot("a", 3, state="in", used_at=2.0),
-        slot("b", 3, state="in", used_at=1.0),
-        slot("c", 3, state="in", used_at=3.0),
+        slot("a", 3, state="loaded", used_at=2.0),
+        slot("b", 3, state="loaded", used_at=1.0),
+        slot("c", 3, state="loaded", used_at=3.0),
         slot("d", 4, wanted_at=5.0),
     ]
     decision = decide(slots, BUDGET, None, 5.0)
     assert names(decision.unload) == ["b"] and not decision.load
-    slots[1].state = "leaving"
+    slots[1].state = "unloading"
     assert decide(slots, BUDGET, None, 5.0).unload == []
-    slots[1].state = "out"
+    slots[1].state = "unloaded"
     assert names(decide(slots, BUDGET, None, 5.0).load) == ["d"]
-    small = [slot("a", 2, state="in", used_at=1.0), slot("b", 8, state="in", used_at=2.0), slot("c", 8, wanted_at=5.0)]
+    small = [slot("a", 2, state="loaded", used_at=1.0), slot("b", 8, state="loaded", used_at=2.0), slot("c", 8, wanted_at=5.0)]
     assert names(decide(small, BUDGET, None, 5.0).unload) == ["b"], "the older one need not go too"
 
 
 def test_idle_ones_go_before_busy_ones_and_kept_ones_never():
-    slots = [slot("a", 5, state="in", used_at=1.0, users=1), slot("b", 5, state="in", used_at=2.0), slot("c", 5, wanted_at=5.0)]
+    slots = [
+        slot("a", 5, state="loaded", used_at=1.0, users=1),
+        slot("b", 5, state="loaded", used_at=2.0),
+        slot("c", 5, wanted_at=5.0),
+    ]
     assert names(decide(slots, BUDGET, None, 99.0).unload) == ["b"]
     slots[1].keep = True
     assert decide(slots, BUDGET, None, 5.0 + PATIENCE_S / 2).close == []
@@ -53,28 +57,28 @@ def test_idle_ones_go_before_busy_ones_and_kept_ones_never():
 
 
 def test_nothing_goes_in_vain_while_another_is_being_loaded():
-    slots = [slot("a", 4, state="in"), slot("b", 6, state="loading"), slot("c", 8, wanted_at=1.0)]
+    slots = [slot("a", 4, state="loaded"), slot("b", 6, state="loading"), slot("c", 8, wanted_at=1.0)]
     decision = decide(slots, BUDGET, None, 99.0)
     assert not (decision.load or decision.unload or decision.close)
 
 
 def test_those_behind_do_not_take_the_room_that_is_made():
-    slots = [slot("a", 9, state="in", users=1), slot("b", 9, wanted_at=1.0), slot("c", 1, wanted_at=2.0)]
+    slots = [slot("a", 9, state="loaded", users=1), slot("b", 9, wanted_at=1.0), slot("c", 1, wanted_at=2.0)]
     assert decide(slots, BUDGET, None, 99.0).load == []
 
 
 def test_a_count_is_a_limit_as_well():
-    slots = [slot("a", 1, state="in"), slot("b", 1, wanted_at=1.0)]
+    slots = [slot("a", 1, state="loaded"), slot("b", 1, wanted_at=1.0)]
     assert names(decide(slots, BUDGET, 1, 1.0).unload) == ["a"]
     assert names(decide(slots, {}, 2, 1.0).load) == ["b"]
 
 
 def test_an_idle_model_goes_after_its_time():
-    slots = [slot("a", state="in", unload_after=10.0, idle_at=100.0)]
+    slots = [slot("a", state="loaded", unload_after=10.0, idle_at=100.0)]
     assert decide(slots, BUDGET, None, 109.0).unload == []
     assert names(decide(slots, BUDGET, None, 110.0).unload) == ["a"]
     for change in ({"users": 1}, {"keep": True}, {"wanted_at": 110.0}, {"state": "loading"}):
-        changed = slot("a", **({"state": "in"} | change), unload_after=10.0, idle_at=100.0)
+        changed = slot("a", **({"state": "loaded"} | change), unload_after=10.0, idle_at=100.0)
         assert decide([changed], BUDGET, None, 999.0).unload == []
 
 
@@ -94,17 +98,17 @@ def test_the_budget_holds_and_every_request_is_served(needs, limit, events):
         now += 0.6
         decision = decide(slots, BUDGET, limit, now)
         for i, one in enumerate(slots):
-            if one.state in ("loading", "leaving"):
-                one.state = "in" if one.state == "loading" else "out"
-            if one.state == "in" and one not in decision.close and one not in decision.unload and waiting[i]:
+            if one.state in ("loading", "unloading"):
+                one.state = "loaded" if one.state == "loading" else "unloaded"
+            if one.state == "loaded" and one not in decision.close and one not in decision.unload and waiting[i]:
                 one.users, waiting[i], one.wanted_at, one.used_at = one.users + waiting[i], 0, None, now
         for one in decision.unload:
-            assert one.state == "in" and not one.users
-            one.state = "leaving"
+            assert one.state == "loaded" and not one.users
+            one.state = "unloading"
         for one in decision.load:
-            assert one.state == "out"
+            assert one.state == "unloaded"
             one.state = "loading"
-        there = [one for one in slots if one.state != "out"]
+        there = [one for one in slots if one.state != "unloaded"]
         assert sum(one.needs["here"] for one in there) <= 10
         assert limit is None or len(there) <= limit
 

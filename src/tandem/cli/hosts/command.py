@@ -46,10 +46,8 @@ def write(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"a host is named twice: {', '.join(hosts)}; add entries for further ranks by hand", param="hosts")
     facts = _gather(hosts)
     machines = {name: interfaces(one) for name, one in facts.items()}
-    if arguments.over is not None:
-        text = _from_mlx(arguments, hosts, facts, machines)
-    else:
-        text = _own(arguments, hosts, facts, machines)
+    write = _own if arguments.over is None else _from_mlx
+    text = write(arguments, hosts, facts, machines)
     if arguments.file == "-":
         print(text)
         return 0

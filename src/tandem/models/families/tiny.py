@@ -30,192 +30,107 @@ BASE: dict[str, Any] = {
 }
 """Entries of config.json that all families have; families that do not know one ignore it."""
 
+# fmt: off
 _HEAD: dict[str, Any] = {"head_dim": 16}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _MIXTRAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 _GRANITE: dict[str, Any] = {
-    "logits_scaling": 3.0,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 5.0,
-    "residual_multiplier": 0.3,
+    "logits_scaling": 3.0, "attention_multiplier": 0.2, "embedding_multiplier": 5.0, "residual_multiplier": 0.3,
 }
 _ROUTED: dict[str, Any] = {
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
     "rope_scaling": None,
 }
 _BAILING: dict[str, Any] = {"num_shared_experts": 1, "first_k_dense_replace": 1, **_MOE}
 _ERNIE_MOE: dict[str, Any] = {
-    "moe_num_experts": 4,
-    "moe_layer_start_index": 1,
-    "moe_intermediate_size": 64,
-    "moe_k": 2,
+    "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
     "moe_num_shared_experts": 1,
 }
 _PHIMOE_ROPE: dict[str, Any] = {
-    "type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "short_mscale": 1.1,
-    "long_mscale": 1.2,
+    "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2,
 }
-_MLA: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16}
+_MLA: dict[str, Any] = {
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16,
+}
 _YARN: dict[str, Any] = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn",
 }
 _DEEPSEEK: dict[str, Any] = {**_ROUTED, **_MLA, "moe_layer_freq": 1, "n_group": 2, "rope_scaling": _YARN}
 _DELTA: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
 _EVERY_SECOND: dict[str, Any] = {"full_attention_interval": 2}
 _NEXT: dict[str, Any] = {
-    **_HEAD,
-    **_DELTA,
-    **_MOE,
-    **_EVERY_SECOND,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "shared_expert_intermediate_size": 64,
-    "partial_rotary_factor": 0.5,
+    **_HEAD, **_DELTA, **_MOE, **_EVERY_SECOND, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5,
 }
 _KIMI_LINEAR: dict[str, Any] = {
-    **_MLA,
-    "head_dim": 16,
+    **_MLA, "head_dim": 16,
     "linear_attn_config": {"num_heads": 4, "head_dim": 32, "kda_layers": [1, 3], "short_conv_kernel_size": 4},
-    "model_max_length": 512,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 64,
+    "model_max_length": 512, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64,
 }
 _LFM2: dict[str, Any] = {
-    "norm_eps": 1e-5,
-    "full_attn_idxs": [1, 3],
-    "conv_bias": True,
-    "conv_L_cache": 3,
-    "block_dim": 64,
-    "block_ff_dim": 128,
-    "block_multiple_of": 32,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": True,
+    "norm_eps": 1e-5, "full_attn_idxs": [1, 3], "conv_bias": True, "conv_L_cache": 3, "block_dim": 64,
+    "block_ff_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
 }
 _LFM2_MOE: dict[str, Any] = _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True}
 _MAMBA2: dict[str, Any] = {
-    "num_heads": 8,
-    "head_dim": 16,
-    "state_size": 32,
-    "layer_norm_epsilon": 1e-5,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_limit": [0.01, 10.0],
-    "time_step_rank": "auto",
+    "num_heads": 8, "head_dim": 16, "state_size": 32, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 2,
+    "use_bias": False, "use_conv_bias": True, "time_step_limit": [0.01, 10.0], "time_step_rank": "auto",
 }
 _GRANITE_HYBRID: dict[str, Any] = _GRANITE | {
-    **_MIXTRAL,
-    "layer_types": ["mamba", "attention"],
-    "shared_intermediate_size": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 32,
-    "mamba_d_conv": 4,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-    "position_embedding_type": "rope",
+    **_MIXTRAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_proj_bias": False, "mamba_conv_bias": True, "position_embedding_type": "rope",
     "time_step_limit": [0.01, 10.0],
 }
 _NEMOTRON_H: dict[str, Any] = {
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "layer_norm_epsilon": 1e-5,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_limit": [0.01, 10.0],
-    "head_dim": 16,
-    "hybrid_override_pattern": ["M", "*", "-", "M"],
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 32, "conv_kernel": 4,
+    "n_groups": 2, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+    "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
 }
 _STEP: dict[str, Any] = {
-    **_HEAD,
-    "num_attention_groups": 2,
-    "layer_types": ["full_attention", "sliding_attention"],
-    "moe_num_experts": 4,
-    "moe_top_k": 2,
-    "moe_intermediate_size": 64,
-    "share_expert_dim": 64,
-    "moe_layers_enum": "1,2,3",
+    **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
+    "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
 }
-_GEMMA3: dict[str, Any] = {"query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD}
+_GEMMA3: dict[str, Any] = {
+    "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
+}
 _LONGCAT: dict[str, Any] = {
-    **_MLA,
-    "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "ffn_hidden_size": 64,
-    "moe_topk": 2,
-    "expert_ffn_hidden_size": 64,
-    "n_routed_experts": 4,
-    "zero_expert_num": 2,
-    "num_layers": 4,
-    "routed_scaling_factor": 1.5,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
+    **_MLA, "attention_method": "MLA", "zero_expert_type": "identity", "ffn_hidden_size": 64, "moe_topk": 2,
+    "expert_ffn_hidden_size": 64, "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 4,
+    "routed_scaling_factor": 1.5, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
 }
 _GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
-_MAMBA: dict[str, Any] = {"state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
+_MAMBA: dict[str, Any] = {
+    "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
+}
 _LING: dict[str, Any] = _BAILING | {
-    "layer_group_size": 2,
-    "group_norm_size": 2,
-    "head_dim": 16,
-    "use_qk_norm": True,
-    "n_group": 1,
-    "topk_group": 1,
+    "layer_group_size": 2, "group_norm_size": 2, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
 _PER_LAYER: dict[str, Any] = {
-    "num_kv_shared_layers": 1,
-    "vocab_size_per_layer_input": 512,
-    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
     "final_logit_softcapping": 5.0,
 }
 _GEMMA4: dict[str, Any] = {
-    "text_config": _HEAD
-    | _PER_LAYER
-    | _TIED
-    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"], "global_head_dim": 32}
+    "text_config": _HEAD | _PER_LAYER | _TIED | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        "global_head_dim": 32,
+    },
 }
 _PHIXTRAL: dict[str, Any] = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
 _MUP: dict[str, Any] = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
 _LLAMA_4_ROPE: dict[str, Any] = {
     "rope_parameters": {
-        "rope_theta": 10000.0,
-        "rope_type": "default",
-        "llama_4_scaling_beta": 0.1,
+        "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 16,
-    }
+    },
 }
 _NESTED_LLAMA: dict[str, Any] = {"text_config": _HEAD | {"model_type": "llama"}}
 _INDEX: dict[str, Any] = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
@@ -296,86 +211,54 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}},
     "mistral3": _NESTED_LLAMA,
     "longcat_flash": _LONGCAT,
-    "glm_moe_dsa": _DEEPSEEK
-    | _INDEX
-    | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    "glm_moe_dsa": _DEEPSEEK | _INDEX | {
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
     "ministral3": _HEAD | _KINDS | _LLAMA_4_ROPE,
     "mistral4": _ROUTED | _MLA | _LLAMA_4_ROPE,
-    "laguna": _HEAD
-    | _MOE
-    | {
-        "shared_expert_intermediate_size": 64,
-        "partial_rotary_factor": 0.5,
-        "gating": True,
+    "laguna": _HEAD | _MOE | {
+        "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5, "gating": True,
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "youtu_llm": _MLA,
     "qwen3_vl": {"text_config": _HEAD | {"model_type": "qwen3"}},
-    "qwen3_vl_moe": {"text_config": _HEAD | _MOE | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1]}},
-    "jamba": _MOE
-    | {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-        "mamba_d_conv": 4,
-        "mamba_d_state": 16,
-        "mamba_expand": 2,
+    "qwen3_vl_moe": {
+        "text_config": _HEAD | _MOE | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    },
+    "jamba": _MOE | {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2,
     },
     "rwkv7": {
-        "norm_eps": 1e-5,
-        "head_dim": 32,
-        "a_low_rank_dim": 16,
-        "v_low_rank_dim": 16,
-        "gate_low_rank_dim": 16,
+        "norm_eps": 1e-5, "head_dim": 32, "a_low_rank_dim": 16, "v_low_rank_dim": 16, "gate_low_rank_dim": 16,
         "decay_low_rank_dim": 16,
     },
     "recurrent_gemma": {
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": WINDOW,
+        "conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": WINDOW,
         "block_types": ["recurrent", "attention"],
     },
     "baichuan_m1": {"sliding_window_layers": [0, 2], "conv_window": 2},
     "llama4": {
-        "text_config": _HEAD
-        | _MIXTRAL
-        | {
-            "model_type": "llama4_text",
-            "attention_chunk_size": WINDOW,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 64,
-            "num_experts_per_tok": 1,
-            "rope_scaling": None,
-            "use_qk_norm": True,
-        }
+        "text_config": _HEAD | _MIXTRAL | {
+            "model_type": "llama4_text", "attention_chunk_size": WINDOW, "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 64, "num_experts_per_tok": 1, "rope_scaling": None, "use_qk_norm": True,
+        },
     },
     "dbrx": {
-        "d_model": 64,
-        "n_layers": 4,
-        "n_heads": 4,
+        "d_model": 64, "n_layers": 4, "n_heads": 4,
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
     },
     "falcon_h1": {
-        "head_dim": 16,
-        "mamba_d_head": 16,
-        "mamba_d_ssm": 64,
-        "mamba_d_state": 32,
-        "mamba_n_heads": 4,
-        "mamba_n_groups": 2,
-        "mamba_d_conv": 4,
+        "head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 32, "mamba_n_heads": 4,
+        "mamba_n_groups": 2, "mamba_d_conv": 4,
     },
     "gpt2": _GPT2 | {"n_ctx": 512},
     "gpt_bigcode": _GPT2 | {"n_inner": 128, "attention_bias": True, "mlp_bias": True},
     "kimi_vl": {"text_config": _DEEPSEEK | {"n_group": 1, "rope_scaling": None}},
     "lille-130m": {
-        "block_size": 512,
-        "layer_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "n_embd": 64,
-        "n_head": 4,
-        "n_kv_heads": 2,
+        "block_size": 512, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "n_embd": 64, "n_head": 4, "n_kv_heads": 2,
         "n_layer": 4,
     },
     "llama4_text": _HEAD | {"intermediate_size_mlp": 128, "no_rope_layers": [1, 0], "use_qk_norm": True},
@@ -383,55 +266,29 @@ TINY: dict[str, dict[str, Any]] = {
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "mellum": _HEAD | _MOE | _KINDS | {"rope_parameters": _ROPES},
-    "mimo_v2_flash": _ROUTED
-    | {
-        "hybrid_layer_pattern": [1, 0],
-        "moe_layer_freq": [0, 1, 1, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": WINDOW,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 5000.0,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "head_dim": 24,
-        "v_head_dim": 16,
-        "swa_head_dim": 24,
-        "swa_v_head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "n_shared_experts": None,
+    "mimo_v2_flash": _ROUTED | {
+        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.5, "n_shared_experts": None,
     },
     "minicpm": _MUP,
-    "minicpm3": _MLA
-    | _MUP
-    | {
+    "minicpm3": _MLA | _MUP | {
         "rope_scaling": {
-            "type": "longrope",
-            "original_max_position_embeddings": 512,
-            "short_factor": [1.0] * 8,
+            "type": "longrope", "original_max_position_embeddings": 512, "short_factor": [1.0] * 8,
             "long_factor": [1.5] * 8,
-        }
+        },
     },
     "minimax_m3_vl": {
-        "text_config": _HEAD
-        | _MIXTRAL
-        | {
-            "dense_intermediate_size": 128,
-            "intermediate_size": 64,
-            "shared_intermediate_size": 64,
-            "rotary_dim": 8,
+        "text_config": _HEAD | _MIXTRAL | {
+            "dense_intermediate_size": 128, "intermediate_size": 64, "shared_intermediate_size": 64, "rotary_dim": 8,
             "moe_layer_freq": [0, 1, 1, 1],
             "sparse_attention_config": {
-                "sparse_num_index_heads": 2,
-                "sparse_index_dim": 32,
-                "sparse_block_size": 4,
-                "sparse_topk_blocks": 2,
-                "sparse_local_block": 1,
-                "sparse_attention_freq": [0, 1, 1, 0],
+                "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 4, "sparse_topk_blocks": 2,
+                "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1, 0],
             },
-        }
+        },
     },
     "muse_glimmer": _HEAD | _KINDS,
     "nanochat": {},
@@ -441,16 +298,11 @@ TINY: dict[str, dict[str, Any]] = {
             {"attention": {"no_op": True}, "ffn": {"ffn_mult": 2.0}},
             {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
             {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
-        ]
+        ],
     },
     "openelm": {
-        "head_dim": 16,
-        "num_transformer_layers": 4,
-        "model_dim": 64,
-        "ffn_dim_divisor": 16,
-        "num_query_heads": [4, 4, 8, 8],
-        "num_kv_heads": [2, 2, 4, 4],
-        "ffn_multipliers": [1.0, 2.0, 2.0, 2.5],
+        "head_dim": 16, "num_transformer_layers": 4, "model_dim": 64, "ffn_dim_divisor": 16,
+        "num_query_heads": [4, 4, 8, 8], "num_kv_heads": [2, 2, 4, 4], "ffn_multipliers": [1.0, 2.0, 2.0, 2.5],
     },
     "phixtral": _PHIXTRAL,
     "phi-msft": _PHIXTRAL,
@@ -458,12 +310,8 @@ TINY: dict[str, dict[str, Any]] = {
     "pixtral": {"text_config": _HEAD | {"model_type": "mistral"}},
     "plamo": {"n_shared_head": 2},
     "plamo2": {
-        "hidden_size_per_head": 16,
-        "attention_window_size": WINDOW,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_num_heads": 4,
-        "mamba_step": 2,
+        "hidden_size_per_head": 16, "attention_window_size": WINDOW, "mamba_d_state": 16, "mamba_d_conv": 4,
+        "mamba_num_heads": 4, "mamba_step": 2,
     },
     "plamo3": _HEAD | {"window_size": WINDOW, "sliding_window_pattern": 2},
     "qwen": {"kv_channels": 16, "num_key_value_heads": 4, "layer_norm_epsilon": 1e-5},
@@ -472,75 +320,41 @@ TINY: dict[str, dict[str, Any]] = {
     "spark2_5": _HEAD | _KINDS | {"rope_parameters": _ROPES, "hidden_act": "gelu"},
     "gear": _HEAD | {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"], "conv_L_cache": 3},
     "gptj": _GPT2 | {"rotary_dim": 8},
-    "hunyuan": _MOE
-    | {
-        "moe_topk": 2,
-        "num_shared_expert": 1,
-        "use_mixed_mlp_moe": True,
-        "use_qk_norm": True,
-        "use_cla": True,
-        "cla_share_factor": 2,
-        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+    "hunyuan": _MOE | {
+        "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": True,
+        "cla_share_factor": 2, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
     },
     "bailing_hybrid": _LING | _MLA,
     "bailing_moe_linear": _LING,
     "kimi_k3": {
-        "text_config": _KIMI_LINEAR
-        | {
-            "hidden_act": "situ",
-            "activation_situ_beta": 1.0,
-            "attn_res_block_size": 2,
-            "num_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "routed_expert_hidden_size": 32,
-            "model_type": "kimi_linear",
-        }
+        "text_config": _KIMI_LINEAR | {
+            "hidden_act": "situ", "activation_situ_beta": 1.0, "attn_res_block_size": 2, "num_shared_experts": 1,
+            "first_k_dense_replace": 1, "routed_expert_hidden_size": 32, "model_type": "kimi_linear",
+        },
     },
     "gemma3n": {
-        "text_config": _HEAD
-        | _PER_LAYER
-        | {
-            "model_type": "gemma3n_text",
-            "rope_local_base_freq": 1000.0,
-            "altup_num_inputs": 3,
+        "text_config": _HEAD | _PER_LAYER | {
+            "model_type": "gemma3n_text", "rope_local_base_freq": 1000.0, "altup_num_inputs": 3,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
-            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
-            "altup_coef_clip": 100.0,
-            "altup_active_idx": 0,
-            "altup_correct_scale": True,
-            "laurel_rank": 16,
-        }
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0], "altup_coef_clip": 100.0, "altup_active_idx": 0,
+            "altup_correct_scale": True, "laurel_rank": 16,
+        },
     },
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
-    "gemma4_text": _HEAD
-    | _KINDS
-    | _TIED
-    | {
-        "global_head_dim": 32,
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 5.0,
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 64,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
+    "gemma4_text": _HEAD | _KINDS | _TIED | {
+        "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
-    "bailing_moe_v3": _BAILING
-    | _MLA
-    | {
-        "layer_group_size": 2,
-        "head_dim": 16,
-        "n_group": 1,
-        "topk_group": 1,
-        "short_conv_kernel_size": 4,
+    "bailing_moe_v3": _BAILING | _MLA | {
+        "layer_group_size": 2, "head_dim": 16, "n_group": 1, "topk_group": 1, "short_conv_kernel_size": 4,
         "moe_shared_expert_intermediate_size": 64,
     },
 }
 """By `model_type`: what a family's config.json has beyond `BASE`; lists of `layer_types` are repeated."""
+# fmt: on
 
 
 def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:

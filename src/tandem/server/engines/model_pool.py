@@ -178,7 +178,7 @@ class ModelPool:
         """True while it takes requests: its engines answer, also while they replace ranks."""
         status = place.served.client.status
         return (
-            place.state == "in"
+            place.state == "loaded"
             and not (place.closed or place.pressed)
             and place.served.client.alive
             and status is not None
@@ -206,8 +206,8 @@ class ModelPool:
             return "unknown", "the supervisor has not answered yet"
         if info.state == "failed":
             return "failed", info.detail
-        if state in ("out", "leaving", "loading"):
-            return {"out": "unloaded", "leaving": "unloading"}.get(state, state), ""
+        if state in ("unloaded", "unloading", "loading"):
+            return state, ""
         return served.state
 
     def facts(self, served: Served) -> dict[str, Any]:
@@ -246,8 +246,8 @@ class ModelPool:
             raise refused(
                 409, f"Model '{served.name}' is kept (--pinned-models) and never unloaded.", param="model", code="model_kept"
             )
-        place.pressed = place.state in ("in", "loading")
-        while place.pressed or place.state == "leaving":
+        place.pressed = place.state in ("loaded", "loading")
+        while place.pressed or place.state == "unloading":
             self._changed.set()
             await asyncio.sleep(LOOK_S)
 
@@ -259,7 +259,9 @@ class ModelPool:
             for place in self._places.values():
                 self._follow(place)
             self._act()
-            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving") for place in self._places.values())
+            busy = any(
+                place.waiting or place.pressed or place.state in ("loading", "unloading") for place in self._places.values()
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S if busy else IDLE_LOOK_S)
             await asyncio.sleep(0)
@@ -274,12 +276,12 @@ class ModelPool:
         before = place.state
         if info is not None and not place.told:
             place.state = _state(place, info, there)
-        if place.state == "in" and before != "in":
+        if place.state == "loaded" and before != "loaded":
             place.idle_at = place.used_at = _now()
             self._loads.labels(place.name).inc()
-        if place.state != "in":
+        if place.state != "loaded":
             place.closed = False
-        if place.state in ("out", "leaving"):
+        if place.state in ("unloaded", "unloading"):
             place.pressed = False
         while place.waiting and self._open(place):
             future = place.waiting.popleft()
@@ -310,10 +312,10 @@ class ModelPool:
         decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
         for place in self._places.values():
             place.closed = place in decision.close
-            if place.pressed and place.state == "in" and not place.users and place not in decision.unload:
+            if place.pressed and place.state == "loaded" and not place.users and place not in decision.unload:
                 decision.unload.append(place)
         for place in decision.unload:
-            self._tell(place, UnloadModel(place.name), "leaving")
+            self._tell(place, UnloadModel(place.name), "unloading")
         for place in decision.load:
             self._tell(place, LoadModel(place.name), "loading")
 
@@ -356,10 +358,10 @@ class ModelPool:
 
 
 def _state(slot: ModelSlot, info: ModelInfo, there: bool) -> str:
-    """Return the seat's state as supervisor and engines have it; `in` stays so while its engines recover."""
+    """Return the slot's state as supervisor and engines have it. A loaded model stays so while its engines recover."""
     if info.state == "running":
-        return "in" if there or slot.state == "in" else "loading"
-    return "leaving" if info.state == "unloading" else "out"
+        return "loaded" if there or slot.state == "loaded" else "loading"
+    return "unloading" if info.state == "unloading" else "unloaded"
 
 
 def _failure(info: ModelInfo) -> UnavailableError:

@@ -22,8 +22,8 @@ class ModelSlot:
     name: str
     needs: Mapping[str, int] = field(default_factory=dict)
     """Bytes on each machine; empty where there is no memory plan."""
-    state: str = "out"
-    """`out`, `loading`, `in` or `leaving`."""
+    state: str = "unloaded"
+    """`unloaded`, `loading`, `loaded` or `unloading`."""
     keep: bool = False
     unload_after: float | None = None
     """Seconds of idleness after which it goes."""
@@ -51,37 +51,37 @@ class Decision(Generic[S]):
 
 
 def decide(slots: Sequence[S], budget: Mapping[str, int], max_loaded: int | None, now: float) -> Decision[S]:
-    """Return what follows from the seats as they are. Call it whenever one has changed, and as time goes by."""
+    """Return what follows from the slots as they are. Call it whenever one has changed, and as time goes by."""
     decision: Decision[S] = Decision()
-    resident = [slot for slot in slots if slot.state != "out"]
-    waiting = [slot for slot in slots if slot.state == "out" and slot.wanted_at is not None]
+    occupied = [slot for slot in slots if slot.state != "unloaded"]
+    waiting = [slot for slot in slots if slot.state == "unloaded" and slot.wanted_at is not None]
     for wanted in sorted(waiting, key=lambda slot: slot.wanted_at or 0.0):
-        if _fits([*resident, wanted], budget, max_loaded):
+        if _fits([*occupied, wanted], budget, max_loaded):
             decision.load.append(wanted)
-            resident.append(wanted)
+            occupied.append(wanted)
             continue
-        victims = _victims(wanted, resident, budget, max_loaded)
+        victims = _victims(wanted, occupied, budget, max_loaded)
         decision.unload += [slot for slot in victims if not slot.users]
         if now - (wanted.wanted_at or now) >= PATIENCE_S:
             decision.close += [slot for slot in victims if slot.users]
         break  # the next ones wait behind it, or they would take the room that is being made
-    decision.unload += [slot for slot in resident if slot not in decision.unload and _idle_for_long(slot, now)]
+    decision.unload += [slot for slot in occupied if slot not in decision.unload and _idle_for_long(slot, now)]
     return decision
 
 
-def _victims(wanted: S, resident: list[S], budget: Mapping[str, int], max_loaded: int | None) -> list[S]:
+def _victims(wanted: S, occupied: list[S], budget: Mapping[str, int], max_loaded: int | None) -> list[S]:
     """Return the models to unload for `wanted`: idle ones before busy ones, the least recently used first, no more
     than needed.
 
     None, as long as it would not fit then either: what is being loaded cannot be unloaded before it is there.
     """
-    staying = [slot for slot in resident if slot.state != "leaving"]
+    staying = [slot for slot in occupied if slot.state != "unloading"]
 
     def fits_without(gone: list[S]) -> bool:
         return _fits([*(slot for slot in staying if slot not in gone), wanted], budget, max_loaded)
 
     order = sorted(
-        (slot for slot in staying if slot.state == "in" and not slot.keep), key=lambda slot: (slot.users > 0, slot.used_at)
+        (slot for slot in staying if slot.state == "loaded" and not slot.keep), key=lambda slot: (slot.users > 0, slot.used_at)
     )
     count = next((n for n in range(len(order) + 1) if fits_without(order[:n])), 0)
     victims = order[:count]
@@ -93,7 +93,7 @@ def _victims(wanted: S, resident: list[S], budget: Mapping[str, int], max_loaded
 
 def _idle_for_long(slot: ModelSlot, now: float) -> bool:
     return (
-        slot.state == "in"
+        slot.state == "loaded"
         and not slot.keep
         and not slot.users
         and slot.wanted_at is None

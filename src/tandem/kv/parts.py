@@ -1,0 +1,61 @@
+"""Which layers and heads the files of a disk block have, and which of them together hold what a rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers and heads a file has, or a rank needs."""
+
+    layers: range
+    heads: range
+
+    @property
+    def label(self) -> str:
+        """In a file's name."""
+        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
+
+    @staticmethod
+    @lru_cache(1024)
+    def read(label: str) -> Part:
+        """The part with this label. Raises ValueError."""
+        layers, _, heads = label.partition(".")
+        return Part(_range(layers), _range(heads))
+
+
+def _range(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop))
+
+
+@lru_cache(1024)
+def sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
+    """Return, for each layer of `need`, the parts that have its heads, and which of theirs; None if some are missing."""
+    found = []
+    for layer in need.layers:
+        # What is on this machine comes first, in smaller parts too.
+        if not (
+            taken := _cover([part for part in own if layer in part.layers], need.heads)
+            or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)
+        ):
+            return None
+        found.append(taken)
+    return found
+
+
+def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
+    """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
+    found: list[tuple[Part, range]] = []
+    at = heads.start
+    while at < heads.stop:
+        best = max((part for part in parts if at in part.heads), key=lambda part: part.heads.stop, default=None)
+        if best is None:
+            return []
+        stop = min(best.heads.stop, heads.stop)
+        found.append((best, range(at - best.heads.start, stop - best.heads.start)))
+        at = stop
+    return found
