@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tandem.errors import UsageError
-from tandem.kv.files import MARK, DiskBlockFiles, Part, Unusable
+from tandem.kv.files import MARK, DiskBlockFiles, KVSlice, Unusable
 from tandem.protocol.disk_blocks import DISK_BLOCK
 
 Usage = namedtuple("Usage", "total used free")
@@ -25,7 +25,7 @@ KEYS = np.arange(4 * 6 * DISK_BLOCK, dtype=np.float32).reshape(4, 1, 6, DISK_BLO
 
 
 def part(layers, heads):
-    return Part(range(*layers), range(*heads))
+    return KVSlice(range(*layers), range(*heads))
 
 
 def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):
