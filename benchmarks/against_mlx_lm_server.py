@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import load
 
-from tandem.bench.report import percentile
+from tandem.bench.summary import percentile
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     gpu = harness.on_gpu()
     model = harness.prepared(args.model, args.dtype, gpu)
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     flags = {"prefill_chunk": args.prefill_chunk} if args.prefill_chunk else {}
     results: dict[str, Any] = {"throughput": [], "long_prompt": [], "verdicts": []}
     with (
@@ -48,13 +48,17 @@ def main() -> None:
     harness.write_json(args.json, args, results)
 
 
-def make_jobs(lengths: Sequence[int], outputs: Sequence[int], prompts: load.Prompts, count: int) -> list[load.Job]:
+def make_jobs(lengths: Sequence[int], outputs: Sequence[int], prompts: load.PromptSource, count: int) -> list[load.BenchRequest]:
     """Requests with prompt and output lengths drawn evenly from the ranges (shortest, longest)."""
-    return [load.Job(prompts.make(prompts.length(*lengths)), prompts.length(*outputs)) for _ in range(count)]
+    return [load.BenchRequest(prompts.make(prompts.length(*lengths)), prompts.length(*outputs)) for _ in range(count)]
 
 
 def throughput(
-    args: argparse.Namespace, servers: Sequence[harness.Server], concurrency: int, prompts: load.Prompts, results: dict[str, Any]
+    args: argparse.Namespace,
+    servers: Sequence[harness.Server],
+    concurrency: int,
+    prompts: load.PromptSource,
+    results: dict[str, Any],
 ) -> None:
     """Tokens per second at one concurrency."""
 
@@ -91,14 +95,14 @@ def throughput(
 
 
 def long_prompt(
-    args: argparse.Namespace, servers: Sequence[harness.Server], prompts: load.Prompts, results: dict[str, Any]
+    args: argparse.Namespace, servers: Sequence[harness.Server], prompts: load.PromptSource, results: dict[str, Any]
 ) -> None:
     """Waits of all requests of rounds in which a long prompt comes while the others stream."""
     concurrency = min(args.concurrency)
 
     def play() -> list[list[load.Timed]]:
         jobs = make_jobs(args.prompt_tokens, args.max_tokens, prompts, concurrency * args.jobs_per_client)
-        jobs.insert(concurrency + 1, load.Job(prompts.make(args.long_prompt), args.max_tokens[1], "long"))
+        jobs.insert(concurrency + 1, load.BenchRequest(prompts.make(args.long_prompt), args.max_tokens[1], "long"))
         return [load.closed_loop(server, jobs, concurrency) for server in servers]
 
     with harness.heading(f"A prompt of {args.long_prompt} tokens among {concurrency - 1} streams"):

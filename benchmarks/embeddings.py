@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     results: dict[str, Any] = {"verdicts": []}
     for name in args.layouts:
         with harness.tandem_server(model, args.threads, name, prefix_cache=0, **LAYOUTS[name]) as server:
@@ -53,7 +53,7 @@ def main() -> None:
 def completed(server: harness.Server, texts: list[str]) -> float:
     """Prompt tokens a second, until each prompt has its one token."""
     started = harness.now()
-    answers = load.closed_loop(server, [load.Job(text, 1) for text in texts], len(texts))
+    answers = load.closed_loop(server, [load.BenchRequest(text, 1) for text in texts], len(texts))
     return sum(one.prompt_tokens for one in answers) / (harness.now() - started)
 
 

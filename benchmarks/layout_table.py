@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=65536, help="size of each layout's KV cache")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     with ExitStack() as stack:
         servers = [stack.enter_context(server_of(layout, args, model)) for layout in args.layouts]
         columns = ["decode tok/s", "prompt tok/s", *(f"{count} clients tok/s" for count in args.clients)]
@@ -74,10 +74,10 @@ def server_of(layout: str, args: argparse.Namespace, model: Path) -> harness.Ser
     )
 
 
-def figures(server: harness.Server, args: argparse.Namespace, prompts: load.Prompts) -> list[float]:
+def figures(server: harness.Server, args: argparse.Namespace, prompts: load.PromptSource) -> list[float]:
     """One round of one layout, in tokens per second."""
-    decode = load.one(server, load.Job(prompts.make(8), args.output)).decode_rate
-    prompt = args.prompt / load.one(server, load.Job(prompts.make(args.prompt), 1)).ttft
+    decode = load.one(server, load.BenchRequest(prompts.make(8), args.output)).decode_rate
+    prompt = args.prompt / load.one(server, load.BenchRequest(prompts.make(args.prompt), 1)).ttft
     rates = [
         load.rate(load.closed_loop(server, make_jobs(args.mix[:2], args.mix[2:], prompts, 2 * count), count))
         for count in args.clients

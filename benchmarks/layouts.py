@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["tp", "dp", "peer"], choices=("tp", "dp", "peer"))
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     results: dict[str, Any] = {"verdicts": []}
     common = {"executor": "cluster", "prefix_cache": 0.0}
     tp = {"tensor_parallel_size": args.ranks, "backend": args.backend, **common}
@@ -118,14 +118,14 @@ def launched_peer(args: argparse.Namespace, model: Any) -> harness.Server:
 
 
 def _tensor_parallel(
-    args: argparse.Namespace, many: harness.Server, one: harness.Server, prompts: load.Prompts, results: dict[str, Any]
+    args: argparse.Namespace, many: harness.Server, one: harness.Server, prompts: load.PromptSource, results: dict[str, Any]
 ) -> None:
     rows: list[list[object]] = []
     decode, prefill = [], []
 
     def play() -> list[list[float]]:
-        job = load.Job(prompts.make(8), args.output)
-        long = load.Job(prompts.make(args.prompt), 1)
+        job = load.BenchRequest(prompts.make(8), args.output)
+        long = load.BenchRequest(prompts.make(args.prompt), 1)
         return [[load.one(server, job).decode_rate, load.one(server, long).ttft] for server in (many, one)]
 
     play()
@@ -165,10 +165,10 @@ def _tensor_parallel(
     _control_plane(args, many, prompts, results)
 
 
-def _control_plane(args: argparse.Namespace, server: harness.Server, prompts: load.Prompts, results: dict[str, Any]) -> None:
+def _control_plane(args: argparse.Namespace, server: harness.Server, prompts: load.PromptSource, results: dict[str, Any]) -> None:
     """What the engine, the bus and the wait for plans add to a step of one stream."""
     work = _work(server)
-    answer = load.one(server, load.Job(prompts.make(8), 4 * args.output))
+    answer = load.one(server, load.BenchRequest(prompts.make(8), 4 * args.output))
     steps = _work(server)
     slowest = max((steps[rank][0] - work[rank][0]) / (steps[rank][1] - work[rank][1]) for rank in steps)
     share = 1 - slowest * answer.decode_rate
@@ -186,7 +186,7 @@ def _throughput(
     args: argparse.Namespace,
     mine: harness.Server,
     other: harness.Server,
-    prompts: load.Prompts,
+    prompts: load.PromptSource,
     goal: float,
     results: dict[str, Any],
     *,

@@ -9,20 +9,20 @@ from typing import Any
 from harness import Server
 
 from tandem.bench import client
-from tandem.bench.client import Job, Target, Timed
-from tandem.bench.report import duration
-from tandem.bench.workload import Prompts, offer
+from tandem.bench.client import BenchRequest, Target, Timed
+from tandem.bench.summary import duration
+from tandem.bench.workload import PromptSource, offer
 
-__all__ = ["Timed", "Job", "Prompts", "closed_loop", "one", "rate"]
+__all__ = ["Timed", "BenchRequest", "PromptSource", "closed_loop", "one", "rate"]
 
 
-def one(server: Server, job: Job) -> Timed:
+def one(server: Server, job: BenchRequest) -> Timed:
     """One request, alone."""
     [answer] = _checked(server, [asyncio.run(client.send(_target(server), job))])
     return answer
 
 
-def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int, **body: Any) -> list[Timed]:
+def closed_loop(server: Server, jobs: Sequence[BenchRequest], concurrency: int, **body: Any) -> list[Timed]:
     """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered. `body` are
     more fields of the requests, which are greedy otherwise."""
     return _checked(server, asyncio.run(offer(_target(server, **body), jobs, concurrency=concurrency)))

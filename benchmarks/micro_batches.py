@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--prefill-chunk", type=int, help="setting of both sides, if not the default")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     results: dict[str, Any] = {"mixes": [], "verdicts": []}
     common: dict[str, object] = {"pipeline_parallel_size": args.stages, "executor": "cluster"}
     if args.prefill_chunk:
@@ -52,7 +52,7 @@ def _compare(
     args: argparse.Namespace,
     servers: Sequence[harness.Server],
     mix: str,
-    prompts: load.Prompts,
+    prompts: load.PromptSource,
     *,
     decoding: bool,
     results: dict[str, Any],

@@ -130,10 +130,10 @@ def processor_seconds(server: harness.Server) -> float:
 
 def throughput(args: argparse.Namespace, server: harness.Server, asked: dict[str, float], results: dict[str, Any]) -> float:
     """Tokens per second with the page open over those without, median of the rounds."""
-    prompts = load.Prompts()
+    prompts = load.PromptSource()
 
     def side() -> float:
-        jobs = [load.Job(prompts.make(64), 32) for _ in range(2 * args.concurrency)]
+        jobs = [load.BenchRequest(prompts.make(64), 32) for _ in range(2 * args.concurrency)]
         return load.rate(load.closed_loop(server, jobs, args.concurrency))
 
     def play() -> list[float]:

@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     results: dict[str, Any] = {"verdicts": []}
     for name in args.layouts:
         rows: list[list[object]] = []
@@ -34,7 +34,7 @@ def main() -> None:
 
             def play(server: harness.Server = server) -> list[load.Timed]:
                 prefix = prompts.make(args.prefix)
-                return [load.one(server, load.Job(prefix + prompts.make(args.question), 4)) for _ in range(2)]
+                return [load.one(server, load.BenchRequest(prefix + prompts.make(args.question), 4)) for _ in range(2)]
 
             play()
             with harness.heading(f"{name}: a prefix of {args.prefix} tokens asked twice"):

@@ -32,7 +32,7 @@ def main() -> None:
         if args.as_stored
         else (harness.prepared(args.model, args.dtype, gpu))
     )
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     rows: list[list[object]] = []
     worst = 0.0
     with harness.heading(f"Memory of each rank: {model.name}"):
@@ -40,7 +40,7 @@ def main() -> None:
             flags: dict[str, Any] = {"parallel": layout, "executor": "cluster", "dequantize": "auto"}
             with harness.tandem_server(model, args.threads, **flags) as server:
                 loaded = server.get("/health")["ranks"]
-                load.closed_loop(server, [load.Job(prompts.make(100), 16)] * args.clients, args.clients)
+                load.closed_loop(server, [load.BenchRequest(prompts.make(100), 16)] * args.clients, args.clients)
                 for before, rank in zip(loaded, server.get("/health")["ranks"], strict=True):
                     limit = args.share * rank["weight_bytes"] + args.extra * MB
                     worst = max(worst, rank["peak_bytes"] / limit)

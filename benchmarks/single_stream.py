@@ -50,7 +50,7 @@ class BareLoop:
         self._process.stdin.close()
         self._process.wait(30)
 
-    def run(self, job: load.Job) -> dict[str, Any]:
+    def run(self, job: load.BenchRequest) -> dict[str, Any]:
         """Tokens and times of one run."""
         assert self._process.stdin is not None
         print(json.dumps({"prompt": job.prompt, "max_tokens": job.max_tokens}), file=self._process.stdin, flush=True)
@@ -73,7 +73,7 @@ def main() -> None:
     args = parser.parse_args()
     gpu = harness.on_gpu()
     model = harness.prepared(args.model, args.dtype, gpu)
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     played: list[tuple[tuple[dict[str, Any], dict[str, Any]], float]] = []
     with harness.heading("One stream"):
         for _ in range(args.starts):
@@ -102,13 +102,13 @@ def main() -> None:
 
 
 def _one_start(
-    args: argparse.Namespace, model: Path, prompts: load.Prompts, gpu: bool
+    args: argparse.Namespace, model: Path, prompts: load.PromptSource, gpu: bool
 ) -> list[tuple[tuple[dict[str, Any], dict[str, Any]], float]]:
     """Rounds of two fresh processes: where their memory happens to lie makes a few percent as long as they live."""
     peer = BareLoop(str(model), harness.peer_environment(args, gpu))
 
     def play() -> tuple[dict[str, Any], dict[str, Any]]:
-        job = load.Job(prompts.make(args.prompt_tokens), args.max_tokens)
+        job = load.BenchRequest(prompts.make(args.prompt_tokens), args.max_tokens)
         return peer.run(job), _measured(load.one(server, job))
 
     with harness.tandem_server(model, args.threads) as server, peer:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.errors import TandemError
-from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaList
+from tandem.protocol.supervisor_messages import AddReplica, DrainReplica, ListReplicas, ReplicaList
 from tandem.supervision.control_socket import ask, control_path
 
 SMALL = 1 << 30

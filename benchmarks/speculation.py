@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--parts", default="repetitive-1,other-1,other-8", help="kinds of text and streams at once")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
-    prompts = load.Prompts(model)
+    prompts = load.PromptSource(model)
     stages, ranks = args.layout.split(",")
     layout = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
     method = {"draft_model": args.draft_model} if args.draft_model else {"speculative_method": "ngram"}
@@ -49,7 +49,7 @@ def main() -> None:
             body = SAMPLED if kind == "other" else {}
 
             def play(kind: str = kind, streams: str = streams, body: dict[str, float] = body) -> dict[str, Any]:
-                jobs = [load.Job(texts[kind](), args.max_tokens) for _ in range(int(streams))]
+                jobs = [load.BenchRequest(texts[kind](), args.max_tokens) for _ in range(int(streams))]
                 return {"plain": measured(plain, jobs, body), "speculating": measured(speculating, jobs, body)}
 
             with harness.heading(f"{kind} text, {streams} stream(s)"):
@@ -77,7 +77,7 @@ def main() -> None:
     harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
 
 
-def measured(server: harness.Server, jobs: list[load.Job], body: dict[str, float]) -> dict[str, Any]:
+def measured(server: harness.Server, jobs: list[load.BenchRequest], body: dict[str, float]) -> dict[str, Any]:
     """Tokens per second of all of `jobs` at once, from the first request to the last token, prompts included."""
     drafts, accepted = counts(server)
     started = harness.now()

@@ -28,7 +28,7 @@ from tandem.loading import weights
 from tandem.protocol import codec
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.supervisor import ListReplicas
+from tandem.protocol.supervisor_messages import ListReplicas
 from tandem.supervision import control_socket
 from tandem.supervision.record import Background
 from tandem.transport.blobs import BlobServer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.version import __version__
 
@@ -22,7 +22,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Importing the package must stay cheap: every process does it, and most need only a corner.
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

@@ -9,7 +9,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # ranks start without it
     import asyncio
@@ -23,7 +23,7 @@ T = TypeVar("T")
 OnFailure = Callable[[BaseException], object]
 
 _own = False
-_tasks: set[asyncio.Task[Any]] = set()
+_tasks: set[asyncio.Task[object]] = set()
 """The event loop itself keeps no task alive."""
 
 
@@ -50,7 +50,7 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
     return thread
 
 
-def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
+def start_task(work: Coroutine[None, None, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
     """Start a task of the running event loop, guarded as by `start_thread`; a cancelled one has not failed."""
     import asyncio
 

@@ -27,7 +27,7 @@ _MOST_KINDS = 64
 
 
 class Seldom:
-    """Logs each kind of trouble once a minute, and then says how often it was left out."""
+    """Logger that writes each kind of message once a minute, with the number suppressed since."""
 
     def __init__(self, logger: logging.Logger) -> None:
         """Lines go to `logger`. From any thread."""

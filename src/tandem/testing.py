@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.models.families.tiny import EOS, TINY, tiny_config
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -27,8 +30,8 @@ def tiny_model(
     vocab: int = 512,
     dtype: str = "bfloat16",
     shards: int = 1,
-    config: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    config: JsonMapping | None = None,
+    settings: JsonMapping | None = None,
 ) -> Path:
     """Write a tiny random model of `family` (see `TINY`) into `directory` and return its path.
 
@@ -47,7 +50,7 @@ def tiny_model(
     return path
 
 
-def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str) -> dict[str, Any]:
+def _weights(settings: JsonObject, *, quantized: bool, seed: int, dtype: str) -> dict[str, mx.array]:
     # mlx is imported when asked for: tests of packages without mlx import this module too.
     import importlib
 
@@ -72,7 +75,7 @@ def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str
 
         allowed = getattr(model, "quant_predicate", None) or (lambda path, leaf: True)
 
-        def predicate(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
+        def predicate(path: str, leaf: nn.Module) -> bool | JsonObject:
             if allowed(path, leaf) is False or not hasattr(leaf, "to_quantized") or leaf.weight.shape[-1] % 32:
                 return False
             if settings["model_type"] == "gpt_oss" and ".experts." in path:
@@ -84,7 +87,7 @@ def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str
     return dict(tree_flatten(model.parameters()))
 
 
-def _save(path: Path, arrays: dict[str, Any], shards: int) -> None:
+def _save(path: Path, arrays: dict[str, mx.array], shards: int) -> None:
     import mlx.core as mx
 
     if shards == 1:

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.bench.client import CHAT, Job, Target, Timed, send
+from tandem.bench.client import CHAT, BenchRequest, Target, Timed, send
 from tandem.bench.plot import svg
-from tandem.bench.report import lines, ratios, samples, summary
-from tandem.bench.workload import DATASETS, Mix, Prompts, offer
+from tandem.bench.summary import lines, ratios, samples, summary
+from tandem.bench.workload import DATASETS, Mix, PromptSource, offer
 from tandem.testing import write_tokenizer
 
-JOB = Job("hi", 4)
+JOB = BenchRequest("hi", 4)
 
 
 def chunked(body: bytes, size: int) -> bytes:
@@ -138,7 +138,7 @@ def test_a_server_that_hangs_or_is_not_there(script: Script) -> None:
 
 def test_concurrency_is_limited_and_order_kept(script: Script) -> None:
     script.reply = OK + b"\r\n" + ANSWER
-    jobs = [Job(str(i), 1) for i in range(12)]
+    jobs = [BenchRequest(str(i), 1) for i in range(12)]
     seen: list[Timed] = []
     target = Target(base_url=script.url, model="m")
     answers = asyncio.run(offer(target, jobs, concurrency=3, progress=seen.append))
@@ -191,8 +191,8 @@ def test_mixes_have_the_lengths_that_were_asked_for(dataset: str, tmp_path_facto
     count = Tokenizer.from_file(str(directory / "tokenizer.json")).encode
     mix = Mix(dataset=dataset, count=40, input_len=30, output_len=9, prefix_len=50, suffix_len=10, num_prefixes=4,
               long_len=200, long_share=0.25, range_ratio=0.5)  # fmt: skip
-    jobs = mix.jobs(Prompts(directory, 3))
-    assert jobs == mix.jobs(Prompts(directory, 3)) != mix.jobs(Prompts(directory, 4))
+    jobs = mix.jobs(PromptSource(directory, 3))
+    assert jobs == mix.jobs(PromptSource(directory, 3)) != mix.jobs(PromptSource(directory, 4))
     lengths = [len(count(job.prompt).ids) for job in jobs]
     assert len(jobs) == 40
     if dataset == "random":
@@ -205,6 +205,6 @@ def test_mixes_have_the_lengths_that_were_asked_for(dataset: str, tmp_path_facto
     else:
         assert sum(length > 150 for length in lengths) == 10
         for share, long in ((0.75, 30), (0.4, 16), (0.0, 0), (1.0, 40)):
-            jobs = replace(mix, long_share=share).jobs(Prompts(directory, 3))
+            jobs = replace(mix, long_share=share).jobs(PromptSource(directory, 3))
             assert sum(len(count(job.prompt).ids) > 150 for job in jobs) == long
-    assert all(job.prompt for job in mix.jobs(Prompts(None, 3)))
+    assert all(job.prompt for job in mix.jobs(PromptSource(None, 3)))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from system_packages import require
-from tandem.cli.completions import script
 from tandem.cli.main import build_parser, main
+from tandem.cli.shell_completions import script
 
 CASES = [
     (["ser"], {"serve", "service"}),

@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 
-from tandem.bench.workload import Prompts
+from tandem.bench.workload import PromptSource
 from tandem.cli.address import api_key
 from tandem.cli.arguments import load_settings
 from tandem.cli.main import build_parser, main
@@ -169,7 +169,7 @@ def test_what_is_no_file_in_a_model_is_refused_in_one_line(
 def test_a_benchmark_waits_for_no_tokenizer(tmp_path: Path) -> None:
     pipe(tmp_path / "tokenizer.json")
     with pytest.raises(UsageError, match="it is a pipe"):
-        Prompts(tmp_path)
+        PromptSource(tmp_path)
 
 
 @pytest.mark.parametrize("command", [["serve", "MODEL", "--port", "0"], ["cache", "list"]])

@@ -14,7 +14,7 @@ import zmq
 
 from statuses import STATUS
 from tandem.errors import UsageError
-from tandem.protocol.supervisor import ControlRefused, ListReplicas, ReplicaList, SupervisorReply
+from tandem.protocol.supervisor_messages import ControlRefused, ListReplicas, ReplicaList, SupervisorReply
 from tandem.supervision.control_socket import ControlServer, ask
 from tandem.supervision.status_probe import StatusProbe
 

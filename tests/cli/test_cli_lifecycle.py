@@ -28,7 +28,7 @@ from tandem.cli.status import Replica, look_at, look_at_port
 from tandem.cli.status import _count as count_tokens
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
-from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
+from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
 

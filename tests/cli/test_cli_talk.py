@@ -19,11 +19,11 @@ import pytest
 from cli.terminal import Terminal
 from served import served
 from tandem.cli.main import main
-from tandem.cli.talk import chat as command
-from tandem.cli.talk.backends import Served
-from tandem.cli.talk.chat import unechoed
-from tandem.cli.talk.conversation import Conversation, Ended
+from tandem.cli.talk import talk as command
+from tandem.cli.talk.backends import RemoteModel
+from tandem.cli.talk.conversation import Conversation, Quit
 from tandem.cli.talk.line_editor import unquoted
+from tandem.cli.talk.talk import unechoed
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
 from tandem.system.http_client import ServerClient
@@ -116,7 +116,7 @@ def test_pictures_go_with_the_next_message_alone(talk, tmp_path):
 
 def test_several_lines_and_the_end(talk):
     assert unquoted('"""a\nb"""') == "a\nb"
-    with pytest.raises(Ended):
+    with pytest.raises(Quit):
         talk.command("/bye")
     assert "/image FILE" in talk.command("/?")
 
@@ -130,7 +130,7 @@ def url(tmp_path_factory):
 
 def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    talk = Conversation(Served(ServerClient(url), None, {}), {}, lambda name: None)
+    talk = Conversation(RemoteModel(ServerClient(url), None, {}), {}, lambda name: None)
     with pytest.raises(UsageError, match=r"^tiny reads text alone and sees no pictures; .*--url URL"):
         talk.command(f"/image {tmp_path / 'a.png'}")
     assert talk.images == []
@@ -371,13 +371,13 @@ def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
 def test_a_server_is_asked_by_every_name_that_it_takes(url, tmp_path_factory):
     [typed] = map(str, tmp_path_factory.getbasetemp().glob("talk0/tiny"))
     names = ["tiny", "default", typed]
-    assert [Served(ServerClient(url), name, {}).name for name in names] == names
+    assert [RemoteModel(ServerClient(url), name, {}).name for name in names] == names
 
 
 @pytest.fixture
 def shared(url):
     with pytest.raises(UsageError, match="has no model 'nobody'; there is: tiny"):
-        Served(ServerClient(url), "nobody", {})
+        RemoteModel(ServerClient(url), "nobody", {})
     return url
 
 

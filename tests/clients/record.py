@@ -22,11 +22,11 @@ from typing import Any
 from server.conftest import FakeEngine, wait_until
 from tandem.config.settings import ModelSettings, ProcessSettings, Settings
 from tandem.protocol.control import Submit
+from tandem.server.api_process import make_server
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.router import Router
 from tandem.server.listener import listen
-from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
 
 HEADERS = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta", "openai-beta")

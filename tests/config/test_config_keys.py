@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.config.keys import ClientLimits, read_key_file
+from tandem.config.api_keys import ClientLimits, read_key_file
 from tandem.config.loading import load
 from tandem.errors import ConfigError
 

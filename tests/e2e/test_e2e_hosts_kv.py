@@ -22,7 +22,7 @@ from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-LEFT = "the machine that has it has not sent it|comes more slowly than it could be computed"
+LEFT = "the machine that has it has not sent it|KV disk slower than computing"
 """What ranks say of KV that they do not get, or not soon enough."""
 PROMPT = [3 + i * 7 % 400 for i in range(540)]
 

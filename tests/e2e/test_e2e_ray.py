@@ -24,7 +24,7 @@ from openai import OpenAI, OpenAIError
 
 from tandem import LLM, SamplingParams
 from tandem.errors import UsageError
-from tandem.launchers.facts import address_towards
+from tandem.launchers.host_facts import address_towards
 from tandem.launchers.process_groups import free_ports
 from tandem.launchers.ray import driver as ray_driver
 from tandem.testing import tiny_model

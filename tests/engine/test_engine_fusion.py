@@ -13,7 +13,7 @@ from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[3 + (7 * i * i + 5 * i) % 290 for i in range(length)] for length in (9, 40, 70)]
-SAID = "projections of the same input are computed together"
+SAID = "Fused projections of the same input"
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import pytest
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, SchedulerSettings, Settings
 from tandem.engine import engine
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs

@@ -14,8 +14,8 @@ import pytest
 from submitted import Killer, submitted
 from tandem import LLM, SamplingParams, StructuredOutputs
 from tandem.errors import RequestError
+from tandem.guided.compile_probe import trouble
 from tandem.guided.grammar import grammar_of
-from tandem.guided.probe import trouble
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor, Progress
+from tandem.executors.executor import Executor, Progress
 from tandem.protocol.control import Output, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep, StepPlan, StepResult

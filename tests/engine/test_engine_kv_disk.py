@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
-from tandem.engine.layout import plan_layout
+from tandem.engine.build_layout import plan_layout
 from tandem.errors import UsageError
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.disk_blocks import DISK_BLOCK

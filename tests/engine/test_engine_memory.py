@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.engine.sizing import MemoryGuard, make_limits
 from tandem.errors import OutOfMemory
 from tandem.executors import assembly, inline
@@ -186,7 +186,7 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         device.pump(lambda: engine.idle)
         assert device.tokens == calm and not scheduler.batches.pressed
         assert "90 % full: dropping cached prefixes and buffers" in caplog.text
-        assert "96 % full; a request starts again later" in caplog.text
+        assert "96 % full: preempting a request" in caplog.text
         assert [rank.used_bytes for rank in engine.status().ranks] == [int(0.5 * device.memory)]
     finally:
         engine.close()

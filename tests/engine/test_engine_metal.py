@@ -9,12 +9,12 @@ import pytest
 
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine import recovery
+from tandem.engine.build_layout import plan_layout, say_what_is_idle
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.errors import ConfigError, GpuSilent, RankFailure
 from tandem.executors import gpu_probe, watchdog
 from tandem.executors.cluster import ClusterExecutor
-from tandem.executors.faults import rank_failure
+from tandem.executors.failure_cause import rank_failure
 from tandem.launchers.local import LocalLauncher
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams

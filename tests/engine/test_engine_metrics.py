@@ -8,7 +8,7 @@ import pytest
 
 from tandem.engine import metrics
 from tandem.engine.metrics import EngineMetrics
-from tandem.engine.report import FEWEST, KEPT_STEPS, StageLatency
+from tandem.engine.status_report import FEWEST, KEPT_STEPS, StageLatency
 from tandem.protocol.step import RankStep
 from tandem.speculation.proposers import SpeculationCounts
 

@@ -9,10 +9,10 @@ import pytest
 
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine import recovery
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor, Progress, Report
+from tandem.executors.executor import Executor, Progress, Report
 from tandem.protocol.control import Ready
 from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.step import StepPlan

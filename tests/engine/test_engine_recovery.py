@@ -14,12 +14,12 @@ import pytest
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, ProcessSettings, SchedulerSettings, Settings
 from tandem.engine import degrade, recovery
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
-from tandem.engine.service import EngineService
+from tandem.engine.engine_process import EngineService
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
-from tandem.executors.base import Executor, Progress
-from tandem.executors.faults import rank_failure
+from tandem.executors.executor import Executor, Progress
+from tandem.executors.failure_cause import rank_failure
 from tandem.protocol.control import EngineMessage, LoadProgress, Output, Ready, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from scheduler_invariants import make_limits
 from tandem.engine.result_collector import ResultCollector, run_offline
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor, Progress
+from tandem.executors.executor import Executor, Progress
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep, StepPlan, StepResult

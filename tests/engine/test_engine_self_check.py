@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from submitted import check
 from tandem import LLM, SamplingParams
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine.build_layout import make_executor, plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import make_executor, plan_layout
-from tandem.engine.service import EngineService
+from tandem.engine.engine_process import EngineService
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor, Progress
 from tandem.executors.cluster import ClusterExecutor
+from tandem.executors.executor import Executor, Progress
 from tandem.launchers.local import LocalLauncher
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import StepPlan

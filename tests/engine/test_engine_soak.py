@@ -13,8 +13,8 @@ import pytest
 
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.errors import OutOfMemory, RankFailure, UnavailableError, UsageError
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -214,7 +214,7 @@ def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], 
     ],
 )
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(model: Path, parallel: ParallelSettings) -> None:
-    from tandem.engine.layout import make_executor
+    from tandem.engine.build_layout import make_executor
 
     chosen = Settings(model=ModelSettings(model=str(model)), parallel=parallel)
     with pytest.raises(UsageError):

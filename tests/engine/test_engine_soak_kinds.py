@@ -13,8 +13,8 @@ import pytest
 
 from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings, SpeculationSettings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.testing import tiny_model

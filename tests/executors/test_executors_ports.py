@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem import LLM, SamplingParams
-from tandem.executors.faults import rank_failure
+from tandem.executors.failure_cause import rank_failure
 from tandem.launchers import process_groups
 from tandem.testing import tiny_model
 

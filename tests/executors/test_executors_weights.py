@@ -11,13 +11,13 @@ import pytest
 from tandem import LLM, SamplingParams
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
 from tandem.errors import ModelError, OutOfMemory, RankFailure
 from tandem.executors import assembly
 from tandem.executors.assembly import require_memory
 from tandem.executors.cluster import ClusterExecutor
-from tandem.executors.weights import Head, obtain_files, serve_model
+from tandem.executors.weight_source import Head, obtain_files, serve_model
 from tandem.launchers.local import LocalLauncher
 from tandem.models.footprint import slice_bytes
 from tandem.processes.child import ChildProcess

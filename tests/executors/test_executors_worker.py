@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
-from tandem.engine.layout import plan_layout
+from tandem.engine.build_layout import plan_layout
 from tandem.executors import worker
 from tandem.protocol.control import Connect
 from tandem.protocol.payloads import WorkerPayload

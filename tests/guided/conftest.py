@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tandem.checkpoints.files import ModelFiles
-from tandem.guided.check import GrammarCheck
+from tandem.guided.accept import GrammarCheck
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import StructuredOutputs

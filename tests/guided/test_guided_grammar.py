@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from tandem.errors import UnavailableError
-from tandem.guided import check as check_module
-from tandem.guided.check import GrammarCheck
+from tandem.guided import accept as check_module
+from tandem.guided.accept import GrammarCheck
 from tandem.guided.grammar import grammar_of, preceded
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
@@ -214,7 +214,7 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again(
         odd(what)
         with pytest.raises(UnavailableError, match="could not be tried"):
             check.accept(form)
-        patch.setattr(check_module, "PROBE", "tandem.guided.probe")
+        patch.setattr(check_module, "PROBE", "tandem.guided.compile_probe")
         patch.setattr(check_module, "TIMEOUT_S", 240.0)
         check.accept(form)
 

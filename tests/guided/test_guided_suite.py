@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from tandem.guided.compile_probe import _ByteVocabulary, limits, trouble
 from tandem.guided.grammar import grammar_of
-from tandem.guided.probe import _Bytes, limits, trouble
 from tandem.protocol.request import StructuredOutputs
 
 SUITE: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "suite" / "draft2020-12.json").read_text())
@@ -51,7 +51,7 @@ def followed() -> dict[str, list[dict[str, Any]]]:
 
 def instances(followed: dict[str, list[dict[str, Any]]], valid: bool) -> Iterator[tuple[str, bool]]:
     """Each valid (or invalid) instance as text, and whether the grammar of its schema can write it."""
-    letters = _Bytes({})
+    letters = _ByteVocabulary({})
     tokenizer = LLTokenizer(TokenizerWrapper(letters))
     for group in (group for groups in followed.values() for group in groups):
         for text in (

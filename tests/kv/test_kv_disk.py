@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from scheduler_invariants import check_invariants, make_limits
-from tandem.kv.disk import AGAIN, OLD, SLOWER, Pace
+from tandem.kv.disk import AGAIN, OLD, SLOWER, DiskSpeed
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Refused
 from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
@@ -153,7 +153,7 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
 
 
 def test_a_pace_follows_what_is_measured_slowly() -> None:
-    pace = Pace()
+    pace = DiskSpeed()
     for tokens in (1000, 500):
         pace.measure(tokens, 1.0)
     pace.measure(0, 1.0)

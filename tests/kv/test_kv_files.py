@@ -16,7 +16,7 @@ import pytest
 
 from tandem.errors import UsageError
 from tandem.kv.files import MARK, DiskBlockFiles, Unusable
-from tandem.kv.parts import Part
+from tandem.kv.parts import KVSlice
 from tandem.protocol.disk_blocks import DISK_BLOCK
 
 Usage = namedtuple("Usage", "total used free")
@@ -26,7 +26,7 @@ KEYS = np.arange(4 * 6 * DISK_BLOCK, dtype=np.float32).reshape(4, 1, 6, DISK_BLO
 
 
 def part(layers, heads):
-    return Part(range(*layers), range(*heads))
+    return KVSlice(range(*layers), range(*heads))
 
 
 def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):

@@ -15,9 +15,9 @@ import zmq
 from tandem.errors import TransportError
 from tandem.kv import remote
 from tandem.kv.files import DiskBlockFiles, Unusable
-from tandem.kv.parts import Part
+from tandem.kv.parts import KVSlice
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
-from tandem.protocol.blobs import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
+from tandem.protocol.blob_messages import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
 from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.blobs import BlobClient, checksum
@@ -30,7 +30,7 @@ KEY = ClusterKeys.generate()
 
 
 def files(directory, layers, heads=(0, 6)):
-    return DiskBlockFiles(directory, "space", Part(range(*layers), range(*heads)), 1 << 30, 1 << 30)
+    return DiskBlockFiles(directory, "space", KVSlice(range(*layers), range(*heads)), 1 << 30, 1 << 30)
 
 
 def store(directory, layers, heads=(0, 6), name=NAME):

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.kv import store
 from tandem.kv.files import DiskBlockFiles, Kind
-from tandem.kv.parts import Part
+from tandem.kv.parts import KVSlice
 from tandem.kv.store import KVDisk, Layers, kind_of
 from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 
@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, DiskBlockFiles, queue.SimpleQ
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def files(kind: Kind | None = None) -> DiskBlockFiles:
-        return DiskBlockFiles(tmp_path, "space", Part(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
+        return DiskBlockFiles(tmp_path, "space", KVSlice(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
 
     other = files()
     kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import zmq
 
-from tandem.launchers.agent import agent as module
-from tandem.launchers.agent.agent import UNPAIRED, Agent
+from tandem.launchers.agent import agent_server as module
+from tandem.launchers.agent.agent_server import UNPAIRED, Agent
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
-from tandem.protocol.agent import (
+from tandem.protocol.agent_messages import (
     Beat,
     Data,
     Ended,

@@ -14,9 +14,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.keys import ClientLimits, read_key_file
+from tandem.config.api_keys import ClientLimits, read_key_file
 from tandem.errors import ConfigError
-from tandem.launchers.facts import host_facts, launched_process_group
+from tandem.launchers.host_facts import host_facts, launched_process_group
 from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, read_hostfile
 from tandem.launchers.manual import read_token
 from tandem.launchers.membership import Membership

@@ -18,10 +18,10 @@ from msgspec import structs
 from pids import gone
 from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, UsageError
-from tandem.launchers.facts import host_facts
+from tandem.launchers.host_facts import host_facts
 from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.node_agent import NodeAgent
-from tandem.protocol.hosts import HostFacts, MlxProcessGroup, Ping
+from tandem.protocol.hosts import HostFacts, HostPing, MlxProcessGroup
 from tandem.protocol.payloads import HostPayload
 from tandem.transport.security import ClusterKeys
 
@@ -178,7 +178,7 @@ def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(cluster: Cl
         silent.setattr(
             cluster.head.membership._end,
             "post",
-            lambda identity, message: None if isinstance(message, Ping) else post(identity, message),
+            lambda identity, message: None if isinstance(message, HostPing) else post(identity, message),
         )
         eventually(lambda: gone(rank.pid))
     assert rank.wait(240)
@@ -215,7 +215,7 @@ def test_too_few_hosts_is_an_error_at_the_deadline(cluster: Cluster) -> None:
 
 
 def test_a_host_with_other_versions_is_refused_by_name(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tandem.launchers.facts as facts
+    import tandem.launchers.host_facts as facts
 
     real = facts.versions()
     monkeypatch.setattr(facts, "versions", lambda: {**real, "mlx": "0.1.0"})

@@ -15,12 +15,12 @@ from tandem import LLM, SamplingParams
 from tandem.config.loading import build, load
 from tandem.config.options import by_name
 from tandem.config.settings import Settings
-from tandem.engine import layout as layout_module
-from tandem.engine.layout import plan_layout
+from tandem.engine import build_layout as layout_module
+from tandem.engine.build_layout import plan_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.base import OnWait, Place
+from tandem.launchers.host_addresses import replica_hosts, stage_memory, with_layout
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.machines import replica_hosts, stage_memory, with_layout
 from tandem.launchers.registry import LAUNCHERS, sharing
 from tandem.supervision.replica_process import replica_settings
 from tandem.testing import tiny_model

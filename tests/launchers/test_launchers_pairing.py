@@ -7,7 +7,7 @@ import pytest
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S, MOST_RUNS, AgentSide, HeadSide
 from tandem.launchers.agent.trust import Peer, Trust, checked_name
-from tandem.protocol.agent import PairConfirm, PairElement, PairHello, PairIdentity, PairProof, PairRefused, PairStart
+from tandem.protocol.agent_messages import PairConfirm, PairElement, PairHello, PairIdentity, PairProof, PairRefused, PairStart
 
 HEAD = PairHello("head", "H" * 40)
 

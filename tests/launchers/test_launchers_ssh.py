@@ -14,7 +14,7 @@ import pytest
 
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError, UsageError
-from tandem.launchers.facts import launched_process_group
+from tandem.launchers.host_facts import launched_process_group
 from tandem.launchers.hostfile import HostEntry, Hostfile
 from tandem.launchers.manual import make_token, read_token
 from tandem.launchers.ssh import RANK_HOST, SshLauncher, explain, remote_command, ssh_command

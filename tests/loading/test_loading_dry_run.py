@@ -13,7 +13,7 @@ import pytest
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.main import main
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
-from tandem.engine.layout import plan_layout
+from tandem.engine.build_layout import plan_layout
 from tandem.errors import ConfigError, UnsupportedModel
 from tandem.loading import dry_run
 from tandem.models.description import describe

@@ -38,7 +38,7 @@ def test_the_supervisor_imports_no_web_server_and_parity_mlx_only_after_the_blas
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize("module", ["tandem.server.run", "tandem.supervision.engines", "tandem.planner.plan"])
+@pytest.mark.parametrize("module", ["tandem.server.api_process", "tandem.supervision.engines", "tandem.planner.plan"])
 def test_what_serves_and_supervises_imports_no_mlx(module: str) -> None:
     run = subprocess.run(
         [sys.executable, "-X", "importtime", "-c", f"import {module}"], capture_output=True, text=True, check=True

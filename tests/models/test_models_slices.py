@@ -27,7 +27,7 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
-from tandem.protocol.blobs import BlobFile, Range
+from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.testing import tiny_model
 from tandem.transport.blobs import checksum
 
@@ -389,8 +389,8 @@ class HubHandler(BaseHTTPRequestHandler):
 
 HUB_RANK = """
 import json, sys
-from tandem.executors.weights import obtain_files
-from tandem.executors.base import StageSpec
+from tandem.executors.weight_source import obtain_files
+from tandem.executors.executor import StageSpec
 from tandem.models.description import describe
 from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage

@@ -10,8 +10,8 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
+from tandem.engine.build_layout import plan_layout
 from tandem.engine.degrade import Alternatives
-from tandem.engine.layout import plan_layout
 from tandem.errors import ConfigError
 from tandem.planner.hardware import GIB
 from tandem.protocol.control import Ready

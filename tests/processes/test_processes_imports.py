@@ -14,8 +14,8 @@ HEAVY = ("numpy", "transformers", "gguf", "mlx", "mlx_lm", "ray")
     "modules",
     [
         "tandem.cli.serve",
-        "tandem.cli.processes, tandem.server.run",
-        "tandem.cli.processes, tandem.engine.service",
+        "tandem.cli.processes, tandem.server.api_process",
+        "tandem.cli.processes, tandem.engine.engine_process",
         "tandem.executors.worker",
     ],
     ids=["supervisor", "api", "engine", "rank"],

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statuses import STATUS
-from tandem.diagnostics.doctor.messages import Request, RunRank
+from tandem.diagnostics.doctor.probe_messages import Request, RunRank
 from tandem.diagnostics.tasks import TimingTask
 from tandem.errors import TransportError
-from tandem.protocol import blobs, control, hosts, supervisor
+from tandem.protocol import blob_messages as blobs
+from tandem.protocol import control, hosts
+from tandem.protocol import supervisor_messages as supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -107,7 +109,7 @@ SAMPLES = {
             ),
             hosts.Ports(1, [2]),
             hosts.RankExited(1, 2, "so"),
-            hosts.Pong(1),
+            hosts.HostPong(1),
             hosts.Leave(),
         ],
     ),

@@ -7,7 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.protocol import agent, control, supervisor
+from tandem.protocol import agent_messages as agent
+from tandem.protocol import control
+from tandem.protocol import supervisor_messages as supervisor
 
 
 @pytest.mark.parametrize(

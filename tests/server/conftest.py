@@ -40,11 +40,11 @@ from tandem.protocol.control import (
 )
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest
+from tandem.server.api_process import make_server
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.router import Router
 from tandem.server.listener import listen
-from tandem.server.run import make_server
 from tandem.testing import CHAT_TEMPLATE, write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 

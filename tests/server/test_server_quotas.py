@@ -8,7 +8,7 @@ import openai
 import pytest
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.settings import ServerSettings, Settings
 from tandem.config.validation import validate
 from tandem.errors import ConfigError, OverloadedError

@@ -20,8 +20,8 @@ from tandem.config.settings import ProcessSettings, ServerSettings, Settings
 from tandem.errors import ConfigError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.payloads import ApiPayload
+from tandem.server.api_process import _report, engine_endpoint
 from tandem.server.listener import listen
-from tandem.server.run import _report, engine_endpoint
 
 CHILD = """
 import sys
@@ -29,7 +29,7 @@ from tandem import log
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
 from tandem.server.engines.router import Router
 from tandem.server.engines.replicas import Replicas
-from tandem.server.run import engine_endpoint, run_api
+from tandem.server.api_process import engine_endpoint, run_api
 log.set_up("INFO")
 endpoint, port, fd, drain = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 settings = Settings(

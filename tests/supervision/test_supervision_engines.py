@@ -15,10 +15,10 @@ import zmq
 
 from tandem.config.loading import build
 from tandem.errors import UsageError
-from tandem.launchers.machines import ranks_of
+from tandem.launchers.host_addresses import ranks_of
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
+from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
 from tandem.supervision.control_socket import ControlServer, ask
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.replica_process import gpus_of, replica_settings

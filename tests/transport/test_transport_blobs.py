@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from tandem.errors import TransportError
-from tandem.protocol.blobs import BlobAnswer, ListFiles, Range, ReadRange, Refusal
+from tandem.protocol.blob_messages import BlobAnswer, ListFiles, Range, ReadRange, Refusal
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.blobs import ATTEMPTS, CHUNK, WINDOW, BlobClient, BlobServer, checksum
 

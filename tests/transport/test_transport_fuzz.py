@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from tandem.errors import TandemError, TransportError
-from tandem.protocol.blobs import ListFiles, Range, ReadRange
+from tandem.protocol.blob_messages import ListFiles, Range, ReadRange
 from tandem.protocol.control import Failure, Stop
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.blobs import BlobClient, BlobServer

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from tandem.errors import TransportError
 from tandem.protocol import keys as protocol_keys
 from tandem.protocol.control import Failure
-from tandem.protocol.hosts import Leave, Ping
+from tandem.protocol.hosts import HostPing, Leave
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport import guard
 from tandem.transport.bus import EngineBus, HeadEnd, HostEnd, RankBus, rank_identity
@@ -317,7 +317,7 @@ def test_a_member_that_connects_again_is_heard_though_its_old_connection_has_not
 def test_bytes_of_a_member_that_are_no_message_of_its_kind(door: Door) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     member = dealer(context, door.port, door.keys)
-    member.send(msgspec.msgpack.encode(Ping(1)))  # a head's word, not a host's or a rank's
+    member.send(msgspec.msgpack.encode(HostPing(1)))  # a head's word, not a host's or a rank's
     with pytest.raises(TransportError):
         door.heard_soon()
     context.destroy()

@@ -17,7 +17,7 @@ from tandem.models.description import describe
 from tandem.protocol.step import StepPlan, accepted, batch_fingerprint
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
-from tandem.vllm_plugin.adapter import Adapter
+from tandem.vllm_plugin.adapter import PlanBuilder
 
 OUTPUT = 12
 
@@ -161,7 +161,7 @@ def greedy(stage: StageModel, prompt: list[int]) -> list[int]:
     return found
 
 
-def drive(stage: StageModel, adapter: Adapter, scheduler: FakeScheduler) -> dict[str, list[int]]:
+def drive(stage: StageModel, adapter: PlanBuilder, scheduler: FakeScheduler) -> dict[str, list[int]]:
     runner = Runner(stage, micro_batches=adapter.micro_batches, vocab_size=stage.vocab_size, eos_token_ids=(), drafts=3)
     everybody = dict(scheduler.requests)
     for _ in range(3000):
@@ -191,7 +191,7 @@ def test_any_schedule_gives_each_sequence_its_own_tokens(stage: StageModel, seed
         f"r{i}": shared[: rng.choice((0, 40, 64))] + [rng.randrange(3, 500) for _ in range(rng.randint(1, 50))] for i in range(8)
     }
     requests = {one: Request(prompt, list(prompt)) for one, prompt in prompts.items()}
-    adapter = Adapter(stages=2, kv_tokens=2000, chunk=48, prefix_tokens=2000 if seed % 2 else 0, trimmable=True)
+    adapter = PlanBuilder(stages=2, kv_tokens=2000, chunk=48, prefix_tokens=2000 if seed % 2 else 0, trimmable=True)
     scheduler = FakeScheduler(seed, requests, second_contract=seed % 3 == 0)
     found = drive(stage, adapter, scheduler)
     assert found == {one: greedy(stage, prompt) for one, prompt in prompts.items()}
@@ -203,7 +203,7 @@ def test_drafts_change_nothing(stage: StageModel, seed: int) -> None:
     prompts = {f"r{i}": [rng.randrange(3, 500) for _ in range(rng.randint(1, 50))] for i in range(6)}
     answers = {one: greedy(stage, prompt) for one, prompt in prompts.items()}
     requests = {one: Request(prompt, list(prompt)) for one, prompt in prompts.items()}
-    adapter = Adapter(stages=1, kv_tokens=2000, chunk=48, prefix_tokens=2000, trimmable=True, drafts=True)
+    adapter = PlanBuilder(stages=1, kv_tokens=2000, chunk=48, prefix_tokens=2000, trimmable=True, drafts=True)
     scheduler = FakeScheduler(seed, requests, second_contract=True, answers=answers)
     assert drive(stage, adapter, scheduler) == answers
     assert scheduler.accepted > 0
@@ -224,9 +224,9 @@ def first_step(request_id: str, prompt: list[int], computed: int = 0) -> SimpleN
     )
 
 
-def adapter(**changes: Any) -> Adapter:
+def adapter(**changes: Any) -> PlanBuilder:
     values: dict[str, Any] = {"stages": 1, "kv_tokens": 1000, "chunk": 100, "prefix_tokens": 1000, "trimmable": True}
-    return Adapter(**{**values, **changes})
+    return PlanBuilder(**{**values, **changes})
 
 
 def test_a_prefix_that_vllm_takes_for_cached_is_restored_and_not_computed_again() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 import tandem.vllm_plugin as plugin
 from tandem.errors import ConfigError, TransportError
-from tandem.vllm_plugin.options import DEVICES, Options, check_devices, read_options
 from tandem.vllm_plugin.params import check, translate
 from tandem.vllm_plugin.rendezvous import Rendezvous, add_keys, listen_port
+from tandem.vllm_plugin.variables import DEVICES, Options, check_devices, read_options
 
 NAMES = (
     "TANDEM_MEMORY_FRACTION",

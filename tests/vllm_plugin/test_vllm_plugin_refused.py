@@ -83,18 +83,18 @@ def test_models_that_see_are_refused_by_name(tiny: Path, tmp_path: Path) -> None
 
 def test_types_that_see_are_refused(monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path) -> None:
     """As docs/models-list.md says: vLLM counts the architectures of their checkpoints among those that see or hear."""
-    from tandem.vllm_plugin import limits
+    from tandem.vllm_plugin import unsupported
     from tandem.vllm_plugin.compat import _is_multimodal
 
-    monkeypatch.setattr(limits, "describe", lambda files: None)
-    monkeypatch.setattr(limits, "require_dry_run", lambda path, description: None)
+    monkeypatch.setattr(unsupported, "describe", lambda files: None)
+    monkeypatch.setattr(unsupported, "require_dry_run", lambda path, description: None)
     for file in tiny.iterdir():
         if file.name != "config.json":
             (tmp_path / file.name).symlink_to(file)
     for family, architecture in SEES.items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "architectures": [architecture]}))
         with pytest.raises(UnsupportedModel, match=f"{architecture} takes images, video or sound"):
-            limits.refuse_model(str(tmp_path), None, _is_multimodal)
+            unsupported.refuse_model(str(tmp_path), None, _is_multimodal)
 
 
 @pytest.mark.parametrize("options", [DP, DP_RAY])

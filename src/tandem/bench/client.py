@@ -12,8 +12,9 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
+
+from tandem.json_types import JsonObject
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 READ_BYTES = 2**16
@@ -36,7 +37,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchRequest:
     """One request to send."""
 
     prompt: str
@@ -48,7 +49,7 @@ class Job:
 class Timed:
     """The answer to a job; times are of time.perf_counter()."""
 
-    job: Job
+    job: BenchRequest
     sent: float
     pieces: list[float] = field(default_factory=list)
     """When each event with text came."""
@@ -87,7 +88,7 @@ class Timed:
         return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
 
 
-async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
+async def send(target: Target, job: BenchRequest, answer: Timed | None = None) -> Timed:
     """Send one streaming completion. Failures of any kind stand in the answer's `error`.
 
     `answer`, where it is given, is what grows while the text comes.
@@ -107,7 +108,7 @@ async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
     return answer
 
 
-async def _stream(target: Target, job: Job, answer: Timed) -> None:
+async def _stream(target: Target, job: BenchRequest, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
     prompt = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
     body = {
@@ -170,7 +171,7 @@ async def _chunk(reader: asyncio.StreamReader) -> bytes:
     return (await reader.readexactly(size + 2))[:-2]
 
 
-def _take(answer: Timed, event: dict[str, Any], now: float) -> None:
+def _take(answer: Timed, event: JsonObject, now: float) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message") if isinstance(event["error"], dict) else event["error"])[:500]
         return

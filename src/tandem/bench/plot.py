@@ -1,11 +1,11 @@
-"""A picture of a run as SVG: for each metric, the share of samples (0 to 1) that are at most so many milliseconds."""
+"""SVG picture of a run: for each metric, its cumulative distribution in milliseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tandem.bench.report import METRICS, percentile
+from tandem.bench.summary import METRICS, percentile
 
 WIDTH, HEIGHT, LEFT, TOP = 360, 260, 50, 40
 POINTS = 200

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.bench.client import Job, Target, Timed, send
+from tandem.bench.client import BenchRequest, Target, Timed, send
 from tandem.checkpoints.config import MOST
 from tandem.errors import UsageError
 from tandem.system.files import read_text
@@ -57,7 +57,7 @@ WORDS = (
 DATASETS = ("random", "sharegpt", "prefix_repetition", "long")
 
 
-class Prompts:
+class PromptSource:
     """Prompts of a given number of tokens that have no beginning in common, so that no prefix cache helps."""
 
     def __init__(self, tokenizer: Path | None = None, seed: int = 0) -> None:
@@ -97,7 +97,7 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """How many requests, and of which lengths; in tokens."""
+    """Number and lengths of the requests, in tokens."""
 
     dataset: str = "random"
     """One of `DATASETS`."""
@@ -114,32 +114,32 @@ class Mix:
     """`long`: prompts of this length, which `long_share` of the requests have among those of `input_len`."""
     long_share: float = 0.25
 
-    def jobs(self, prompts: Prompts) -> list[Job]:
+    def jobs(self, prompts: PromptSource) -> list[BenchRequest]:
         """Return the requests, in the order in which they are sent."""
         if self.dataset == "sharegpt":
             # Means of ShareGPT conversations as serving benchmarks filter them: about 220 tokens in, 200 out.
             return [
-                Job(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
+                BenchRequest(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
                 for _ in range(self.count)
             ]
         if self.dataset == "prefix_repetition":
             prefixes = [prompts.make(self.prefix_len) for _ in range(self.num_prefixes)]
             return [
-                Job(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
+                BenchRequest(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
                 for i in range(self.count)
             ]
         if self.dataset == "long":
             due = [math.ceil(i * self.long_share - 1e-9) for i in range(self.count + 1)]
             return [
-                Job(prompts.make(self.long_len if due[i + 1] > due[i] else self.input_len), self.output_len)
+                BenchRequest(prompts.make(self.long_len if due[i + 1] > due[i] else self.input_len), self.output_len)
                 for i in range(self.count)
             ]
         return [
-            Job(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
+            BenchRequest(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
             for _ in range(self.count)
         ]
 
-    def _around(self, prompts: Prompts, length: int) -> int:
+    def _around(self, prompts: PromptSource, length: int) -> int:
         spread = int(length * self.range_ratio)
         return prompts.length(max(length - spread, 1), length + spread)
 
@@ -149,7 +149,7 @@ Progress = Callable[[Timed], None]
 
 async def offer(
     target: Target,
-    jobs: Sequence[Job],
+    jobs: Sequence[BenchRequest],
     *,
     rate: float = math.inf,
     burstiness: float = 1.0,
@@ -166,7 +166,7 @@ async def offer(
     draw = random.Random(seed)
     limit = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
-    async def answered(job: Job) -> Timed:
+    async def answered(job: BenchRequest) -> Timed:
         async with limit:
             answer = await send(target, job)
         if progress is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from tandem.errors import BrokenModel
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.system.files import file_trouble, read_text
 
 LARGEST_NUMBER = 2**31  # no number in a config comes near it
@@ -16,19 +17,19 @@ MOST = 256 << 20
 """Bytes of a JSON file; the index of a checkpoint with a trillion weights has some ten millions."""
 
 
-class Watched(dict[str, Any]):
+class Watched(JsonObject):
     """A config that knows which of its entries were read: those that an error was made of."""
 
-    def __init__(self, config: dict[str, Any], path: Path) -> None:
+    def __init__(self, config: JsonObject, path: Path) -> None:
         super().__init__(config)
         self._path = path
         self._read: list[str] = []
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self._read.append(key)
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         """The entry; like a dict's."""
         self._read.append(key)
         return super().get(key, default)
@@ -53,12 +54,12 @@ class Watched(dict[str, Any]):
         return next(odd, next(iter(there), "model_type"))
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """A positive whole number that a config can have."""
     return type(value) is int and 0 < value < LARGEST_NUMBER
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JsonObject:
     """`config.json` of a model directory. Raises `BrokenModel`."""
     return read_json(path / "config.json")
 
@@ -76,13 +77,13 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def nested_text(config: Mapping[str, Any]) -> dict[str, Any]:
+def nested_text(config: JsonMapping) -> JsonObject:
     """Entries of the text model that is nested in a config; empty where there is none."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """The JSON object in a file. Raises `BrokenModel`."""
     value = read_any_json(path)
     if not isinstance(value, dict):

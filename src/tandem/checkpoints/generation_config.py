@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoints.config import read_json
 from tandem.errors import BrokenModel, ConfigError
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults
 
@@ -30,7 +30,7 @@ def sampling_defaults(model: Path, setting: str, override: str | None) -> Sampli
     `setting` is `auto` (the model's own file), `none`, or another directory with such a file. Raises `ConfigError`
     for what the user has named and cannot be used, `BrokenModel` for a model's own file that is no JSON.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     if setting == "auto":
         if (model / FILE).exists():
             values = _values(read_json(model / FILE))
@@ -49,13 +49,13 @@ def sampling_defaults(model: Path, setting: str, override: str | None) -> Sampli
     return SamplingDefaults(**values)
 
 
-def _values(file: dict[str, Any]) -> dict[str, Any]:
+def _values(file: JsonObject) -> JsonObject:
     """Usable values of a file. Others write such files: values out of range are left out, not an error."""
     found = {ours: _number(ours, file.get(theirs)) for theirs, ours in _NAMES.items()}
     return {name: value for name, value in found.items() if value is not None and value in RANGES[name]}
 
 
-def _named(override: str) -> dict[str, Any]:
+def _named(override: str) -> JsonObject:
     """Values of `--override-generation-config`. Raises ConfigError."""
     flag, param = "--override-generation-config", "override_generation_config"
     try:
@@ -77,8 +77,8 @@ def _named(override: str) -> dict[str, Any]:
     return values
 
 
-def _number(name: str, value: Any) -> float | int | None:
-    """None for what is no number, or no whole one where one is needed."""
+def _number(name: str, value: object) -> float | int | None:
+    """Return a number of the right kind; None for anything else, such as a fraction where a whole number is needed."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name in _WHOLE:

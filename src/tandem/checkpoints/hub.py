@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, errors, get_session, hf_hub_url, snapshot_download
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -18,6 +17,7 @@ from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.checkpoints.stored import new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
+from tandem.json_types import JsonObject
 
 HEADER_GUESS = 128 * 1024
 """Bytes asked for at first: the header of nearly every file is shorter."""
@@ -30,8 +30,8 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     RuntimeError,
 )
-"""Whatever the client raises: its errors have no common base, those of the HTTP library below it differ between its
-versions, and its downloader in Rust has but the last."""
+"""All errors of the hub's client. They have no common base: those of its HTTP library differ between versions, and its
+Rust downloader raises only the last."""
 
 
 def download(repo: str, revision: str | None, patterns: Sequence[str], progress: Progress | None = None) -> Path:
@@ -40,7 +40,7 @@ def download(repo: str, revision: str | None, patterns: Sequence[str], progress:
     Returns the directory, whose name is the commit. `progress` gets bytes done and in all, as far as they are known.
     Raises `ModelNotFound`.
     """
-    options: dict[str, Any] = {"tqdm_class": _bar(progress)} if progress is not None else {}
+    options: JsonObject = {"tqdm_class": _bar(progress)} if progress is not None else {}
     with _explained(repo, revision):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), **options))
 
@@ -114,7 +114,7 @@ def _bar(progress: Progress) -> type[hub_bar]:
     """A progress bar of the client's that shows nothing and reports bytes."""
 
     class Reporter(hub_bar):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             # There are bars for files too, and one for bytes on the network, which compression makes fewer.
             self._counts = kwargs.get("unit") == "B" and not str(kwargs.get("name", "")).endswith(".transfer")
             self._bytes = 0

@@ -11,11 +11,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.errors import BrokenModel
+from tandem.json_types import JsonObject
 from tandem.protocol.codec import UNREADABLE
 from tandem.system.files import file_trouble
 
@@ -84,7 +85,7 @@ def _length(start: bytes) -> int:
 
 def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     """The start of a file, up to its data, that holds `tensors`, with their `offset` counted from the data's start."""
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    header: JsonObject = {"__metadata__": {"format": "mlx"}}
     for name, tensor in tensors.items():
         offsets = [tensor.offset, tensor.offset + tensor.nbytes]
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}

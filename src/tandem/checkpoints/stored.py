@@ -1,4 +1,4 @@
-"""Models on this machine's disk: whole ones, and what is kept of others for the next start.
+"""Models on this machine's disk, whole ones and cached parts of others.
 
 Whole models are Tandem's own directories and the hub's cache. Kept are slices from other machines, headers, and
 converted GGUF files.
@@ -129,7 +129,7 @@ def kept() -> Iterator[Stored]:
 
 
 def unused(unused_s: float) -> Iterator[Stored]:
-    """Entries that no start has needed for so long, and that no process uses."""
+    """Yield entries that no start has used for `unused_s` seconds and no process uses now."""
     return (entry for entry in kept() if entry.unused_s >= unused_s and not in_use(entry.path))
 
 

@@ -6,7 +6,7 @@ import argparse
 from urllib.parse import urlsplit
 
 from tandem.cli.arguments import DEFAULT_URL
-from tandem.config.keys import ClientLimits, read_key_file
+from tandem.config.api_keys import ClientLimits, read_key_file
 from tandem.env import variable
 from tandem.errors import UsageError
 from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tandem.cli.arguments import say
 from tandem.diagnostics.doctor.facts import gather
-from tandem.diagnostics.doctor.messages import GatherFacts
 from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.probe_messages import GatherFacts
 from tandem.diagnostics.doctor.topology import is_virtual
 from tandem.errors import ConfigError
-from tandem.launchers.agent.agent import Agent
+from tandem.launchers.agent.agent_server import Agent
 from tandem.launchers.agent.discovery import Announcement
 from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S
 from tandem.launchers.agent.trust import Trust, checked_name

@@ -140,7 +140,7 @@ def filled(text: str) -> str:
 class _HelpAll(argparse.Action):
     """Action that prints the help with all options, and exits."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: object) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="show all options, and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:

@@ -17,7 +17,7 @@ from tandem.cli.options.machines import add_selftest
 from tandem.cli.screen import screen
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
-from tandem.diagnostics.doctor.session import PROBE
+from tandem.diagnostics.doctor.probe_session import PROBE
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes

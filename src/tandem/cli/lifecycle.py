@@ -25,7 +25,7 @@ from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
-from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
+from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica
 from tandem.supervision.children import MODULE
 from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_names
@@ -192,7 +192,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
         while not ended:
             ended = not place.runs()  # looked at before the last read, so that nothing is missed
             if os.fstat(file.fileno()).st_size < file.tell():
-                file.seek(0)  # the server has begun its log anew
+                file.seek(0)  # the server has rotated its log
             sys.stdout.write(file.read().decode(errors="replace"))
             sys.stdout.flush()
             time.sleep(POLL_S)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tandem.checkpoints.config import read_config
 from tandem.cli.arguments import load_settings
-from tandem.diagnostics.parity.comparison import Comparison, MlxRank, Options, Verdict, launched_rank, prepare
-from tandem.engine.layout import stage_sizes
+from tandem.diagnostics.parity.comparison import Comparison, MlxRank, ParityOptions, Verdict, launched_rank, prepare
+from tandem.engine.build_layout import stage_sizes
 from tandem.errors import ConfigError
 from tandem.log import set_up
 from tandem.models.families.tiny import TINY, tiny_config
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepared(arguments: argparse.Namespace, process_group: MlxRank | None = None) -> Comparison:
     settings = load_settings(arguments).settings
     set_up("WARNING")
-    options = Options(
+    options = ParityOptions(
         reference=arguments.reference,
         prompts=arguments.prompts,
         tokens=arguments.tokens,

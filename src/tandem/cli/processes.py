@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from tandem.cli.arguments import exit_code, fail, load_settings
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
@@ -59,7 +59,7 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
 
 def run_engine_command(arguments: argparse.Namespace) -> int:
     """Run `tandem engine`. Raises UsageError."""
-    from tandem.engine.service import run_engine
+    from tandem.engine.engine_process import run_engine
 
     settings = prepared(arguments)
     count = settings.parallel.data_parallel_size
@@ -78,10 +78,10 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 
 def run_api_command(arguments: argparse.Namespace) -> int:
     """Run `tandem api`. Raises UsageError."""
+    from tandem.server.api_process import engine_endpoint, run_api
     from tandem.server.chats.texts import check_templates
     from tandem.server.engines.replicas import Replicas
     from tandem.server.engines.router import Router
-    from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
     check_templates(settings)
@@ -90,25 +90,25 @@ def run_api_command(arguments: argparse.Namespace) -> int:
 
 
 def _engine_child(settings: Settings, lending: ClusterKeys | None) -> int:
-    from tandem.engine.service import run_engine
+    from tandem.engine.engine_process import run_engine
 
     import_models_only()
     return run_engine(settings, lifeline=True, report=_last_words, lending=lending)
 
 
 def _last_words(message: str) -> None:
-    """Tell the supervisor why this process ends. The pipe has room for the message, so this cannot block."""
+    """Report to the supervisor why this process ends. The pipe has room for the message, so this cannot block."""
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
 def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
+    from tandem.server.api_process import run_api
     from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.model_pool import ModelPool
     from tandem.server.engines.replicas import Replicas
     from tandem.server.engines.router import Router
     from tandem.server.engines.served_model import Served
     from tandem.server.engines.supervisor import SupervisorLink
-    from tandem.server.run import run_api
 
     control = control_path(settings.server.port)
     try:
@@ -207,7 +207,7 @@ def main() -> int:
         _last_words(error.message)
         code = fail(error.message)
         if wait:  # an api has served before: what is amiss may be mended
-            from tandem.server.run import serve_unavailable
+            from tandem.server.api_process import serve_unavailable
 
             log.error("The api cannot start: answering 503, and trying again in %.3g s", wait)
             serve_unavailable(settings, int(sys.argv[3]), error, wait)

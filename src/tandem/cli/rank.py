@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from tandem.errors import ConfigError
-from tandem.launchers.facts import launched_process_group
+from tandem.launchers.host_facts import launched_process_group
 from tandem.launchers.manual import read_token
 from tandem.launchers.node_agent import host_ranks
 from tandem.log import set_up

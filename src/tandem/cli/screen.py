@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -15,6 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from tandem.json_types import JsonMapping
 from tandem.printable import printable
 
 SLOW = 3.0
@@ -24,7 +24,6 @@ _COLOURS = (
     | dict.fromkeys(("recovering", "starting", "draining", "loading"), "yellow")
     | dict.fromkeys(("unloaded", "unloading", "?"), "")
 )
-Json = Mapping[str, Any]
 """A replica, a rank, a model or an event, with the fields of /v1/status, /health and /v1/events."""
 
 
@@ -79,7 +78,7 @@ def coloured(state: str) -> Text:
     return Text(state, _COLOURS.get(state, "red"))
 
 
-def replicas_table(replicas: Sequence[Json]) -> Table:
+def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
     """Return a row for each replica; the bar shows how full its KV cache is."""
     rows: list[dict[str, RenderableType | None]] = []
     for replica in replicas:
@@ -102,7 +101,7 @@ def replicas_table(replicas: Sequence[Json]) -> Table:
     return narrow_table(rows)
 
 
-def ranks_table(ranks: Sequence[Json]) -> Table:
+def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
     """Return a row for each rank; bars compare their peaks with the highest one."""
     most = max((rank["peak_bytes"] for rank in ranks), default=0)
     stages = {rank["replica"]: 0 for rank in ranks}
@@ -131,7 +130,7 @@ def ranks_table(ranks: Sequence[Json]) -> Table:
     )
 
 
-def models_table(models: Sequence[Json]) -> Table:
+def models_table(models: Sequence[JsonMapping]) -> Table:
     """Return a row for each model."""
     return narrow_table(
         [
@@ -148,7 +147,7 @@ def models_table(models: Sequence[Json]) -> Table:
     )
 
 
-def event_lines(events: Sequence[Json]) -> list[Text]:
+def event_lines(events: Sequence[JsonMapping]) -> list[Text]:
     """Return a heading and a line for each event: when, what, and what to do."""
     lines = [Text("lately", "bold")] if events else []
     for event in events:
@@ -161,7 +160,7 @@ def event_lines(events: Sequence[Json]) -> list[Text]:
 
 
 def _pace(state: str, slowdown: float) -> Text:
-    """Return how a rank is: at its usual pace, so many times slower, or not there."""
+    """Return a rank's pace for the table: usual, a slowdown factor, or absent."""
     if state != "ready":
         return Text(state, "red" if state == "lost" else "yellow")
     return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")

@@ -20,9 +20,9 @@ import msgspec
 
 from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import raise_limit
-from tandem.diagnostics.selftest.check import CHECKS, Check, Outcome, chosen
+from tandem.diagnostics.selftest.check import CHECKS, Check, CheckResult, chosen
 from tandem.diagnostics.selftest.report import Report, facts, make_report, page
-from tandem.diagnostics.selftest.run import Journal, run_checks
+from tandem.diagnostics.selftest.run import RunJournal, run_checks
 from tandem.diagnostics.tasks import Task
 from tandem.env import state_dir
 from tandem.errors import ConfigError, ModelNotFound
@@ -80,7 +80,7 @@ def _run(
         "facts": here,
         "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else "",
     }
-    journal = Journal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
+    journal = RunJournal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
     journal.reopen([check.name for check in checks])
     _note(_beginning(journal, checks, name))
     try:
@@ -88,7 +88,7 @@ def _run(
     except KeyboardInterrupt:
         _note("interrupted: the same command goes on")
         raise
-    # The journal has those of earlier runs too, and may have some of checks that are no more.
+    # The journal has those of earlier runs too, and may have some of checks that no longer exist.
     outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
     wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
     report = make_report(
@@ -179,14 +179,14 @@ def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
     return Task(entry="", result="", directory=str(directory), model=str(files.path), hostfile=hostfile), files.name
 
 
-def _beginning(journal: Journal, checks: list[Check], model: str) -> str:
+def _beginning(journal: RunJournal, checks: list[Check], model: str) -> str:
     done = sum(check.name in journal.outcomes for check in checks)
     if done:
         return f"{done} of {len(checks)} checks were made before; going on behind them (--fresh begins anew)"
     return f"{len(checks)} checks, model {model}; if this is interrupted, the same command goes on"
 
 
-def _tell(check: Check, outcome: Outcome | None) -> None:
+def _tell(check: Check, outcome: CheckResult | None) -> None:
     if outcome is None:
         _note(f"... {check.title}")
     else:

@@ -27,11 +27,11 @@ from tandem.cli.startup import farewell, progress_lines
 from tandem.config.settings import Settings
 from tandem.env import engine_socket_path, variable
 from tandem.errors import UsageError
+from tandem.launchers.host_addresses import ranks_of
 from tandem.launchers.hostfile import read_hostfile
-from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
-from tandem.protocol import supervisor
+from tandem.protocol import supervisor_messages as messages
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.server.cache.warm_file import warm_bodies
@@ -161,13 +161,13 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
 
-    def _answer(self, request: supervisor.SupervisorRequest) -> supervisor.SupervisorReply:
+    def _answer(self, request: messages.SupervisorRequest) -> messages.SupervisorReply:
         """Answer a request of the control socket. Raises UsageError."""
-        if isinstance(request, supervisor.ListReplicas):
+        if isinstance(request, messages.ListReplicas):
             if self._api.heard(request.api):
                 self._reached = request.reached
             models, budget = (self._engines.models(), self._engines.budget) if isinstance(self._engines, EnginePool) else ([], {})
-            return supervisor.ReplicaList(
+            return messages.ReplicaList(
                 self._engines.infos(),
                 models,
                 budget,
@@ -176,18 +176,18 @@ class Supervisor:
                 self._history.after(request.events_after),
                 request.number,
             )
-        if isinstance(request, supervisor.NoteEvent):
+        if isinstance(request, messages.NoteEvent):
             self._history.take([request.event])
-            return supervisor.Done()
-        if isinstance(request, supervisor.AddReplica):
-            return supervisor.Done(self._engines.add(request.role))
-        if isinstance(request, supervisor.DrainReplica):
-            return supervisor.Done(self._engines.drain(request.replica))
+            return messages.Done()
+        if isinstance(request, messages.AddReplica):
+            return messages.Done(self._engines.add(request.role))
+        if isinstance(request, messages.DrainReplica):
+            return messages.Done(self._engines.drain(request.replica))
         if not isinstance(self._engines, EnginePool):
             raise UsageError("this server has one model, which stays loaded")
-        if isinstance(request, supervisor.LoadModel):
-            return supervisor.Done(model=self._engines.load(request.model))
-        return supervisor.Done(model=self._engines.unload(request.model))
+        if isinstance(request, messages.LoadModel):
+            return messages.Done(model=self._engines.load(request.model))
+        return messages.Done(model=self._engines.unload(request.model))
 
     @property
     def _children(self) -> list[ChildProcess]:

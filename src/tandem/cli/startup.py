@@ -15,7 +15,7 @@ PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and
 
 
 class Starting(Protocol):
-    """An engine that loads, as `EngineStatus` tells of it."""
+    """Progress of a loading engine, from its `EngineStatus`."""
 
     @property
     def loading(self) -> Sequence[LoadProgress]:
@@ -68,7 +68,7 @@ def progress_lines() -> Iterator[Show]:
 
 
 def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
-    """Return what can be done with a server that is ready, a line each."""
+    """Return the lines that a server prints when it is ready: the page, a request to try, and how to stop it."""
     key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
     return (

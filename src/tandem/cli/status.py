@@ -6,7 +6,6 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,15 +13,16 @@ from rich.text import Text
 from tandem.cli.address import checked_url, local_port
 from tandem.cli.screen import can_watch, event_lines, models_table, ranks_table, replicas_table, screen, watch
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
-from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
+from tandem.protocol.supervisor_messages import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
 from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import Background, known_names
 from tandem.supervision.status_probe import StatusProbe
 
 PROBE_S = 3.0
-"""Seconds in which an engine must tell its status: on a busy machine it takes more than replica."""
+"""Timeout in seconds of an engine's status, longer than the api's because a busy machine delays it."""
 NEWS_S = 0.6
 """Seconds after which an engine has surely published a new status."""
 _SHOWN_EVENTS = 8
@@ -187,11 +187,11 @@ def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: fl
             replica.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
 
-def as_json(look: Look) -> dict[str, Any]:
+def as_json(look: Look) -> JsonObject:
     """Return all facts about a server, as `--json` prints them."""
     replicas = []
     for replica in look.replicas:
-        entry: dict[str, Any] = {
+        entry: JsonObject = {
             "replica": replica.info.replica,
             "model": replica.info.model or look.model,
             "role": replica.info.role,
@@ -236,7 +236,7 @@ def _picture(look: Look) -> Group:
     return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
 
 
-def _model(look: Look, model: ModelInfo) -> dict[str, Any]:
+def _model(look: Look, model: ModelInfo) -> JsonObject:
     mine = [replica for replica in look.replicas if replica.info.model == model.model]
     loaded = "loaded" if all(replica.state == "ready" for replica in mine) else "loading"
     return {

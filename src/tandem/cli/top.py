@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
@@ -26,6 +25,7 @@ from tandem.cli.screen import (
     watch,
 )
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.system.http_client import ServerClient
 
 TTFT = "tandem_time_to_first_token_seconds"
@@ -35,19 +35,19 @@ MAX_REQUESTS, MAX_EVENTS = 10, 6
 
 
 @dataclass(frozen=True)
-class Look:
+class ServerSample:
     """Answers of the server at one time."""
 
     at: float
-    health: dict[str, Any]
-    status: dict[str, Any]
+    health: JsonObject
+    status: JsonObject
     metrics: dict[str, float]
     """Values by name, summed over labels; empty where metrics are off."""
-    events: list[dict[str, Any]]
+    events: list[JsonObject]
     """The latest events; none from a server without /v1/events."""
 
 
-def look(server: ServerClient) -> Look:
+def look(server: ServerClient) -> ServerSample:
     """Ask the server. Raises UsageError when it does not answer, or not as a Tandem server does."""
     try:
         health, status = server.get_json("/health"), server.get_json("/v1/status")
@@ -60,10 +60,10 @@ def look(server: ServerClient) -> Look:
         for family in text_string_to_metric_families(server.get("/metrics").decode()):
             for sample in family.samples:
                 metrics[sample.name] = metrics.get(sample.name, 0.0) + sample.value
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
     with contextlib.suppress(UsageError, ValueError, LookupError):  # of an earlier version
         events = server.get_json(f"/v1/events?limit={MAX_EVENTS}")["data"]
-    return Look(time.monotonic(), health, status, metrics, events)
+    return ServerSample(time.monotonic(), health, status, metrics, events)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def picture(url: str, before: Look, now: Look) -> RenderableType:
+def picture(url: str, before: ServerSample, now: ServerSample) -> RenderableType:
     """Return everything on one screen; rates are of the time between the two looks."""
     parts: list[RenderableType] = [
         _head(url, before, now),
@@ -108,7 +108,7 @@ def picture(url: str, before: Look, now: Look) -> RenderableType:
     return Group(*parts, *event_lines(now.events))
 
 
-def _head(url: str, before: Look, now: Look) -> RenderableType:
+def _head(url: str, before: ServerSample, now: ServerSample) -> RenderableType:
     health, status = now.health, now.status
     state = str(health["status"])
     engine = status.get("engine") or {}
@@ -130,14 +130,14 @@ def _head(url: str, before: Look, now: Look) -> RenderableType:
     return Group(line, Text(counts), *([detail] if detail else []))
 
 
-def _rate(before: Look, now: Look, name: str) -> str:
+def _rate(before: ServerSample, now: ServerSample, name: str) -> str:
     if name not in now.metrics:
         return "?"
     seconds = now.at - before.at
     return f"{max(now.metrics[name] - before.metrics.get(name, 0.0), 0.0) / seconds:.1f}" if seconds > 0 else "-"
 
 
-def _mean(before: Look, now: Look) -> str:
+def _mean(before: ServerSample, now: ServerSample) -> str:
     """Return the mean time to the first token: of the requests since the last look, or of all."""
     count, total = now.metrics.get(f"{TTFT}_count", 0.0), now.metrics.get(f"{TTFT}_sum", 0.0)
     since = count - before.metrics.get(f"{TTFT}_count", 0.0)
@@ -146,7 +146,7 @@ def _mean(before: Look, now: Look) -> str:
     return f"{1000 * total / count:.0f} ms (all)" if count else "-"
 
 
-def _requests(now: Look) -> Table:
+def _requests(now: ServerSample) -> Table:
     """Return a row for each of this key's requests, the oldest first."""
     requests = sorted(now.status["requests"], key=lambda request: -float(request["elapsed_seconds"]))
     table = narrow_table(

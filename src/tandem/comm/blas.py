@@ -43,6 +43,6 @@ def preload_blas(choice: str) -> str | None:
 
 
 def limit_threads(library: str | None, threads: int) -> None:
-    """Let a library that `preload_blas` loaded use so many threads. Only OpenBLAS has a call for it that we know."""
+    """Set the threads of a library that `preload_blas` loaded; only OpenBLAS has a known call for it."""
     if library is not None and hasattr(loaded := ctypes.CDLL(library), "openblas_set_num_threads"):
         loaded.openblas_set_num_threads(threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dotenv import dotenv_values
 from dotenv.parser import parse_stream
@@ -51,12 +50,12 @@ NOT_MAPPED = {
 """Legacy variable without effect -> what to use in its place."""
 
 
-def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[Any, str]], list[str]]:
+def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[object, str]], list[str]]:
     """Values by field name with the variable that each came from, and warnings about variables without effect.
 
     Empty variables count as unset. Raises ConfigError for a value of the wrong type.
     """
-    values: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[object, str]] = {}
     for variable, name in MAPPED.items():
         text = environment.get(variable, "").strip()
         if text:

@@ -45,14 +45,14 @@ class LoadedSettings:
 
 
 class _Values:
-    """Values by field name; what was set first stays."""
+    """Values by field name; the first setting of a field wins."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, object] = {}
         self.sources: dict[str, str] = {}
         self.named: tuple[NamedModel, ...] = ()
 
-    def put(self, name: str, value: Any, source: str) -> None:
+    def put(self, name: str, value: object, source: str) -> None:
         if name not in self.values:
             self.values[name] = value
             self.sources[name] = source
@@ -102,12 +102,12 @@ def load(
     return LoadedSettings(settings=settings, sources=merged.sources, warnings=tuple(warnings))
 
 
-def build(values: Mapping[str, Any]) -> Settings:
+def build(values: Mapping[str, object]) -> Settings:
     """Settings with `values` (by field name, already of the right type) and defaults for the rest.
 
     Raises ConfigError for a name that no section has.
     """
-    sections: dict[str, dict[str, Any]] = {section: {} for section in section_names()}
+    sections: dict[str, dict[str, object]] = {section: {} for section in section_names()}
     for name, value in values.items():
         if name not in by_name():
             raise ConfigError(f"there is no setting {name!r}{nearest(name, by_name())}", param=name)

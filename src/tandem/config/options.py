@@ -34,7 +34,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tls_key": ("--ssl-keyfile",),
     "num_speculative_tokens": ("--num-draft-tokens",),
 }
-"""Names by which users of vLLM and its relatives know the same thing."""
+"""Aliases of flags, known from vLLM and its relatives."""
 
 RENAMED = {
     "also": "extra_models",
@@ -61,7 +61,7 @@ class Option:
     """Field of the section's dataclass and key in the TOML table."""
     help: str
     """The docstring under the field, on one line."""
-    default: Any
+    default: object
     base: type
     """str, int, float or bool: the type of the value, or of each item when `repeated`."""
     choices: tuple[str, ...] = ()
@@ -81,8 +81,8 @@ class Option:
         """Environment variable, as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
         return "TANDEM_" + self.name.upper()
 
-    def parse(self, texts: Sequence[str], *, label: str) -> Any:
-        """The value that `texts` (one, or several for a repeated option) stand for.
+    def parse(self, texts: Sequence[str], *, label: str) -> object:
+        """Parse `texts` (one, or several for a repeated option) to the option's value.
 
         Raises ConfigError naming `label`, the text and what is allowed.
         """
@@ -91,14 +91,14 @@ class Option:
         items = [item.strip() for text in texts for item in text.split(",")]
         return tuple(self._parse_one(item, label) for item in items)
 
-    def convert(self, value: Any, *, label: str) -> Any:
+    def convert(self, value: object, *, label: str) -> object:
         """Convert a value that already has a type (TOML): lists become tuples, whole numbers floats."""
         if self.repeated and isinstance(value, list):
             return tuple(self._convert_one(item, label) for item in value)
         converted = self._convert_one(value, label)
         return (converted,) if self.repeated else converted
 
-    def _parse_one(self, text: str, label: str) -> Any:
+    def _parse_one(self, text: str, label: str) -> object:
         if self.base is bool:
             if text.lower() not in _TRUE + _FALSE:
                 raise ConfigError(f"{label}: {text!r} is neither true nor false", param=self.name)
@@ -110,7 +110,7 @@ class Option:
                 raise ConfigError(f"{label}: {text!r} is not {_NAMES[self.base]}", param=self.name) from None
         return self._choice(text, label)
 
-    def _convert_one(self, value: Any, label: str) -> Any:
+    def _convert_one(self, value: object, label: str) -> object:
         if self.base is float and type(value) is int:
             value = float(value) if abs(value) < 2**1023 else math.inf
         if type(value) is not self.base:
@@ -173,9 +173,10 @@ def section_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(Settings) if field.name != "named")
 
 
-def section_class(section: str) -> Any:
+def section_class(section: str) -> type:
     """The dataclass of a section."""
-    return typing.get_type_hints(Settings)[section]
+    found: type = typing.get_type_hints(Settings)[section]
+    return found
 
 
 @functools.cache
@@ -194,7 +195,7 @@ def field_docs(settings_class: type) -> dict[str, str]:
     return texts
 
 
-def _shape(hint: Any) -> dict[str, Any]:
+def _shape(hint: object) -> dict[str, Any]:
     """`base`, `choices`, `optional` and `repeated` of a field's type."""
     shape: dict[str, Any] = {}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

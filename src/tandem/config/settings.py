@@ -5,7 +5,9 @@ from these fields: their names, types, defaults and the docstring under each.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from tandem.json_types import JsonObject
 
 Role = Literal["prefill", "decode", "both"]
 """Part of a request that a replica takes."""
@@ -362,7 +364,7 @@ class NamedModel:
 
     name: str
     """Name that clients ask for."""
-    values: dict[str, Any]
+    values: JsonObject
     """Values that differ from the other settings: by field name, `keep` and `unload_after` among them, typed as in
     TOML."""
     source: str

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 from tandem.config.options import Option, by_name, nearest, renamed
 from tandem.config.settings import ModelsSettings, NamedModel, Settings
 from tandem.errors import ConfigError
+from tandem.json_types import JsonObject
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,127}")
 _SECTIONS = ("model", "parallel", "scheduler", "speculation")
 _SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
 _NOT_OWN = ("served_name",)
-"""The table's own name says that."""
+"""Settings that a model's table cannot have: its name sets them."""
 _LAYOUT = (
     "pipeline_parallel_size",
     "tensor_parallel_size",
@@ -24,13 +24,13 @@ _LAYOUT = (
     "layer_split",
     "micro_batches",
 )
-"""A model that says one of these has a layout of its own."""
+"""Settings that give a model a layout of its own."""
 
 
-def check_table(name: str, entries: dict[str, Any], source: str, warnings: list[str]) -> NamedModel:
+def check_table(name: str, entries: JsonObject, source: str, warnings: list[str]) -> NamedModel:
     """Return the model of a table [models.NAME]; former names add to `warnings`. Raises ConfigError naming the key."""
     known = {option.name: option for option in _allowed()}
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for written, value in entries.items():
         label = f"{source} {written}"
         key = written if written == "keep" else renamed(written, label, warnings)
@@ -75,7 +75,7 @@ def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
 
 def settings_of(settings: Settings, one: NamedModel) -> Settings:
     """All settings of one further model, as if it were served alone under its name. Raises ConfigError."""
-    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "server")}
+    sections: dict[str, dict[str, object]] = {section: {} for section in (*_SECTIONS, "server")}
     if "model" in one.values:  # another model than the main one: nothing that belongs to that
         sections["model"] |= dict.fromkeys(("revision", "chat_template", "max_context", "adapter_path"))
         sections["parallel"]["layer_split"] = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from tandem.config.options import by_name
 from tandem.config.settings import SpeculationSettings
 from tandem.errors import ConfigError
+from tandem.json_types import JsonObject
 
 MOST_DRAFTS = 32
-"""Positions more than that cost more than any guess is worth, and sliding windows keep room for them all."""
+"""Most drafts of a step: more cost more than a guess is worth, and sliding windows keep room for all."""
 MOST_LOOKUP = 64
 _NAMES = {
     "method": "speculative_method",
@@ -36,7 +36,7 @@ def with_speculative_config(settings: SpeculationSettings, label: str = "--specu
         raise ConfigError(f"{label}: is not JSON: {error}", param="speculative_config") from None
     if not isinstance(entries, dict):
         raise ConfigError(f'{label}: must be a JSON object, such as {{"method": "ngram"}}', param="speculative_config")
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for key, value in entries.items():
         if key not in _NAMES:
             raise ConfigError(f"{label}: there is no {key!r}; known are {', '.join(_NAMES)}", param="speculative_config")

@@ -8,9 +8,8 @@ import math
 import os
 import stat
 from collections.abc import Callable
-from typing import Any
 
-from tandem.config.keys import MOST, ClientLimits, read_key_file
+from tandem.config.api_keys import MOST, ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
@@ -157,11 +156,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _check_item(name: str, value: Any, label: Label) -> None:
+def _check_item(name: str, value: object, label: Label) -> None:
     """Range of a number, and emptiness of a text."""
     if name in _NOT_EMPTY and value == "":
         raise ConfigError(f"{label(name)}: must not be empty", param=name)
-    if name not in _RANGES or value is None:
+    if name not in _RANGES or not isinstance(value, int | float):
         return
     low, high = _RANGES[name]
     if low <= value <= high and value < _BEYOND:
@@ -228,7 +227,7 @@ def _check_roles(settings: Settings, label: Label) -> None:
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
-    """Options that only one launcher takes, and those that it cannot do without: the fields say which."""
+    """Check options that one launcher alone takes, and those that it requires."""
     chosen = parallel.chosen_launcher
     for field in dataclasses.fields(parallel):
         taker, needed = field.metadata.get("launcher", chosen), field.metadata.get("needed")

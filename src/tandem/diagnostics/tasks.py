@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
 from tandem.env import child_environment
+from tandem.json_types import JsonObject
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.process_groups import make_process_group
 from tandem.planner.profile import Step
@@ -46,7 +47,7 @@ class Task(Struct, frozen=True, kw_only=True, tag="check"):
     entry: str
     """Module and function below `selftest.checks`, `module:function`; it takes the task and returns figures."""
     result: str
-    """File for the `Finding`."""
+    """File for the `TaskResult`."""
     directory: str
     """Directory of the whole run, for what checks leave to later ones."""
     model: str
@@ -55,11 +56,11 @@ class Task(Struct, frozen=True, kw_only=True, tag="check"):
     """MLX's hosts file; empty without one."""
     random: bool = False
     """The model's weights are random: the check `model` makes it."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     """Arguments of a part of a check."""
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class TaskResult(Struct, frozen=True, kw_only=True):
     """The answer to a `Task`."""
 
     verdict: Verdict
@@ -181,19 +182,19 @@ class TaskProcess(ChildProcess):
         lines = [line for line in self._log.read_bytes()[-TAIL:].decode(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
-    def finding(self, deadline_s: float) -> Finding:
+    def finding(self, deadline_s: float) -> TaskResult:
         """Wait for the process to end and return a check's finding, or one that tells how the process ended."""
         ended = self.wait(deadline_s)
-        if finding := self.answer(Finding):
+        if finding := self.answer(TaskResult):
             return finding
         words = f": {last}" if (last := self.last_words()) else ""
-        return Finding(
+        return TaskResult(
             verdict="no answer",
             detail=(f"its process {self.describe_exit()}" if ended else f"it did not come back within {deadline_s:g} s") + words,
         )
 
 
-def leave(answer: Finding | RankTimes, result: str) -> None:
+def leave(answer: TaskResult | RankTimes, result: str) -> None:
     """Write the answer to the file `result`, whole or not at all; called in the process."""
     write_private(Path(result), msgspec.json.encode(answer), sync=False)
 

@@ -10,14 +10,14 @@ from functools import partial
 from msgspec.structs import replace
 
 from tandem.engine.recovery import RankGroup
-from tandem.engine.report import Report
+from tandem.engine.status_report import StatusReport
 from tandem.kv.index import block_hashes
 from tandem.protocol.cached_prefixes import MOST_PREFIXES, CachedPrefixState, CacheReport, DiskReport, QueryCache
 from tandem.protocol.disk_blocks import Surveyed
 from tandem.scheduler.scheduler import Scheduler
 
 PATIENCE_S = 30.0
-"""Seconds for ranks to write what waits, and to look at their disks."""
+"""Seconds for ranks to finish queued writes and list their disks."""
 REPLACED = "the ranks are being replaced; ask again when they are ready"
 
 Reply = Callable[[CacheReport], None]
@@ -36,7 +36,7 @@ class _Question:
 class CacheQueryHandler:
     """Used by the engine's thread."""
 
-    def __init__(self, rank_group: RankGroup, report: Report) -> None:
+    def __init__(self, rank_group: RankGroup, report: StatusReport) -> None:
         self._rank_group, self._report = rank_group, report
         self._questions: list[_Question] = []
 
@@ -56,7 +56,7 @@ class CacheQueryHandler:
             question.seen = scheduler.disk.look(partial(self._answer, question, scheduler), drop=query.drop == "all")
 
     def look(self, scheduler: Scheduler) -> None:
-        """Answer queries that have waited for more than `PATIENCE_S` with what is missing."""
+        """Answer queries older than `PATIENCE_S`, naming the ranks that did not answer."""
         now = time.monotonic()
         for question in [question for question in self._questions if now > question.until]:
             silent = sorted({ready.rank for ready in self._rank_group.ready} - set(question.seen))

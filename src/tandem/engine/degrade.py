@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
-from tandem.engine.layout import RankGroupLayout, plan_layout
+from tandem.engine.build_layout import RankGroupLayout, plan_layout
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.machines import hosts_for, named_backend
+from tandem.launchers.host_addresses import hosts_for, named_backend
 from tandem.planner.hardware import METAL_FENCE, Link, Machine
 from tandem.planner.plan import plan
 from tandem.planner.profile import Cluster, with_profile
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 BANDWIDTH, FLOPS = 100e9, 4e12
 LINK = Link(name="any", latency=100e-6, bandwidth=1e9)
-"""Without a profile nothing is known of the machines but their memory, which decides what fits, and their fences."""
+"""Link assumed where no profile exists: only the machines' memory then decides."""
 
 
 MOST_HALVINGS = 2

@@ -14,15 +14,15 @@ from typing import Protocol
 import zmq
 
 from tandem.config.settings import Settings
+from tandem.engine.build_layout import RankGroupLayout, make_executor
 from tandem.engine.cache_queries import CacheQueryHandler, Reply
-from tandem.engine.layout import RankGroupLayout, make_executor
 from tandem.engine.metrics import DrainRate, EngineMetrics
 from tandem.engine.recovery import RankGroup
-from tandem.engine.report import Report as StatusReport
 from tandem.engine.result_collector import ResultCollector
 from tandem.engine.sizing import MemoryGuard
+from tandem.engine.status_report import StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
-from tandem.executors.base import Executor, Progress, Report, do_nothing
+from tandem.executors.executor import Executor, Progress, Report, do_nothing
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
 from tandem.protocol.disk_blocks import UseRemoteStores
@@ -34,9 +34,9 @@ from tandem.scheduler.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 POLL_MS, IDLE_MS = 100, 500
-"""Longest sleeps while there is work, and while there is none."""
+"""Longest sleeps in milliseconds, with and without work."""
 FETCH_S = 20.0
-"""Seconds without a prefix from disk, after which nobody waits for one any more."""
+"""Seconds without progress of the disks after which no request waits for them."""
 WRITE_S = 10.0
 """Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
 GRAMMAR_S = 60.0
@@ -44,7 +44,7 @@ GRAMMAR_S = 60.0
 
 
 class EngineStopped(BaseException):
-    """Leaves an engine's loop, at whatever it is, also while it replaces ranks."""
+    """Raised to leave the engine's loop at any point, also while ranks are replaced."""
 
 
 class MessageSource(Protocol):
@@ -55,10 +55,10 @@ class MessageSource(Protocol):
         """A socket, ZeroMQ's or plain, that turns readable when there are messages to take."""
 
     def take(self, *, replacing: bool = False) -> None:
-        """Hand to the engine what has come for it; `replacing`: while ranks are replaced. Raises EngineStopped."""
+        """Pass received messages to the engine; `replacing`: while ranks are replaced. Raises EngineStopped."""
 
     def deliver(self, messages: list[EngineMessage]) -> None:
-        """Hand out what the engine has to say."""
+        """Deliver the engine's messages."""
 
 
 class _Standstill:
@@ -69,7 +69,7 @@ class _Standstill:
         self._since = 0.0
 
     def seconds(self, state: object, now: float) -> float:
-        """`state` changes with all progress; None: nobody waits."""
+        """Return how long `state` has not changed. It must differ after any progress; None means no work."""
         if state != self._state:
             self._state, self._since = state, now
         return now - self._since if state is not None else 0.0
@@ -93,7 +93,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
-        """Messages that nobody has taken yet."""
+        """Messages not yet delivered."""
         self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
         """Progress of reads from disk, of writes there for migrations, and of grammars."""
 
@@ -181,7 +181,7 @@ class Engine:
         self._cache_queries.ask(query, reply, self._scheduler)
 
     def noted(self, request_id: str) -> None:
-        """The request's api knows that it is on trial: it may run. What it kills at once could not tell any more."""
+        """Record that the request's api acknowledged the trial, so that it may run."""
         sequence = None if self._scheduler is None else self._scheduler.sequences.get(request_id)
         if sequence is not None:
             sequence.noted = sequence.announced
@@ -272,7 +272,7 @@ class Engine:
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
     def _send_disk_orders(self, now: float) -> None:
-        """Send the disk tier's orders to the ranks; after `FETCH_S` without progress nobody waits for disks."""
+        """Send the disk tier's orders to the ranks; after `FETCH_S` without progress stop waiting for disks."""
         disk = self.scheduler.disk
         for order in disk.orders:
             self.executor.fetch(order)
@@ -326,7 +326,7 @@ class Engine:
         self.rank_group.state, self.rank_group.detail = "draining", "the server is shutting down"
 
     def close(self) -> None:
-        """End all ranks, and let go of their machines."""
+        """End all ranks and release their machines."""
         self.executor.on_wait = do_nothing
         self.executor.shutdown()
 

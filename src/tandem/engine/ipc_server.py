@@ -27,7 +27,7 @@ seldom = Seldom(log)
 SILENCE_S = 15.0
 """Seconds without a message after which an api counts as gone, and its requests are aborted."""
 DOUBT_S = 2.0
-"""Seconds without a message after which an api is sent one: sending fails if its end of the socket is closed."""
+"""Seconds without a message before a liveness probe is sent to an api: sending fails if its socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours | control.Detach
@@ -58,7 +58,7 @@ class IPCServer:
         self._seen: dict[Client, float] = {}
         """When each api was last heard of."""
         self._asked: dict[Client, float] = {}
-        """When it was last sent something to see whether it is there."""
+        """Time of the last liveness probe, by client."""
         self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
         self.inbox: Mailbox[tuple[Client, Inbound]] = Mailbox()
         """Messages of apis for the engine."""
@@ -178,7 +178,7 @@ def is_heard(path: Path) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # one that stands still, with as many waiting as its queue holds
+        except BlockingIOError:  # a suspended api whose queue is full
             return True
         except OSError:
             return False

@@ -83,7 +83,7 @@ class EngineMetrics:
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.", "rank")
 
     def disk(self, counts: DiskCounts) -> None:
-        """Count up to what has been read from disk and written there so far."""
+        """Set the counters of bytes read from and written to disk to their totals."""
         self._count_up_to(
             {
                 self.disk_hits: counts.hit_tokens,

@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tandem.config.settings import Settings
+from tandem.engine.build_layout import RankGroupLayout, kv_space
 from tandem.engine.degrade import MOST_HALVINGS, ActiveLayout, Alternatives, ExcludedMachines, MemoryBackoff
-from tandem.engine.layout import RankGroupLayout, kv_space
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.self_check import REPEAT_S, send_self_check
 from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
-from tandem.executors.base import Executor, Progress, do_nothing
-from tandem.launchers.machines import role_of
+from tandem.executors.executor import Executor, Progress, do_nothing
+from tandem.launchers.host_addresses import role_of
 from tandem.models.kv_types import no_disk_blocks
 from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
@@ -166,7 +166,7 @@ class RankGroup:
         self._metrics.load_seconds.set(self.load_s)
 
     def _refresh_kv_namespace(self) -> None:
-        """Name KV on disk after the model's files as they are now: ranks are about to load them anew."""
+        """Set the KV namespace from the model's current files, which ranks are about to load."""
         if not self.layout.ranks[0].kv_disk:
             return
         # Where files are missing or broken, the ranks say it.

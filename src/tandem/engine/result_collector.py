@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor
+from tandem.executors.executor import Executor
 from tandem.protocol.control import Output, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.logprobs import TokenLogprob
@@ -59,8 +59,8 @@ class ResultCollector:
 
 
 def _difference(step_id: int, reports: Mapping[int, RankStep], ranks: Sequence[StageSpec]) -> str:
-    """Say how the digests of a step differ, if they do: every rank's from those of its stage's leader, or a stage's
-    input from the output of the stage before."""
+    """Describe how a step's digests differ, if they do: between the ranks of a stage, or between a stage's input and
+    the output of the stage before."""
     arrived: tuple[int, int] | None = None
     leader: tuple[int, int] | None = None
     for spec in ranks:

@@ -13,10 +13,10 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from tandem.engine.layout import RankGroupLayout
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.engine.result_collector import Disagreement, OfflineResult, OfflineRun, run_offline
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor
+from tandem.executors.executor import Executor
 from tandem.protocol.control import Ready
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.scheduler.limits import Limits
@@ -58,9 +58,7 @@ def send_self_check(
     started = time.perf_counter()
     length = min(limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
     if length < 3:
-        log.warning(
-            "no self-check: a KV cache of %d tokens has no room for it; it serves unchecked (--kv-tokens)", limits.kv_tokens
-        )
+        log.warning("Self-check skipped: a KV cache of %d tokens has no room for it (--kv-tokens)", limits.kv_tokens)
         return Outcome(0.0, first_step)
     chunk = max(1, length - BEYOND)
     log.info("self-check: %d ranks compute a prompt of %d tokens in two ways (--no-self-check leaves it out)", len(ready), length)

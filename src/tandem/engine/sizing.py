@@ -1,4 +1,4 @@
-"""How much the ranks can hold and do at once: the scheduler's limits, and what is done while memory is nearly full.
+"""Limits of the scheduler from the ranks' memory, and the reaction while memory is nearly full.
 
 Room for KV is worked out when ranks start, from settings and what ranks report. Buffers that steps take for a moment,
 other programs and rounding are not known then. So ranks report what they hold after every step. Where those of one
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
-from tandem.engine.layout import RankGroupLayout
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.kv.budget import held_sequences, kv_capacity
 from tandem.log import Seldom
@@ -116,7 +116,7 @@ def _fixed(ready: Ready, sequences: int) -> int:
 
 
 def _most(ranks: Sequence[Ready]) -> int:
-    """Bytes of a position on the rank where it takes most; cached prefixes are counted by it on all ranks alike."""
+    """Bytes of a position on the rank that needs most; cached prefixes are counted by it on all ranks."""
     return max(ready.kv_bytes_per_token for ready in ranks)
 
 
@@ -189,7 +189,7 @@ class MemoryGuard:
         # What the last one leaves shows once the steps that were under way are done.
         if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
             self._next = scheduler.next_step + scheduler.limits.micro_batches
-            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where, 100 * share)
+            seldom.warning("Device memory on %s is %.0f %% full: preempting a request", where, 100 * share)
 
     def _fullest(self) -> tuple[float, str]:
         """The largest share of a device's memory that its ranks hold, and the name of its machine."""

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from tandem.config.settings import Settings
 from tandem.crash_guard import start_thread
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.engine.engine import Engine, EngineStopped
-from tandem.engine.layout import RankGroupLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
-from tandem.executors.base import Progress, do_nothing
+from tandem.executors.executor import Progress, do_nothing
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.transport.mailbox import Mailbox
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Event = Output | Exception
 """An output of a request; the last one has a finish reason, or is an error."""
 Sink = Callable[[Event], object]
-"""Called in the engine's thread with the events of a request; RuntimeError means that nobody listens any more."""
+"""Callback for a request's events, in the engine's thread; it raises RuntimeError once its listener is gone."""
 CLOSED = "this LLM is closed"
 
 
@@ -49,7 +49,7 @@ class EngineThread:
         self._sinks: dict[str, Sink] = {}
         self._closing = False
         self._ended: Exception | None = None
-        """Why the thread takes no more calls."""
+        """Error that ended the thread; None while it runs."""
         self._pid = os.getpid()
         self._news: queue.SimpleQueue[tuple[int, int, int, str] | Exception | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -77,7 +77,7 @@ class EngineThread:
         return self.call(partial(self._submit, requests, sink))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests without a further event. Those that are over are ignored. Returns at once."""
+        """Abort requests without further events; ignore finished ones. Returns at once."""
         if request_ids := list(request_ids):
             self._calls.put(partial(self._abort, request_ids))
 
@@ -209,7 +209,7 @@ class EngineThread:
 
 
 def _tell(sink: Sink, event: Event) -> bool:
-    """False when nobody listens any more: an event loop that has been closed."""
+    """Hand an event to its sink; False when the listener's event loop is closed."""
     try:
         sink(event)
     except RuntimeError:

@@ -13,10 +13,10 @@ from pathlib import Path
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
-from tandem.executors.base import Report
+from tandem.executors.executor import Report
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, note_model
-from tandem.kv.parts import Part
+from tandem.kv.parts import KVSlice
 from tandem.kv.remote import Lending
 from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, on_metal, peak_bytes, wire_weights
@@ -162,14 +162,14 @@ def build_runner(
 def _open_disk(
     spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None], lending: Lending | None
 ) -> tuple[KVDisk | None, str]:
-    """None where nothing is to be kept, or the model's caches cannot be; or with what is wrong with the disk."""
+    """Open the KV disk. Returns None when it is off or the caches cannot be stored; or the trouble with the disk."""
     caches = stage.make_caches()
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
         return None, ""
     description = describe(files)
     shard = shard_of(spec, description, dequantizes(spec.dequantize, gpu=on_gpu()))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
-    need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
+    need = KVSlice(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"
     space = f"{spec.kv_space}-{versions}-{DISK_BLOCK}-{dtype_name(stage.dtype)}"
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 
 from tandem import errors
 from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, UsageError
-from tandem.executors.base import Executor, Progress, Report
-from tandem.executors.faults import rank_failure
+from tandem.executors.executor import Executor, Progress, Report
+from tandem.executors.failure_cause import rank_failure
 from tandem.executors.watchdog import SILENT_S, Watchdog
-from tandem.executors.weights import serve_model
+from tandem.executors.weight_source import serve_model
 from tandem.launchers.base import Launcher, Place, ProcessGroup, RankProcess
 from tandem.log import Seldom
 from tandem.protocol.control import (
@@ -56,7 +56,7 @@ STOP_GRACE_S = 2.0
 KILL_S = 10.0
 """Seconds that killed ranks get to be gone; those of a machine that cannot be reached are not."""
 DEATH_S = 0.3
-"""Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
+"""Most seconds between the loss of a process's connections, which other ranks report, and its end."""
 LAST_PING = 2**31
 """Number of the pings to the peers of a rank whose GPU waited too long."""
 SENT_BY_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -67,7 +67,7 @@ ANY = "0.0.0.0"
 """All addresses of a machine; as the host of an endpoint, the engine's machine, however one reaches it."""
 
 Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
-"""Given what ranks were to do and where they will run, says what they shall do."""
+"""Function that adapts the stages' specs to the places where their ranks will run."""
 
 
 class ClusterExecutor(Executor):
@@ -150,7 +150,7 @@ class ClusterExecutor(Executor):
         return self._launcher.present(self._places)
 
     def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
-        """Takes effect with the next `start`; what was learnt of the pace is forgotten."""
+        """Use another layout from the next `start` on; forget the learnt pace."""
         self._specs = list(specs)
         self._slots = None if slots is None else list(slots)
         self._watchdog = Watchdog(len(self._specs), self._step_timeout)
@@ -347,7 +347,7 @@ class ClusterExecutor(Executor):
         try:
             received = self._bus.receive(timeout_s)
         except TransportError as error:
-            seldom.warning("%s; it is dropped, and whose it was shows by its silence", error)
+            seldom.warning("Dropping a rank's unreadable message: %s", error)
             return None
         if received is None or not received[0].endswith(self._generation.encode()):
             return None
@@ -363,7 +363,7 @@ class ClusterExecutor(Executor):
         return message
 
     def _translate(self, failure: Failure) -> TandemError:
-        """A user's mistake that a rank found stays what it is; anything else is a failed rank."""
+        """Return the error for a rank's `failure`: a user's mistake keeps its type, anything else is a RankFailure."""
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, UsageError):
             mistake = kind(f"rank {failure.rank}: {failure.message}")
@@ -418,7 +418,7 @@ class ClusterExecutor(Executor):
         return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died", blame=blame)
 
     def _hear_last_words(self) -> None:
-        """Raise what a rank that is gone had said of it."""
+        """Raise the failure that an ended rank reported last, if any."""
         while (received := self._bus.receive(0.2) if self._bus else None) is not None:
             if isinstance(received[1], Failure):
                 raise self._translate(received[1])
@@ -471,7 +471,7 @@ class ClusterExecutor(Executor):
                 self.on_wait()
 
     def shutdown(self) -> None:
-        """Let go of the machines as well."""
+        """Close, and release the machines."""
         self.close()
         self._launcher.close()
 

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, require_memory
-from tandem.executors.base import Executor, Progress, Report
-from tandem.executors.faults import rank_failure
+from tandem.executors.executor import Executor, Progress, Report
+from tandem.executors.failure_cause import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
 from tandem.executors.rank_loop import Event, Loaded, RankLoop
 from tandem.executors.rank_loop import Report as LoadReport
 from tandem.executors.watchdog import Watchdog
-from tandem.executors.weights import obtain_files
+from tandem.executors.weight_source import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
@@ -101,7 +101,7 @@ class InlineExecutor(Executor):
         return self._watchdog.slowdowns
 
     def _wait(self, timeout_s: float) -> list[Event]:
-        """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""
+        """Wait for events. Any error of MLX counts as the rank's failure: the runner's state is lost."""
         events = list(self._started()[1].take(timeout_s))
         for event in events:
             if not isinstance(event, Exception):
@@ -110,7 +110,7 @@ class InlineExecutor(Executor):
                 raise EngineStuck(f"rank 0: {event.message}", rank=0, cause=event.cause)
             known = isinstance(event, RankFailure | UsageError)
             if not known:
-                log.error("rank 0 failed; it is loaded anew, and requests go on\n%s", "".join(traceback.format_exception(event)))
+                log.error("Rank 0 failed: loading it again, requests continue\n%s", "".join(traceback.format_exception(event)))
             # Its pipeline models hold the model; another may be loaded while the error is handled.
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:

@@ -36,7 +36,7 @@ class LentThread:
         orders.put((work, self._over))
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the work is done, for so many seconds at most."""
+        """Wait until the work is done, at most `timeout_s` seconds."""
         self._over.wait(timeout_s)
 
     def is_alive(self) -> bool:

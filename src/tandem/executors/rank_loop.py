@@ -61,7 +61,7 @@ class RankLoop:
         self._plans.put(plan)
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Read a prefix from disk, look what is there, or know who lends more, beside whatever is computed."""
+        """Hand an order to the disk thread, which runs it beside the computation."""
         assert self._runner is not None and self._runner.disk is not None
         self._runner.disk.take_order(order)
 
@@ -70,7 +70,7 @@ class RankLoop:
         return self._begun, self._runner is not None and self._runner.waiting
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish what is queued and end; False if that takes more than `timeout_s` seconds."""
+        """Finish queued plans and end the threads; False if that takes more than `timeout_s` seconds."""
         self._plans.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:

@@ -26,33 +26,33 @@ from tandem.protocol.step import GrammarReady, StepPlan
 log = logging.getLogger(__name__)
 
 PASS = 16.0
-"""A forward pass costs about as much as so many tokens, however few it has: all weights are read."""
+"""Tokens whose products cost as much as the fixed part of a forward pass, the reading of all weights."""
 CONTEXT = 4096.0
 """Positions of context that cost about as much as one token's products."""
 LEARNT = 16
-"""Reports after which a pace is known."""
+"""Reports needed before a pace is used."""
 KEEP = 0.999
-"""Share of the slowest pace that is left after another report."""
+"""Factor by which the slowest pace decays with each report."""
 DOWN, UP, RECENT = 0.05, 0.002, 0.2
-"""How fast the usual pace follows quicker and slower reports, and how fast the recent one follows all."""
+"""Smoothing factors: of the usual pace for quicker and for slower reports, and of the recent pace."""
 FLOOR_S, GPU_FLOOR_S = 5.0, 20.0
-"""Least seconds for a step, whatever its work. On a GPU a kernel that is used for the first time is compiled first."""
+"""Least timeout of a step in seconds. On a GPU the first use of a kernel compiles it."""
 FACTOR = 10.0
-"""A step may take so many times what the slowest pace of late makes of its work, on top of the floor."""
+"""Multiple of the slowest recent pace that a step may take, on top of the floor."""
 PING_S, IDLE_PING_S = 0.5, 2.0
 SILENT_S, LOADING_SILENT_S = 3.0, 60.0
 """Seconds without an answer after which a rank counts as not running; MLX holds the interpreter for up to 31 s while it
 connects a group."""
 ROUND_TRIPS = 5.0
-"""A rank that took its time to answer lately gets so many times that."""
+"""Multiple of a rank's recent answer time that it gets for the next answer."""
 DOUBT_S = 1.5
-"""Seconds without an answer after which a rank whose step does not end is not said to answer."""
+"""Seconds without an answer after which a rank with an unfinished step counts as silent."""
 STOPPED_S = 1.0
-"""Seconds that a process may stand still."""
+"""Seconds that a process may stay suspended."""
 PAUSE_S = 1.0
-"""A longer gap between two calls was spent elsewhere by the engine itself, and counts for nobody."""
+"""Gap in seconds between two calls that counts as the engine's own pause, not as a rank's."""
 SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
-"""A pace so many times the usual one, for so many seconds, is worth a message, so many seconds after the last one."""
+"""Slowdown, its duration in seconds, and the least interval between two messages about it."""
 
 
 class Workload:
@@ -117,7 +117,7 @@ class Pace:
         return self.recent / self.usual if self.known and self.usual > 0 else 1.0
 
     def note(self, seconds: float, work: float) -> None:
-        """`work` units took so long."""
+        """Record that `work` units took `seconds`."""
         rate = seconds / work
         self._reports += 1
         self.slowest = max(rate, self.slowest * KEEP)
@@ -130,16 +130,16 @@ class Pace:
 
 @dataclass
 class Slowness:
-    """Whether a pace is slow, with a message when that begins to last and one when it is over."""
+    """Detector of a lasting slowdown: reports when it starts and when it ends."""
 
     told: bool = False
-    """True once slowness was reported, until it is over."""
+    """True from the report of a slowdown until it ends."""
     since: float | None = None
     """When it turned, unless that has been said."""
     told_at: float = -math.inf
 
     def turned(self, slowdown: float, now: float) -> bool:
-        """True when there is something to say: `told` is what. `slowdown` is a multiple of the usual time."""
+        """Return True when a slowdown starts or ends; `told` has which. `slowdown` is a multiple of the usual time."""
         if slowdown >= SLOW / 2 if self.told else slowdown < SLOW or now - self.told_at < AGAIN_S:
             self.since = None
             return False
@@ -167,7 +167,7 @@ class _Rank:
     asked_at: float | None = None
     """When the oldest ping that it has not answered was sent."""
     stopped_at: float | None = None
-    """Since when its process stands still."""
+    """Time since which its process is suspended; None while it runs."""
     round_trip: float = 0.0
     """The longest lately."""
     begun: int = -1
@@ -219,8 +219,8 @@ class Watchdog:
         self._pinged_at = now - IDLE_PING_S
 
     def loaded(self, now: float, *, gpu: bool, hosts: int = 2) -> None:
-        """All ranks are ready for steps, on so many hosts. On one alone, what is slow is that machine, busy with
-        something else."""
+        """Start watching steps: all ranks are ready, on `hosts` hosts. On a single host slowness is logged at INFO:
+        that machine is then busy with something else."""
         self._loaded = True
         self._level = logging.WARNING if hosts > 1 else logging.INFO
         self._floor = GPU_FLOOR_S if gpu else FLOOR_S
@@ -233,11 +233,11 @@ class Watchdog:
 
     @property
     def busy(self) -> bool:
-        """Steps are under way."""
+        """True while steps are under way."""
         return bool(self._steps)
 
     def works(self, rank: int) -> bool:
-        """The rank has a step under way, or a grammar is being compiled."""
+        """True while the rank has a step under way, or compiles a grammar."""
         return bool(self._compiling) or any(rank in step.missing for step in self._steps)
 
     # --- events ---
@@ -303,7 +303,8 @@ class Watchdog:
         self._check_progress(now)
 
     def _wake(self, now: float) -> None:
-        """The engine runs. If it did not for a while (suspended, or busy elsewhere), nobody else is to blame."""
+        """Record that the engine runs. A pause of its own (suspended, or busy elsewhere) moves all timers by its
+        length."""
         gap, self._awake_at = now - self._awake_at, now
         if gap <= PAUSE_S:
             return
@@ -334,7 +335,7 @@ class Watchdog:
             )
 
     def _check_pace(self, now: float) -> None:
-        """Say what is slow but moves, and when that is over; it is left alone."""
+        """Report ranks that become slow, and their recovery, without ending them."""
         for number, rank in enumerate(self._ranks):
             if rank.tempo.turned(now):
                 if rank.tempo.slowness.told:

@@ -27,7 +27,7 @@ from tandem.crash_guard import own_process
 from tandem.descriptors import raise_limit
 from tandem.env import set_variables
 from tandem.errors import RankFailure
-from tandem.executors.weights import Head, obtain_files
+from tandem.executors.weight_source import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
@@ -53,7 +53,7 @@ log = logging.getLogger("tandem.executors.worker")
 
 VERSIONED = ("mlx", "mlx-lm")
 HELLO_SECONDS = 2.0
-"""A rank says hello again after so long: its first words may be lost while the engine's socket comes up."""
+"""Seconds between a rank's hellos: the first may be lost while the engine's socket comes up."""
 
 
 Wrap = Callable[["StageModel"], "StageModel"]
@@ -90,7 +90,7 @@ class Worker:
     def _build(
         self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox[Event], progress: Report
     ) -> tuple[Runner, Ready]:
-        """In the thread that owns MLX: connect to the neighbours, load, and say so."""
+        """Connect to the neighbours, load the model and report it, in the thread that owns MLX."""
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, require_memory
         from tandem.executors.gpu_probe import probe_gpu

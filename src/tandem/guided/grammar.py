@@ -78,7 +78,7 @@ def _context_free(text: str) -> dict[str, object]:
             raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
         try:
             return _lark(any_to_lark(text))
-        except Exception as error:  # a parser in Python, which raises whatever comes
+        except Exception as error:  # a parser in Python, which may raise anything
             raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
     description = json.loads(text)
     grammars = description.get("grammars") if isinstance(description, dict) else None

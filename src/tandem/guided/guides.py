@@ -26,17 +26,17 @@ class Masks(NamedTuple):
     bits: npt.NDArray[np.uint32]
     """[rows, vocabulary / 32]: bit i of word j says whether token 32 j + i is allowed."""
     given_up: dict[int, int]
-    """Other rows, and what stands for a token there: NO_CONTINUATION, or NO_GRAMMAR when it could not be built."""
+    """Rows without a mask, and the code in place of a token: NO_CONTINUATION, or NO_GRAMMAR when it was not built."""
 
 
 class Guides:
-    """Matchers by request id. They follow the tokens that are sampled; a replay builds them anew from those so far."""
+    """Matchers by request id. They advance with each sampled token; a replay rebuilds them from the tokens so far."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._building: dict[str, Future[LLMatcher]] = {}
         self._matchers: dict[str, LLMatcher | None] = {}
-        """None: the sequence is over, and nothing is asked of what a plan sent ahead still samples for it."""
+        """By request id; None once the sequence has ended but plans sent ahead still sample for it."""
         self._ends = np.zeros_like(allocate_token_bitmask(1, vocabulary.vocab_size)[0])
         for token in vocabulary.eos:
             self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
@@ -88,7 +88,7 @@ class Guides:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
         for i, (row, matcher) in enumerate(live):
             if matcher.is_error():
-                log.warning("grammar given up: %s; its request ends with an error", matcher.get_error().partition("\n")[0][:200])
+                log.warning("Grammar failed: %s; ending its request with an error", matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 given_up[row] = NO_CONTINUATION
             elif matcher.is_stopped():

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
+from tandem.guided.compile_probe import STACK_BYTES, limits
 from tandem.guided.grammar import grammar_of
-from tandem.guided.probe import STACK_BYTES, limits
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from tandem.protocol.step import KVShape
 
 GROWTH = 256
-"""Positions by which rows grow where there is room: copying a buffer once in 256 steps costs less than 1 % of reading
-it at every step."""
+"""Positions by which rows grow: one buffer copy in 256 steps costs less than 1 % of reading it each step."""
 WASTE = 16
-"""A full batch may lose one in so many KV positions to rows that are rounded up."""
+"""Divisor of the KV positions that a full batch may lose to rounding up its rows."""
 
 
 def rounded(length: int, step: int) -> int:
@@ -20,7 +19,7 @@ def rounded(length: int, step: int) -> int:
 
 
 def growth_step(kv_tokens: int, max_batch_size: int) -> int:
-    """Positions by which rows grow where there is little room."""
+    """Positions by which rows grow, fewer when memory is short."""
     return min(max(kv_tokens // max(max_batch_size * WASTE, 1), 1), GROWTH)
 
 
@@ -36,7 +35,7 @@ def most_rows(max_batch_size: int, micro_batches: int) -> int:
 
 
 def held_sequences(max_batch_size: int, micro_batches: int) -> int:
-    """Sequences of which all micro-batches together may hold states and windows: full buffers, and a prompt beside each."""
+    """Most sequences whose states and windows all micro-batches hold together: full buffers, and a prompt beside each."""
     return micro_batches * (most_rows(max_batch_size, micro_batches) + 1)
 
 

@@ -29,7 +29,7 @@ from tandem.protocol.request import EngineRequest
 NEAR = 2048
 """Positions that are near the beginning of a prompt."""
 OLD = 0.8
-"""Weight of what was measured before."""
+"""Weight of earlier measurements in a moving average."""
 SLOWER = 4.0
 """How many times as long as computing it a prompt may take to read that another replica has computed for this one."""
 AGAIN = 64
@@ -59,7 +59,7 @@ class Seeking(Protocol):
 
 
 @dataclass
-class Pace:
+class DiskSpeed:
     """Tokens a second, lately."""
 
     tokens_s: float = 0.0
@@ -98,7 +98,7 @@ class _Order:
     names: list[bytes] = field(default_factory=list)
     """Disk blocks to fetch."""
     gain: int = 0
-    """Positions of these beyond what was in memory."""
+    """Positions that this prefix adds to what was in memory."""
     wanted: frozenset[bytes] | None = None
     """Disk blocks to look for; None: all."""
     then: Callable[[], None] | None = None
@@ -114,11 +114,11 @@ class DiskTier:
         self.orders: list[Fetch | UseRemoteStores | Survey] = []
         """Orders for all ranks, before the next plan; the sender empties the list."""
         self.counts = DiskCounts()
-        self.computing = Pace()
+        self.computing = DiskSpeed()
         """Pace of computing prompts."""
-        self.beginning = Pace()
+        self.beginning = DiskSpeed()
         """Pace near the beginnings of prompts, comparable between replicas: positions far behind take longer."""
-        self._reading, self._bringing = Pace(), Pace()
+        self._reading, self._bringing = DiskSpeed(), DiskSpeed()
         """Paces of reading from the ranks' own disks, and of fetching from other machines."""
         self._too_slow = 0
         """Reads that did not pay."""
@@ -152,7 +152,7 @@ class DiskTier:
         """Share of the time to compute a prompt that fetching it from other machines saves; a guess at first."""
         return self._saved(self._bringing, LENT_GUESS)
 
-    def _saved(self, pace: Pace, guess: float) -> float:
+    def _saved(self, pace: DiskSpeed, guess: float) -> float:
         if not (pace.tokens_s and self.computing.tokens_s):
             return guess if self.on else 0.0
         return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
@@ -182,13 +182,13 @@ class DiskTier:
             self.seek(sequence, prefixes)
 
     def use_remote_stores(self, remote_stores: Iterable[tuple[str, str]]) -> None:
-        """Have the ranks use these directories of others, and look what is there. Nothing waits for that."""
+        """Have the ranks read from these directories of other ranks, and list them. Returns at once."""
         if self._ranks:
             self.orders.append(UseRemoteStores(list(dict(remote_stores).items())))
             self._survey(soon=True)
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
-        """Forget what was asked of ranks that are gone."""
+        """Forget the orders to ended ranks."""
         self.lose_patience()
         self._asked.clear()
         self._silent = False
@@ -361,7 +361,7 @@ class DiskTier:
 
     @property
     def positions(self) -> int:
-        """Positions on disk, in disk blocks of which every rank has its part."""
+        """Positions on disk, counted in blocks that every rank has its part of."""
         return len(self._disk_blocks) * DISK_BLOCK
 
 

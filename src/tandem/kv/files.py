@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from tandem.errors import TransportError, UsageError
-from tandem.kv.parts import Part, sources
+from tandem.kv.parts import KVSlice, sources
 from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.disk_blocks import DISK_BLOCK
@@ -39,19 +39,19 @@ MARK = "tandem-kv"
 IDENTITY = "identity"
 """A file there with a random name of the directory, the same for all machines that have it."""
 MOST_IDENTITY = 64
-"""Bytes of it; what has more is not ours."""
+"""Most bytes of the identity file."""
 ABOUT = "model"
-"""A file in each space: what its model is called, for people."""
+"""Name of a file in each space that holds the model's name, for people."""
 _PREFIX = struct.Struct("<8sI")
 _DISK_BLOCK = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
 MOST_HEADER = 1 << 20
 """Bytes before the arrays of a file."""
 STALE_S = 3600.0
-"""A file half written is nobody's any more after so long; one that was used so far in the future has a wrong time."""
+"""Seconds after which a half-written file counts as abandoned, and a time in the future as wrong."""
 KEPT = 0.9
-"""Share of the room that stays taken where something has to go."""
+"""Share of the limit down to which old files are deleted."""
 BLIND = 0.02
-"""Share of the room that a rank fills before it looks again what others have written and deleted."""
+"""Share of the limit that a rank writes before it scans the directory again."""
 
 Layer = tuple[np.ndarray, np.ndarray]
 """Keys and values, [1, heads, positions, width], of types that numpy knows (bfloat16 as uint16)."""
@@ -78,7 +78,7 @@ class Kind:
 
 
 class Unusable(Exception):
-    """A file is not there any more, not whole, or not what its name says."""
+    """Raised when a file is missing, damaged, or not what its name says."""
 
 
 def open_directory(directory: Path, space: str) -> None:
@@ -136,7 +136,7 @@ def _identity(directory: Path, name: str = "") -> str:
 class DiskBlockFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int, kind: Kind | None = None) -> None:
+    def __init__(self, directory: Path, space: str, need: KVSlice, limit: int, most: int, kind: Kind | None = None) -> None:
         """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. What is not
         of this `kind` counts as damaged; None: whatever files say. Raises UsageError."""
         open_directory(directory, space)
@@ -149,9 +149,9 @@ class DiskBlockFiles:
         """Directory of this space."""
         identity = _identity(directory)
         self.store_id = f"{identity}/{space}" if identity else ""
-        """Alike on all that read what one another writes; empty where that is not known."""
-        self._parts: dict[bytes, list[Part]] = {}
-        self._lent: dict[bytes, list[Part]] = {}
+        """Id shared by all ranks that read one another's files; empty if unknown."""
+        self._parts: dict[bytes, list[KVSlice]] = {}
+        self._lent: dict[bytes, list[KVSlice]] = {}
         """Parts that other machines have."""
         self._remote_stores: RemoteStores | None = None
         self.brought = 0
@@ -163,7 +163,7 @@ class DiskBlockFiles:
         self._labels: set[str] = set()
         self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
 
-    def _announce(self, *parts: Part) -> None:
+    def _announce(self, *parts: KVSlice) -> None:
         """Write down the labels of these parts for ranks that look for single disk blocks. Errors are ignored."""
         for label in {part.label for part in parts} - self._labels:
             with suppress(OSError):
@@ -192,7 +192,7 @@ class DiskBlockFiles:
             if any(part not in self._parts.get(name, ()) for layer in self._sources(name) or () for part, _ in layer)
         ]
 
-    def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
+    def _sources(self, name: bytes) -> list[list[tuple[KVSlice, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
         return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
 
@@ -226,7 +226,7 @@ class DiskBlockFiles:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
         return layers, types.pop(), sum(array.nbytes for _, held in files.values() for pair in held for array in pair)
 
-    def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
+    def _load(self, name: bytes, part: KVSlice) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
         borrowed = part not in self._parts.get(name, [])
         try:
@@ -258,7 +258,7 @@ class DiskBlockFiles:
                 path.unlink()
             raise Unusable(f"{path.name} is damaged: {error}") from error
 
-    def _require_kind(self, header: _Header, part: Part) -> None:
+    def _require_kind(self, header: _Header, part: KVSlice) -> None:
         """Raise ValueError for KV of another type or width: nothing could be computed with it."""
         if self._kind is None:
             return
@@ -300,7 +300,7 @@ class DiskBlockFiles:
         )
         return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
-    def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
+    def _put(self, name: bytes, part: KVSlice, contents: Iterable[bytes | memoryview]) -> int:
         """Write a file and return its size. Raises OSError, with nothing left behind."""
         if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
@@ -410,20 +410,20 @@ def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield space.name, file
 
 
-def _note(parts: dict[bytes, list[Part]], file: str) -> None:
+def _note(parts: dict[bytes, list[KVSlice]], file: str) -> None:
     """Add the part that a file of this name has, if it is one."""
     name, _, label = file.removesuffix(SUFFIX).partition(".")
     with suppress(ValueError, OverflowError):
-        part = Part.read(label)
+        part = KVSlice.read(label)
         if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
             parts.setdefault(bytes.fromhex(name), []).append(part)
 
 
-def _file(name: bytes, part: Part) -> str:
+def _file(name: bytes, part: KVSlice) -> str:
     return f"{name.hex()}.{part.label}{SUFFIX}"
 
 
-def _heads(pair: Layer, part: Part, heads: range) -> Layer:
+def _heads(pair: Layer, part: KVSlice, heads: range) -> Layer:
     if len(heads) == len(part.heads):
         return pair
     return pair[0][:, heads.start : heads.stop], pair[1][:, heads.start : heads.stop]
@@ -438,7 +438,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 
 def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
-    """Raises ValueError where the bytes are not what the header says, or that is no disk block of so many heads."""
+    """Parse the layers of a payload. Raises ValueError when the bytes do not match the header or `heads`."""
     dtype, at = _NUMPY.get(header.dtype), 0
     if dtype is None:
         raise ValueError(f"type {header.dtype}")

@@ -195,7 +195,7 @@ class PrefixIndex:
         return self._cached_prefixes[key].hashes if key in self._cached_prefixes else ()
 
     def reserve(self, hashes: Sequence[bytes]) -> str | None:
-        """Room for a prefix of these blocks, which ranks will have under the key that is returned; None for no room.
+        """Reserve room for a prefix of these blocks; returns the key that ranks will use, None without room.
 
         For caches that can be cut. `arrived` or `give_up` follows.
         """
@@ -230,8 +230,7 @@ class PrefixIndex:
         self._evicted.append(key)
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Evict every prefix that begins as a prompt of these blocks does: which of their blocks is at fault nobody
-        knows."""
+        """Evict every prefix that contains one of these blocks: any of them may be damaged."""
         for key in dict.fromkeys(key for digest in hashes for key in self._by_hash.get(digest, ())):
             self._evict(key)
 
@@ -294,7 +293,7 @@ class DiskBlockIndex:
         self._ranks: list[set[bytes]] = []
 
     def reset(self, kept: Sequence[Iterable[bytes]]) -> None:
-        """Start anew with what each rank has."""
+        """Reset to the blocks that each rank has."""
         self._ranks = [set(names) for names in kept]
 
     def keep(self, rank: int, names: Iterable[bytes]) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 
 @dataclass(frozen=True)
-class Part:
+class KVSlice:
     """Which layers and heads a file has, or a rank needs."""
 
     layers: range
@@ -21,10 +21,10 @@ class Part:
 
     @staticmethod
     @lru_cache(1024)
-    def read(label: str) -> Part:
+    def read(label: str) -> KVSlice:
         """The part with this label. Raises ValueError."""
         layers, _, heads = label.partition(".")
-        return Part(_range(layers), _range(heads))
+        return KVSlice(_range(layers), _range(heads))
 
 
 def _range(text: str) -> range:
@@ -33,7 +33,7 @@ def _range(text: str) -> range:
 
 
 @lru_cache(1024)
-def sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
+def sources(need: KVSlice, own: Sequence[KVSlice], lent: Sequence[KVSlice]) -> list[list[tuple[KVSlice, range]]] | None:
     """Return, for each layer of `need`, the parts that have its heads, and which of theirs; None if some are missing."""
     found = []
     for layer in need.layers:
@@ -47,9 +47,9 @@ def sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[
     return found
 
 
-def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
+def _cover(parts: Sequence[KVSlice], heads: range) -> list[tuple[KVSlice, range]]:
     """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
-    found: list[tuple[Part, range]] = []
+    found: list[tuple[KVSlice, range]] = []
     at = heads.start
     while at < heads.stop:
         best = max((part for part in parts if at in part.heads), key=lambda part: part.heads.stop, default=None)

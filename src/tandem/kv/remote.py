@@ -13,13 +13,13 @@ from pathlib import Path
 from msgspec import Struct
 
 from tandem.errors import TransportError
-from tandem.protocol.blobs import BlobFile, Range
+from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.protocol.keys import ClusterKeys
 from tandem.system.files import NotRegular, open_regular
 from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
-"""Seconds to wait for a chunk, or for all lists; what has not come by then is computed."""
+"""Timeout in seconds of a chunk, or of all lists; missing blocks are computed."""
 REST_S = 30.0
 """Seconds for which a silent endpoint is not asked."""
 MOST_LISTED = 50_000

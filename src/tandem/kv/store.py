@@ -1,4 +1,4 @@
-"""A rank's KV on disk: disk blocks of prefixes are written and read in a thread of its own, whatever the rank computes."""
+"""A rank's KV on disk: blocks of prefixes are read and written in a thread beside the computation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,6 +37,9 @@ FULL_S = 60.0
 """Seconds without writing after a disk was full."""
 _READ, _WRITE, _END = range(3)
 
+Side = mx.array | Sequence[mx.array]
+State = tuple[Side, Side, *tuple[int, ...]]
+Job = Fetch | UseRemoteStores | Survey | tuple[int, bytes, "_Span", int, bool]
 Report = Callable[[Fetched | Written | Surveyed], None]
 
 
@@ -67,7 +69,7 @@ class Layers:
         rank of any layout may have quantised ones, so that they can read one another's."""
         self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
 
-    def stored(self, states: Sequence[tuple[Any, ...]], where: slice) -> list[tuple[mx.array, mx.array]]:
+    def stored(self, states: Sequence[State], where: slice) -> list[tuple[mx.array, mx.array]]:
         """Keys and values at some positions of caches with these states."""
         return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
 
@@ -83,7 +85,7 @@ class Layers:
                 caches.append(KVCache.from_state((*plain, length)))
         return caches
 
-    def _one(self, side: Any, where: slice) -> mx.array:
+    def _one(self, side: Side, where: slice) -> mx.array:
         parts: list[mx.array] = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
         if not self._bytes:
             return parts[0]
@@ -159,7 +161,7 @@ class KVDisk:
     def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report, lending: Lending | None = None) -> None:
         """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
-        self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._number = itertools.count()
         self._lock = threading.Lock()
         self._waiting = 0
@@ -178,30 +180,30 @@ class KVDisk:
         try:
             self._server = None if lending is None else DiskBlockServer(files.directory, lending)
         except TransportError as error:  # its address is not one of this machine, as behind NAT
-            log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
+            log.warning("KV disk not served to other machines: %s", error)
         self.lends = self._server.endpoint if self._server is not None else ""
         """Endpoint from which other ranks fetch these files; empty where they cannot."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
-    def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
+    def store(self, op: StoreOp, states: Sequence[State]) -> None:
         """Write disk blocks of a prefix whose layers' caches have these states."""
         # A run of numbers keeps its distance to where it stands in the list.
         for _, run in itertools.groupby(enumerate(op.disk_blocks), lambda one: one[1][0] - one[0]):
             self._store([disk_block for _, disk_block in run], states, op.awaited)
 
-    def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
+    def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[State], awaited: bool) -> None:
         """Queue as many of these consecutive disk blocks for writing as there is room for."""
         first = disk_blocks[0][0]
         one = self._layers.stored(states, slice(first * DISK_BLOCK, (first + 1) * DISK_BLOCK))  # not evaluated
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
-            seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
+            seldom.warning("KV disk not used: this model's KV is not divided as its description says")
             return
         nbytes = sum(array.nbytes for pair in one for array in pair)
         with self._lock:
             taken = disk_blocks[: max(WAITING_BYTES - self._waiting, 0) // nbytes]
             self._waiting += len(taken) * nbytes
         if len(taken) < len(disk_blocks):
-            seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
+            seldom.warning("KV disk too slow: not writing some blocks")
         if taken:
             span = _Span(self._layers.stored(states, slice(first * DISK_BLOCK, (first + len(taken)) * DISK_BLOCK)), first)
             for number, name in taken:
@@ -216,7 +218,7 @@ class KVDisk:
         self._jobs.put((_WRITE if waits else _READ, next(self._number), order))
 
     def has(self, key: str) -> bool:
-        """A prefix has been fetched under this key, or could not be."""
+        """True when the fetch under this key has ended, with or without success."""
         return key in self._arrived
 
     def take(self, key: str) -> list[Cache] | None:
@@ -240,8 +242,8 @@ class KVDisk:
 
     def _work(self) -> None:
         while True:
-            kind, _, job = self._jobs.get()
-            if kind == _END:
+            _, _, job = self._jobs.get()
+            if job is None:
                 self._files.close()
                 return
             try:
@@ -249,16 +251,16 @@ class KVDisk:
                     self._survey(job)
                 elif isinstance(job, UseRemoteStores):
                     self._use_remote_stores(job)
-                elif kind == _READ:
+                elif isinstance(job, Fetch):
                     self._read(job)
                 else:
                     self._write(*job)
             except Exception as error:  # noqa: BLE001 - one job must not end the thread: others wait for the next ones
                 self._failed(job, error)
 
-    def _failed(self, job: Any, error: Exception) -> None:
+    def _failed(self, job: Job | None, error: Exception) -> None:
         """Answer a job that raised an unforeseen error, so that nothing waits for it."""
-        seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
+        seldom.error("KV disk: %s: %s; computing instead", type(error).__name__, error)
         if isinstance(job, Fetch):
             self._arrived[job.key] = None
             self._report(Fetched(self._rank, job.key, job.names))
@@ -280,12 +282,12 @@ class KVDisk:
                 took, count = time.monotonic() - started, len(order.names)
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
                 if late:
-                    seldom.warning("KV comes more slowly than it could be computed; what has not come is computed")
+                    seldom.warning("KV disk slower than computing: computing the rest")
                     lost, arrived = order.names[number + 1 :], None
                     break
         except (Unusable, MemoryError, ValueError) as error:
-            seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
-            # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
+            seldom.warning("KV on disk cannot be used: %s; computing it again", str(error) or "no memory is left")
+            # Later blocks are useless without it and are stored again with it; so are blocks that do not fit together.
             lost = order.names[number:] if isinstance(error, Unusable) else order.names
             arrived = None
         self._arrived[order.key] = arrived
@@ -299,7 +301,7 @@ class KVDisk:
         try:
             nbytes, total = self._files.survey(drop=order.drop, wanted=order.wanted)
         except OSError as error:
-            seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
+            seldom.warning("KV directory cannot be read: %s; computing its prefixes", error.strerror or error)
             nbytes = total = 0
         if order.wanted is None:
             self._files.take_gone()  # what is there says it too
@@ -328,7 +330,7 @@ class KVDisk:
         except OSError as error:
             self._quiet_until = time.monotonic() + FULL_S
             self._report(Written(self._rank, [], gone=self._files.take_gone()))
-            seldom.warning("KV cannot be kept on disk: %s; nothing is for %.0f s", error.strerror or error, FULL_S)
+            seldom.warning("KV cannot be written to disk: %s; pausing for %.0f s", error.strerror or error, FULL_S)
         finally:
             with self._lock:
                 self._waiting -= nbytes

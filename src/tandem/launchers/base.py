@@ -28,7 +28,7 @@ class RankProcess(Protocol):
         """True when it is suspended (SIGSTOP), as far as that is known."""
 
     def describe_exit(self) -> str:
-        """Tell in words how it ended."""
+        """Describe how it ended, for people."""
 
     def kill(self) -> None:
         """Kill it at once."""
@@ -123,5 +123,5 @@ class Launcher(ABC):
     def drop_standbys(self) -> None:
         """End the standby processes: the next rank group has another layout."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
         """Release the machines. Idempotent."""

@@ -13,11 +13,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard, get_args, get_type_hints
+from typing import NoReturn, TypeGuard, get_args, get_type_hints
 
 from tandem.config.settings import ParallelSettings
 from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
+from tandem.json_types import JsonObject
 from tandem.system.files import read_text
 
 TOP_FIELDS = ("backend", "envs", "hosts")
@@ -63,10 +64,10 @@ class Hostfile:
 
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
     """Read and check a hostfile. Raises ConfigError in one line that names entry, field, value and remedy."""
-    return _Reader(path, label).read()
+    return _HostfileReader(path, label).read()
 
 
-class _Reader:
+class _HostfileReader:
     def __init__(self, path: str, label: str) -> None:
         self._path = path
         self._where = f"{label} {path}"
@@ -104,7 +105,7 @@ class _Reader:
             envs=tuple((name, value) for name, _, value in (text.partition("=") for text in envs)),
         )
 
-    def _fields(self, values: dict[str, Any], fields: Sequence[str], where: str) -> dict[str, Any]:
+    def _fields(self, values: JsonObject, fields: Sequence[str], where: str) -> JsonObject:
         """Check names and values of an object of the file; leave out what MLX leaves empty."""
         for name in values:
             if name not in fields:

@@ -1,4 +1,4 @@
-"""A launcher whose ranks are started by node agents, whoever starts those: ssh, Ray, or people."""
+"""Launcher whose ranks are started by node agents, which ssh, Ray or people start."""
 
 from __future__ import annotations
 

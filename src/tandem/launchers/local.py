@@ -28,7 +28,8 @@ def thread_variables(count: int) -> dict[str, str]:
 
 
 class Standbys:
-    """Standby processes, at most one for each rank, in the rank's environment. Without one a rank starts anew."""
+    """Standby processes, at most one for each rank, started with the rank's environment. A rank without one starts from
+    scratch."""
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
         """`module` is the ranks' entry point; only Tandem's own has standby processes."""

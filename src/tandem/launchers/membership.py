@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tandem.crash_guard import start_thread
 from tandem.errors import RankFailure, TransportError
-from tandem.launchers.facts import versions
+from tandem.launchers.host_facts import versions
 from tandem.log import Seldom
 from tandem.protocol import hosts
 from tandem.protocol.keys import ClusterKeys
@@ -199,7 +199,7 @@ class Membership:
                 try:
                     received = self._end.receive()
                 except TransportError as error:
-                    seldom.warning("join socket: %s; it is dropped, and nobody is disturbed", error)
+                    seldom.warning("Dropping an unreadable message on the join socket: %s", error)
                     continue
                 if received is None:
                     break
@@ -234,7 +234,7 @@ class Membership:
                 self._strike(member, "has been ended there")
             elif isinstance(message, hosts.Ports):
                 self._ports[message.number] = message
-            elif rank is not None and isinstance(message, hosts.Pong):
+            elif rank is not None and isinstance(message, hosts.HostPong):
                 rank.stopped = message.stopped
             elif rank is not None and rank.number == message.number:
                 if isinstance(message, hosts.RankStarted):
@@ -248,7 +248,7 @@ class Membership:
             if identity not in self._members:
                 for earlier in [other for other in self._members.values() if other.join.host_id == join.host_id]:
                     if earlier.join.attempt > join.attempt:
-                        return  # this one was under way for long; the node agent has connected anew since
+                        return  # a delayed message; the node agent has reconnected since
                     self._strike(earlier, "has joined anew")
                 if (reason := self._objection(join)) is not None:
                     seldom.warning(
@@ -307,7 +307,7 @@ class Membership:
                     self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
             identities = list(self._members)
         for identity in identities:
-            self._end.post(identity, hosts.Ping(int(now)))
+            self._end.post(identity, hosts.HostPing(int(now)))
 
     def _strike(self, member: JoinedHost, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]

@@ -24,7 +24,7 @@ import msgspec
 
 from tandem.descriptors import raise_limit
 from tandem.errors import SpawnError, TransportError, UsageError
-from tandem.launchers.facts import address_towards, host_facts, is_own, launched_process_group
+from tandem.launchers.host_facts import address_towards, host_facts, is_own, launched_process_group
 from tandem.launchers.local import END_S, Standbys, Variables, thread_variables
 from tandem.launchers.process_groups import free_ports, written_files
 from tandem.log import Seldom, set_up
@@ -56,7 +56,7 @@ PROCESS_GROUP_VARIABLES = (
 """Variables of the process that started this one, which ranks must not inherit: the head tells them their group."""
 
 
-class _Rank:
+class _RankProcess:
     """The rank process and the files of its group."""
 
     def __init__(self, order: hosts.StartRank, standbys: Standbys) -> None:
@@ -85,7 +85,7 @@ class NodeAgent:
         self._mlx = mlx or hosts.MlxProcessGroup()
         self._id = secrets.token_hex(8)
         self._attempts = 0
-        self._rank: _Rank | None = None
+        self._rank: _RankProcess | None = None
         self._standbys = Standbys(payload.worker)
         self._told_to_end = False
         self._heartbeat_s = 0.0
@@ -210,8 +210,8 @@ class NodeAgent:
         return 128 + signal.SIGTERM
 
     def _obey(self, link: HostEnd, message: hosts.HeadMessage) -> None:
-        if isinstance(message, hosts.Ping):
-            link.send(hosts.Pong(message.number, self._rank is not None and self._rank.process.stopped))
+        if isinstance(message, hosts.HostPing):
+            link.send(hosts.HostPong(message.number, self._rank is not None and self._rank.process.stopped))
         elif isinstance(message, hosts.ReservePorts):
             try:
                 link.send(hosts.Ports(message.number, free_ports(message.count, message.address, message.wanted)))
@@ -233,7 +233,7 @@ class NodeAgent:
     def _start(self, link: HostEnd, order: hosts.StartRank) -> None:
         self._end_rank()
         try:
-            self._rank = _Rank(order, self._standbys)
+            self._rank = _RankProcess(order, self._standbys)
         except (OSError, SpawnError) as error:
             link.send(hosts.RankExited(order.number, 1, f"could not be started: {error}"))
             return

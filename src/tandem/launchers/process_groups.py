@@ -120,7 +120,7 @@ def nccl_process_group(size: int, coordinator: str) -> ProcessGroup:
 
 
 def any_process_group(ring: ProcessGroup, rdma: ProcessGroup | None) -> ProcessGroup:
-    """Combine the groups among which MLX may choose by itself."""
+    """Combine a ring and an RDMA group, between which MLX chooses."""
     process_groups = [ring] if rdma is None else [rdma, ring]
     size = range(len(ring.environment))
     return ProcessGroup(
@@ -172,7 +172,7 @@ def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = (
 
 
 def _lasting() -> range:
-    """Return ports that the system gives only to those who ask for them by number."""
+    """Return the range of ports that the system never assigns by itself."""
     first = OTHERS_FIRST
     with suppress(OSError, ValueError):
         first = min(first, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.launchers.base import Launcher
+from tandem.launchers.host_addresses import hosts_for, ranks_of, with_layout
 from tandem.launchers.hostfile import read_hostfile
-from tandem.launchers.machines import hosts_for, ranks_of, with_layout
 from tandem.system.cuda import uses_cuda
 
 

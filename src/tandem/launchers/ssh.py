@@ -22,7 +22,7 @@ from tandem.crash_guard import start_thread
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
-from tandem.launchers.facts import address_towards
+from tandem.launchers.host_facts import address_towards
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher, copy_line
 from tandem.launchers.process_groups import Devices

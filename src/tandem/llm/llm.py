@@ -20,7 +20,7 @@ from contextlib import aclosing
 from typing import ParamSpec, Self
 
 from tandem.engine.thread import EngineThread, Event
-from tandem.executors.base import Progress
+from tandem.executors.executor import Progress
 from tandem.llm.session import Batch, LoadedModel, Message, Prompt, RequestOutput, Session
 from tandem.protocol.request import SamplingParams
 

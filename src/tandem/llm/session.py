@@ -9,18 +9,18 @@ import operator
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
 from tandem.config.options import by_name, renamed, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
+from tandem.engine.build_layout import plan_layout, say_what_is_idle
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
-from tandem.guided.check import GrammarCheck
+from tandem.guided.accept import GrammarCheck
+from tandem.json_types import JsonObject
 from tandem.models.pooling import unit_vector
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -31,7 +31,7 @@ from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
-Message = dict[str, Any]
+Message = JsonObject
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -334,7 +334,7 @@ def _converted(name: str, value: object) -> object:
 
 def _settings(options: dict[str, object]) -> Settings:
     """Each option in the section that has a field of its name."""
-    chosen: dict[str, Any] = {}
+    chosen: JsonObject = {}
     warnings: list[str] = []
     options = {renamed(name, name, warnings): value for name, value in options.items()}
     for warning in warnings:

@@ -20,9 +20,11 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from tandem.checkpoints.config import read_config
 from tandem.crash_guard import start_thread
 from tandem.errors import TandemError, UnsupportedModel
+from tandem.json_types import JsonObject
 from tandem.loading.memory import resident_bytes
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.loading.pipeline_model import PipelineModel
+from tandem.loading.quantized_kv import Cache
 from tandem.loading.weights import one_line
 from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
@@ -41,13 +43,13 @@ MOST_BYTES = 4 * 10**9
 """Limit on memory, beyond what the process begins with: far more than such models take."""
 
 
-def try_config(config: dict[str, Any]) -> str:
+def try_config(config: JsonObject) -> str:
     """Return a line about what was compared. Raises UnsupportedModel with the difference, or why it cannot be tried."""
     small, model = cut_down(config)
     return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
 
 
-def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
+def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
     """The config as it is tried, and its model. Raises UnsupportedModel."""
     failed = "it cannot be cut down far enough to be tried"
     for small in shrunk(config):
@@ -61,7 +63,7 @@ def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
     raise UnsupportedModel(failed)
 
 
-def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
+def _compare(config: JsonObject, model: nn.Module, weights: int) -> str:
     model.update(tree_map_with_path(_random, model.parameters()))
     mx.eval(model.parameters())
     layers, rows = len(model.layers), mx.random.randint(0, 256, (ROWS, sum(STEPS)), key=mx.random.key(1))
@@ -97,7 +99,7 @@ def _calls(row: mx.array) -> list[mx.array]:
     return list(mx.split(row[None], np.cumsum(STEPS)[:-1].tolist(), axis=1))
 
 
-def _whole_logits(model: nn.Module, caches: list[Any], row: mx.array) -> list[mx.array]:
+def _whole_logits(model: nn.Module, caches: list[Cache], row: mx.array) -> list[mx.array]:
     logits = [model(x, cache=caches) for x in _calls(row)]
     mx.eval(logits)
     return logits
@@ -123,7 +125,7 @@ def _staged_logits(frames: list[PipelineModel], rows: mx.array) -> tuple[list[mx
     return alone, together
 
 
-def _model(config: dict[str, Any]) -> nn.Module:
+def _model(config: JsonObject) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{module_of(str(config.get('model_type')))}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
@@ -131,7 +133,7 @@ def _model(config: dict[str, Any]) -> nn.Module:
 
 
 def _random(path: str, array: mx.array) -> mx.array:
-    """Random values that depend on the path alone, whatever else the model holds."""
+    """Random weights, the same for a path in any model."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
     key = mx.random.key(sum(path.encode()) % 2**31)
@@ -139,7 +141,7 @@ def _random(path: str, array: mx.array) -> mx.array:
     return 1 + 0.1 * noise if array.ndim == 1 and path.endswith("weight") else noise / 8
 
 
-def outcome(config: dict[str, Any]) -> tuple[bool, str]:
+def outcome(config: JsonObject) -> tuple[bool, str]:
     """Whether the trial passes, and what was compared or what differed."""
     try:
         return True, try_config(config)
@@ -150,7 +152,7 @@ def outcome(config: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _end_when_large() -> None:
-    """Whatever a config makes mlx-lm's code do: it takes no more memory than there should be for it."""
+    """End the process when it takes more than `MOST_BYTES`: a hostile config must not fill the machine."""
     most = resident_bytes() + MOST_BYTES
     while max(resident_bytes(), mx.get_peak_memory()) < most:
         time.sleep(0.05)

@@ -123,7 +123,7 @@ def _mxfp4(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign
 
 
 def _awq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
-    """[in, out / 8] words, whose eight neighbours stand in an order of their own."""
+    """Unpack AWQ weights: [in, out / 8] words of eight 4-bit values in AWQ's own order."""
     columns = packed.shape[0]
     values = _unpacked(packed.view(mx.uint32), 4, -1, _AWQ_ORDER).T
     words = values.reshape(values.shape[0], columns // 8, 8) << (mx.arange(8, dtype=mx.uint32) * 4)

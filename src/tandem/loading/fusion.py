@@ -12,7 +12,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,8 +27,8 @@ _OUTPUT_AXIS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.QuantizedLinear: 0,
 _PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
 _SETTINGS = ("group_size", "bits", "mode")
 _JOINED_BYTES = 256 * 2**20
-"""Larger ones stay several products: beside reading so much the start of a kernel is nothing, and while weights are
-joined both forms are in memory."""
+"""Most bytes of a joined product. Larger weights stay apart: their reading outweighs the start of a kernel, and while
+weights are joined both forms are in memory."""
 
 
 class FusedPart(nn.Module):
@@ -41,7 +40,7 @@ class FusedPart(nn.Module):
             self.joined = product.joined  # among this one's parameters, so that they count once
         self._product, self._number = product, number
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
         """Return the projection's output [..., O]. The arguments are those of the replaced module."""
         product = self._product
         # Host time counts here: a step makes a hundred such calls and more.
@@ -70,11 +69,11 @@ class Product:
         self._width, self._ends = sum(widths), [sum(widths[:i]) for i in range(1, len(widths))]
         self.x: mx.array | None = None
         """Input of which `outputs` were computed, together with `more`."""
-        self.more: tuple[Any, ...] = ()
+        self.more: tuple[object, ...] = ()
         self.outputs: dict[int, mx.array] = {}
         """By the number of the projection, those that were not given out yet."""
 
-    def compute(self, x: mx.array, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def compute(self, x: mx.array, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """All outputs for these arguments."""
         whole = self._call(x, *args, **kwargs)
         # mx.split is quicker, but its parts count their elements alone as the size of their memory. Where they have
@@ -82,8 +81,8 @@ class Product:
         parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
         self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
 
-    def alike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """The arguments after the first are those of `outputs`."""
+    def alike(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        """True when the arguments after the first are those of `outputs`."""
         given = (*args, *kwargs.values())
         return len(given) == len(self.more) and all(a is b for a, b in zip(given, self.more, strict=True))
 
@@ -117,11 +116,11 @@ def fuse_projections(
     for number, groups in _alike(layers, call, is_whole).items():
         for paths in groups:
             _join(layers[number], paths)
-            mx.synchronize()  # MLX lets go of the parts on a thread of its own
+            mx.synchronize()  # MLX frees the parts on a thread of its own
             mx.clear_cache()  # into their places the next product would not fit
             fewer += len(paths) - 1
     if fewer:
-        log.info("projections of the same input are computed together: %d products fewer in a step", fewer)
+        log.info("Fused projections of the same input: %d products fewer in a step", fewer)
     return fewer
 
 
@@ -138,31 +137,31 @@ def _join(layer: nn.Module, paths: Sequence[str]) -> None:
 
 @dataclass
 class _Calls:
-    """Calls of one projection."""
+    """Recorded calls of one projection."""
 
-    given: list[tuple[Any, ...]] = field(default_factory=list)
+    given: list[tuple[object, ...]] = field(default_factory=list)
     read: bool = False
-    """Something else of it was asked for, or changed, than its output."""
+    """True when code read or changed more of it than its output."""
 
 
 class _Overheard(Around):
-    """A projection of which is noted what it is given."""
+    """Projection that records its inputs."""
 
     def __init__(self, module: nn.Module, calls: _Calls) -> None:
         super().__init__(module)
         self._calls = calls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, *args: object, **kwargs: object) -> mx.array:
         self._calls.given.append((*args, *kwargs.values()))
         found: mx.array = self.module(*args, **kwargs)
         return found
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if "module" in self and name not in self:
             self._calls.read = True
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if "module" in self and name in self["module"]:
             self._calls.read = True
             setattr(self["module"], name, value)
@@ -188,7 +187,7 @@ def _alike(
     finally:
         for (number, path), module in modules.items():
             put(layers[number], path, module)
-    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    groups: dict[tuple[int, str, bool, tuple[int, ...], tuple[object, ...]], list[str]] = defaultdict(list)
     for (number, path), one in calls.items():
         if len(one.given) == 1 and not one.read:
             place = (number, path.rpartition(".")[0], is_whole(number, path))
@@ -201,7 +200,7 @@ def _alike(
     return found
 
 
-def _form(module: nn.Module) -> tuple[Any, ...]:
+def _form(module: nn.Module) -> tuple[object, ...]:
     """Key that modules must share to be joined."""
     axis = _OUTPUT_AXIS[type(module)]
     parameters = sorted(

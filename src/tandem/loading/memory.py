@@ -27,7 +27,7 @@ SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
 
 
 def choose_device(device: str) -> None:
-    """Compute on `cpu`, `gpu`, or (`auto`) what TANDEM_DEVICE says here, else what MLX takes by itself.
+    """Set MLX's device: `cpu`, `gpu`, or with `auto` TANDEM_DEVICE, else MLX's default.
 
     For the whole process. Raises ConfigError.
     """
@@ -64,7 +64,7 @@ def limit_memory(share: float, sharing: int) -> None:
 
 
 def wire_weights(wanted: int | None, share: float) -> int:
-    """Keep what is loaded in a Mac's GPU memory, though nobody asks anything. Returns the bytes; 0 off Metal.
+    """Keep loaded weights resident in a Mac's GPU memory while idle. Returns the bytes; 0 off Metal.
 
     Call with the weights loaded, nothing else, and no step under way. macOS gives memory that is not wired to others
     after a second, and a model that nearly fills a Mac then crawls. Only the weights are wired: a wired set that KV

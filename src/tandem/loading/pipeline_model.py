@@ -20,8 +20,9 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
 from tandem.loading.mlx_lm_models import FAILURES
+from tandem.loading.quantized_kv import Cache
 from tandem.loading.shard_modules import at, put
-from tandem.loading.stage_payload import TRACED, Form, StagePayload, residuals
+from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload, residuals
 from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
 
@@ -41,7 +42,7 @@ class PipelineModel:
         self.model = model
         self.own = own
         self._holder, self._name, self.path = _layer_list(model)
-        self.layers: list[Any] = list(self._holder[self._name])
+        self.layers: list[nn.Module] = list(self._holder[self._name])
         """mlx-lm's modules. Those with weights take their places through `put_layer`."""
         self._made = make_prompt_cache(model)
         self._received = _Received()
@@ -53,8 +54,8 @@ class PipelineModel:
         self._places = [self._place(i) for i in range(len(self._made))]
         self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
         self._grouped_scores = grouped_scores
-        self._in_run: list[Any] = []
-        self._in_head: list[Any] = []
+        self._in_run: list[nn.Module | _Placeholder] = []
+        self._in_head: list[nn.Module | _Placeholder] = []
         self._try()
         for module in model.modules():
             for name in set(module) - before.get(id(module), set(module)):
@@ -62,7 +63,7 @@ class PipelineModel:
 
     @property
     def width(self) -> int:
-        """Elements that a position hands on to the next stage."""
+        """Elements of a position in the payload to the next stage."""
         return self._stage_payload.width
 
     def put_layer(self, i: int, layer: nn.Module) -> None:
@@ -70,7 +71,7 @@ class PipelineModel:
         self.layers[i] = layer
         self._in_run, self._in_head = [], []
 
-    def make_caches(self) -> list[Any]:
+    def make_caches(self) -> list[Cache]:
         """Fresh single-sequence caches of mlx-lm that this stage keeps; a layer may have one, none, or share one."""
         made = make_prompt_cache(self.model)
         return [made[i] for i in self._kept]
@@ -140,11 +141,11 @@ class PipelineModel:
 
     # ---- inside
 
-    def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[Any, ...]:
+    def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[object, ...]:
         """Output of layer `layer`, made of the values that a stage received."""
         return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
 
-    def _as_sent(self, out: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _as_sent(self, out: tuple[Any, ...]) -> tuple[mx.array, ...]:
         return (out[0], self._residuals.filled(out[1])) if self._residuals else out
 
     def _count_positions(self) -> int | None:
@@ -167,7 +168,7 @@ class PipelineModel:
                 f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: {one_line(error)}"
             ) from error
 
-    def _placeholder(self, i: int) -> Any:
+    def _placeholder(self, i: int) -> nn.Module | _Placeholder:
         layer, last = self.layers[i], self.own.stop - 1
         if i == self.own.start - 1:
             return _Source(layer, self._received, self._extras[i])
@@ -183,7 +184,7 @@ class PipelineModel:
         later = self._stage_payload.forwarded and self.own.start == 0 and self.own.stop < len(self.layers)
         return _KeepsOutput(layer, self._received) if later else _End(layer)
 
-    def _call(self, layers: list[Any], tokens: mx.array, caches: list[Any]) -> Any:
+    def _call(self, layers: Sequence[nn.Module | _Placeholder], tokens: mx.array, caches: list[Cache]) -> object:
         try:
             with self._layers_are(layers):
                 self.model(tokens, cache=caches)
@@ -192,7 +193,7 @@ class PipelineModel:
         raise UnsupportedModel("its forward pass leaves out the last layer")
 
     @contextmanager
-    def _layers_are(self, layers: list[Any]) -> Iterator[None]:
+    def _layers_are(self, layers: Sequence[nn.Module | _Placeholder]) -> Iterator[None]:
         whole = self._holder[self._name]
         self._holder[self._name] = layers
         try:
@@ -217,7 +218,9 @@ class PipelineModel:
             out = seen[0].out
             self._residuals = residuals(self.layers, out)
             carried = self._as_sent(out)[1 : 1 + self._family.carries]
-            stage_payload = StagePayload(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, forwarded)))
+            stage_payload = StagePayload(
+                ArraySpec.of(out[0]), tuple(map(ArraySpec.of, carried)), tuple(map(ArraySpec.of, forwarded))
+            )
         except FAILURES as error:
             raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {one_line(error)}") from error
         self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
@@ -235,10 +238,10 @@ class PipelineModel:
             raise UnsupportedModel(f"layers {users[0]} to {users[-1]} share keys and values, so they stay in one stage")
         return sorted(cache for cache in kept if cache is not None)
 
-    def _elsewhere(self, index: int, caches: Sequence[Any]) -> Any:
+    def _elsewhere(self, index: int, caches: Sequence[Cache]) -> Cache:
         """Placeholder for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
         what the embedding writes into it stays in this call."""
-        made = deepcopy(self._made[index])
+        made: Cache = deepcopy(self._made[index])
         if self._counts is None or not hasattr(made, "offset"):
             return made
         return _OtherStageCache(made, caches[self._counts])
@@ -263,13 +266,13 @@ class _Reached(BaseException):
 class _Received:
     """Values from the previous stage. Placeholders hold this and not the pipeline model, which has the weights."""
 
-    values: tuple[Any, ...] = ()
-    forwarded: Sequence[Any] = ()
+    values: tuple[object, ...] = ()
+    forwarded: Sequence[mx.array] = ()
     """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
-    out: Any = None
+    out: object = None
     """Output of the last own layer."""
 
-    def as_output(self, extras: int) -> Any:
+    def as_output(self, extras: int) -> object:
         """The values as a layer returns them that has `extras` values besides hidden states."""
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
@@ -281,12 +284,12 @@ class _ForwardedInputs:
     def __init__(self, received: _Received, numbers: Mapping[int | str, int]) -> None:
         self._received, self._numbers = received, numbers
 
-    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep what the layer is given."""
+    def note(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """Store the layer's forwarded inputs."""
         for place, number in self._numbers.items():
             self._received.forwarded[number] = _argument(place, args, kwargs)  # type: ignore[index]
 
-    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def put(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
         """The layer's arguments with what came from the first stage in their places."""
         found = list(args)
         for place, number in self._numbers.items():
@@ -302,12 +305,12 @@ class _Seen(NamedTuple):
 
     cache: int | None
     """Number of the cache that it was given."""
-    out: tuple[Any, ...]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    out: tuple[mx.array, ...]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
 
 
-def _argument(place: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _argument(place: int | str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
     if isinstance(place, str):
         return kwargs.get(place)
     return args[place] if place < len(args) else None
@@ -328,7 +331,7 @@ def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array
 class _Placeholder:
     """In a layer's place in the model's list. Models ask for `layer.is_linear` and such, and for the layer's class."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
 
     # What isinstance asks for, after the real type.
@@ -345,12 +348,12 @@ class _OtherStage(_Placeholder):
     """
 
     def __init__(
-        self, layer: Any, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None, ends: bool = False
+        self, layer: nn.Module, extras: int, hidden: int | str = 0, forwarded: _ForwardedInputs | None = None, ends: bool = False
     ) -> None:
         super().__init__(layer)
         self._extras, self._hidden, self._forwarded, self._ends = (None,) * extras, hidden, forwarded, ends
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._forwarded is not None:
             self._forwarded.note(args, kwargs)
             if self._ends:
@@ -362,11 +365,11 @@ class _OtherStage(_Placeholder):
 class _TakesForwarded(_Placeholder):
     """An own layer whose forwarded inputs are noted on the first stage, and put in on others."""
 
-    def __init__(self, layer: Any, forwarded: _ForwardedInputs, *, take: bool) -> None:
+    def __init__(self, layer: nn.Module, forwarded: _ForwardedInputs, *, take: bool) -> None:
         super().__init__(layer)
         self._forwarded, self._take = forwarded, take
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._take:
             return self._layer(*self._forwarded.put(args, kwargs), **kwargs)
         self._forwarded.note(args, kwargs)
@@ -374,13 +377,13 @@ class _TakesForwarded(_Placeholder):
 
 
 class _KeepsOutput(_Placeholder):
-    """The last own layer of a first stage that has to see what later layers are given."""
+    """Last own layer of a first stage, where later layers still collect their forwarded inputs."""
 
-    def __init__(self, layer: Any, received: _Received) -> None:
+    def __init__(self, layer: nn.Module, received: _Received) -> None:
         super().__init__(layer)
         self._received = received
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self._received.out = self._layer(*args, **kwargs)
         return self._received.out
 
@@ -388,18 +391,18 @@ class _KeepsOutput(_Placeholder):
 class _Source(_Placeholder):
     """The layer before the first own one: returns what the pipeline model was given."""
 
-    def __init__(self, layer: Any, received: _Received, extras: int) -> None:
+    def __init__(self, layer: nn.Module, received: _Received, extras: int) -> None:
         super().__init__(layer)
         self._received, self._extras = received, extras
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._received.as_output(self._extras)
 
 
 class _End(_Placeholder):
     """The last own layer."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         raise _Reached(self._layer(*args, **kwargs))
 
 
@@ -428,13 +431,13 @@ class _Projection(nn.Module):
 
 
 class _Watched(_Placeholder):
-    """Tells what the layer is given and returns."""
+    """Layer that reports its arguments and its output."""
 
-    def __init__(self, layer: Any, caches: Sequence[Any], tell: Callable[[_Seen], None]) -> None:
+    def __init__(self, layer: nn.Module, caches: Sequence[Cache], tell: Callable[[_Seen], None]) -> None:
         super().__init__(layer)
         self._caches, self._tell = caches, tell
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         values = (*args, *kwargs.values())
         number = next((i for i, cache in enumerate(self._caches) if any(value is cache for value in values)), None)
         out = self._layer(*args, **kwargs)
@@ -451,7 +454,7 @@ class _GroupedMask:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+    def make_mask(self, *args: object, **kwargs: object) -> object:
         mask = self._cache.make_mask(*args, **kwargs)
         return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
 
@@ -468,7 +471,7 @@ class _OtherStageCache:
         return getattr(self._made, name)
 
 
-def _kind(cache: Any) -> Any:
+def _kind(cache: Cache) -> object:
     """Key that is equal for caches that are alike: class, window, number of states; for a list, keys of its members."""
     if isinstance(cache, CacheList):
         return tuple(_kind(one) for one in cache.caches)

@@ -86,9 +86,9 @@ class GroupedKVCache(QuantizedKVCache):
         return 0 if self.empty() else int(super().nbytes)
 
 
-def groups_for(cache: Any, bits: int) -> Groups | None:
+def groups_for(cache: Cache, bits: int) -> Groups | None:
     """How a layer's keys and values can be quantised, told from its cache after a call; None: they cannot."""
-    if not bits or type(cache) is not KVCache or cache.keys is None:
+    if not bits or not isinstance(cache, KVCache) or cache.keys is None:
         return None
     size = group_size((cache.keys.shape[-1], cache.values.shape[-1]))
     return Groups(bits, group_for(bits, size)) if size else None
@@ -107,7 +107,9 @@ def require_products(groups: Groups) -> None:
         ) from error
 
 
-def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+def attend(
+    queries: mx.array, keys: Quantized, values: Quantized, *, scale: float, mask: mx.array | str | None, sinks: mx.array | None
+) -> mx.array:
     """Attention of queries [rows, heads, width, head_dim], as `mx.fast.scaled_dot_product_attention` has it."""
     rows, heads, width, _ = queries.shape
     kv_heads, positions = keys.codes.shape[1:3]
@@ -134,7 +136,7 @@ def _product(left: mx.array, right: Quantized, *, transpose: bool) -> mx.array:
     return mx.quantized_matmul(left, *right.parts, transpose=transpose, group_size=size, bits=bits)
 
 
-def _masked(scores: mx.array, mask: Any) -> mx.array:
+def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
     """Scores [rows, kv_heads, sharing, width, positions] under a mask as attention takes them."""
     if mask is None:
         return scores

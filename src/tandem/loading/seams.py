@@ -52,7 +52,7 @@ def patch_mlx_lm() -> None:
 
 
 def _attend(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
+    queries: mx.array, keys: Any, values: Any, cache: object, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
     """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
     own = getattr(cache, "attend", None)
@@ -76,7 +76,7 @@ def bound_recurrences() -> None:
     """Put the seam into those of mlx-lm's models that are imported. Idempotent."""
     for places, ordered in ((STEPS, _step), (SCANS, _scan)):
         for module, path in places:
-            owner: Any = sys.modules.get(f"mlx_lm.models.{module}")
+            owner: object = sys.modules.get(f"mlx_lm.models.{module}")
             *parents, name = path.split(".")
             for parent in parents:
                 owner = getattr(owner, parent, None)
@@ -86,10 +86,10 @@ def bound_recurrences() -> None:
 
 
 def _step(theirs: Recurrence) -> Recurrence:
-    wait = _Waiting().after if on_cuda() else None
+    wait = _LookAhead().after if on_cuda() else None
 
     @functools.wraps(theirs)
-    def step(*args: Any) -> tuple[mx.array, mx.array]:
+    def step(*args: object) -> tuple[mx.array, mx.array]:
         output, state = theirs(*args)
         state = mx.depends(state, output)
         if wait is not None:
@@ -99,7 +99,7 @@ def _step(theirs: Recurrence) -> Recurrence:
     return step
 
 
-class _Waiting:
+class _LookAhead:
     """Has tokens of a chunk computed, `AHEAD` at a time. A token is of the same chunk as the one before if it is given
     that one's state."""
 
@@ -108,7 +108,7 @@ class _Waiting:
         self._before: mx.array | None = None
         self._tokens = 0
 
-    def after(self, args: tuple[Any, ...], state: mx.array) -> None:
+    def after(self, args: tuple[object, ...], state: mx.array) -> None:
         """`state` comes after a step of `args`."""
         goes_on = any(one is self._last for one in args)
         self._last, self._tokens = state, self._tokens + 1 if goes_on else 1
@@ -146,7 +146,7 @@ def split_by_slices() -> None:
 
 def _sliced(theirs: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
     @functools.wraps(theirs)
-    def split(a: mx.array, indices_or_sections: int | list[int], axis: int = 0, **others: Any) -> list[mx.array]:
+    def split(a: mx.array, indices_or_sections: int | list[int], axis: int = 0, **others: object) -> list[mx.array]:
         if others or not -a.ndim <= axis < a.ndim:
             return theirs(a, indices_or_sections, axis, **others)
         length, ends = a.shape[axis], indices_or_sections

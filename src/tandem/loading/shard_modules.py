@@ -40,7 +40,7 @@ class TensorParallel(Protocol):
 
 
 class Around(nn.Module):
-    """Stands in the place of a module."""
+    """Module that wraps another one and passes attribute reads on to it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class SumOverRanks(Around):
         super().__init__(module)
         self._tensor_parallel = tensor_parallel
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, *args: object, **kwargs: object) -> mx.array:
         """Outputs [B, L, H] of the module, summed over the ranks."""
         return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
@@ -91,7 +91,7 @@ class OwnWidth(nn.Module):
         self.attention = attention
         self._width = width
 
-    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
         """Inputs [B, L, H] to the outputs of the attention [B, L, H]."""
         inner, own = self.attention, copy.copy(self.attention)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -142,7 +142,7 @@ class NormOverRanks(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """Routed experts of which this rank has some whole: the others' outputs are zeros here."""
+    """Routed experts held whole by this rank; the outputs of others are zeros here."""
 
     def __init__(self, experts: nn.Module, own: range) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class OwnExperts(nn.Module):
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Inputs [..., H] and experts' numbers [..., K] to outputs [..., K, H]."""
         here = mx.logical_and(indices >= self._own.start, indices < self._own.stop)
-        # In place of an expert that is elsewhere: one that the token uses here anyway, so that no more is read.
+        # In place of an expert that is elsewhere: one that the token uses here anyway, so that nothing else is read.
         local = mx.where(here, indices.astype(mx.int32) - self._own.start, 0)
         local = mx.where(here, local, local.max(axis=-1, keepdims=True))
         return mx.where(here[..., None], self.experts(x, local), 0)
@@ -243,13 +243,14 @@ def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDe
 
 
 def _is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
-    """An axis has as many entries in all layers as its parts say; else some layers have a multiple of them."""
+    """True when an axis has exactly the entries of its parts in all layers; otherwise some layers have a multiple of
+    them."""
     heads = sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds)
     return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})
 
 
 def is_whole(layer: nn.Module, path: str, description: ModelDescription) -> bool:
-    """All ranks have the same module at a path of a divided layer."""
+    """True when all ranks have the same module at this path of a divided layer."""
     try:
         return sharding_of(description, layer).cut_of(path) is None
     except KeyError:  # within what stands for a module that was divided
@@ -329,7 +330,7 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
                 put(layer, path, OwnExperts(at(layer, path), shard.experts))
 
 
-def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
+def _divide_heads(attention: nn.Module, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
     units, kv = head_units(description), len(shard.kv_heads)
     if len(shard.queries) * units != kv * description.num_heads:  # ranks have the same kv head
         heads, own_heads = description.num_heads, len(shard.queries)
@@ -353,7 +354,7 @@ def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description:
 
 def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:
     """Set a number that the module at `path` holds, or that an object does that it shares with other modules."""
-    holder: Any = at(layer, path)
+    holder: nn.Module = at(layer, path)
     held = getattr(holder, name)
     if held != part.total:
         raise LayoutError(f"{path}.{name} is {held}, where config.json makes {part.total}", param="model")
@@ -386,7 +387,7 @@ def has(module: nn.Module, path: str) -> bool:
 
 def at(module: nn.Module, path: str) -> nn.Module:
     """The module at a path, in which a number counts in a list."""
-    node: Any = module
+    node: nn.Module = module
     for name in filter(None, path.split(".")):
         node = node[int(name)] if isinstance(node, list) else getattr(node, name)
     found: nn.Module = node
@@ -396,7 +397,7 @@ def at(module: nn.Module, path: str) -> nn.Module:
 def put(module: nn.Module, path: str, new: nn.Module) -> None:
     """Put `new` at a path."""
     parent, _, name = path.rpartition(".")
-    holder: Any = at(module, parent)
+    holder: nn.Module = at(module, parent)
     if isinstance(holder, list):
         holder[int(name)] = new
     else:
@@ -404,7 +405,7 @@ def put(module: nn.Module, path: str, new: nn.Module) -> None:
 
 
 class SharedHead(nn.Module):
-    """A head of which each rank has its rows, called as the projection that it is or as an embedding's other side."""
+    """Output head divided by rows over ranks; callable as a projection or as an embedding's `as_linear`."""
 
     def __init__(
         self, rows: nn.Module, shard: Shard, tensor_parallel: TensorParallel, *, embedding: nn.Module | None = None

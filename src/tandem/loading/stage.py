@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +22,7 @@ from tandem.loading.adapters import AdapterLoader
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.pipeline_model import PipelineModel
-from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
+from tandem.loading.quantized_kv import Cache, GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
     Cutter,
@@ -51,7 +51,7 @@ _OTHER_TABLES = frozenset(("wpe", "embed_tokens_per_layer", "embedders"))
 """Embeddings of positions, of each layer's own input, of n-grams."""
 
 
-class Apart(list[list[Any]]):
+class Apart(list[list[Cache]]):
     """Caches of a batch whose sequences are computed one by one: for each row those that a single sequence has."""
 
 
@@ -65,7 +65,7 @@ class CacheBytes(NamedTuple):
     position: int
     """Bytes of one position, in all layers together. Layers with a window count as if they had none."""
     state: int
-    """Bytes whatever the length."""
+    """Bytes that do not depend on the length."""
 
 
 class StageModel:
@@ -85,10 +85,10 @@ class StageModel:
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == description.num_layers
         self.hidden_size = pipeline_model.width
-        """Width of what stages hand on."""
+        """Elements of a position in the payload between stages."""
         self.vocab_size = description.vocab_size
         self.dtype = dtype
-        """Type of the activations that stages hand on."""
+        """Type of the activations in the payload between stages."""
         self.shard = shard
         """Part of each layer that this rank holds; None for all of it."""
         self.one_by_one = family_of(description.family).one_by_one or _changing_rope(pipeline_model.model)
@@ -100,7 +100,7 @@ class StageModel:
         self._pipeline_model = pipeline_model
         self._kv: tuple[Groups | None, ...] = ()
 
-    def forward(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+    def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Through this stage's layers, to hidden states [B, L, H]; `caches` take up keys and values, or states.
 
         `x` is tokens [B, L] (int32) on the first stage, elsewhere what the stage before returned.
@@ -130,7 +130,7 @@ class StageModel:
 
     @cached_property
     def cache_bytes(self) -> CacheBytes:
-        """Read off the shapes of what two calls leave in caches, of which nothing is computed."""
+        """Bytes of a sequence's caches, from their shapes after two traced calls; nothing is computed."""
 
         def held(tokens: int) -> int:
             arrays = (array for cache in self._traced(tokens) for _, array in tree_flatten(cache.state))
@@ -147,7 +147,7 @@ class StageModel:
             for cache in self._traced(1)
         ]
 
-    def make_caches(self) -> list[Any]:
+    def make_caches(self) -> list[Cache]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
         made = self._pipeline_model.make_caches()
         return (
@@ -190,8 +190,8 @@ class StageModel:
         """Build a call of one token, which computes nothing."""
         self._traced(1)
 
-    def _traced(self, tokens: int) -> list[Any]:
-        """Fresh caches after a call of which nothing is computed."""
+    def _traced(self, tokens: int) -> list[Cache]:
+        """Fresh caches after a call with `tokens` tokens, as lazy arrays that are never evaluated."""
         caches = self.make_caches()
         x = mx.zeros((1, tokens), mx.int32)
         try:
@@ -202,7 +202,7 @@ class StageModel:
             ) from error
         return caches
 
-    def caches_of_all_stages(self) -> list[Any]:
+    def caches_of_all_stages(self) -> list[Cache]:
         """Fresh caches for every layer of the model, as `make_caches`: alike on each rank."""
         return list(make_prompt_cache(self._pipeline_model.model))
 
@@ -320,7 +320,7 @@ def _role(path: str) -> str | int | None:
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """Paths of output projections; what else stands under a head's name (a norm) is none."""
+    """Paths of output projections, without other modules under a head's name, such as norms."""
     return [
         path
         for path, module in model.named_modules()

@@ -16,14 +16,14 @@ TRACED = (1, 2)
 
 
 @dataclass(frozen=True)
-class Form:
+class ArraySpec:
     """An array's axes before those of rows and positions, and behind them."""
 
     lead: tuple[int, ...]
     tail: tuple[int, ...]
 
     @staticmethod
-    def of(array: mx.array) -> Form:
+    def of(array: mx.array) -> ArraySpec:
         """Return the form of an array of the traced call.
 
         Raises ValueError where rows and positions are not beside one another.
@@ -32,7 +32,7 @@ class Form:
         at = next((i for i in range(len(shape) - 1) if shape[i : i + 2] == TRACED), None)
         if at is None:
             raise ValueError(f"layers hand on an array of shape {shape}, which has no axis of positions")
-        return Form(shape[:at], shape[at + 2 :])
+        return ArraySpec(shape[:at], shape[at + 2 :])
 
     @property
     def width(self) -> int:
@@ -60,9 +60,9 @@ class Form:
 class StagePayload:
     """Forms of all that travels: hidden states, what layers return beside them, and arguments of later layers."""
 
-    hidden: Form
-    carried: tuple[Form, ...] = ()
-    forwarded: tuple[Form, ...] = ()
+    hidden: ArraySpec
+    carried: tuple[ArraySpec, ...] = ()
+    forwarded: tuple[ArraySpec, ...] = ()
 
     @property
     def width(self) -> int:
@@ -86,7 +86,7 @@ class StagePayload:
 
 
 class Residuals:
-    """Kimi K3's layers hand on a list of earlier outputs that grows; it travels as an array with room for all."""
+    """Codec of Kimi K3's growing list of earlier outputs, sent as one array with room for all."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._make = sys.modules[type(layers[0]).__module__].ResidualBlocks
@@ -106,7 +106,7 @@ class Residuals:
         return blocks
 
 
-def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals | None:
+def residuals(layers: Sequence[nn.Module], values: Sequence[mx.array]) -> Residuals | None:
     """How the second of the values that a layer returned travels, where it is no array."""
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
@@ -114,7 +114,7 @@ def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals |
 
 
 def storage_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
+    """Return the type that carries `dtype` through NumPy, which has no bfloat16: its bits as unsigned integers."""
     return mx.uint16 if dtype == mx.bfloat16 else dtype
 
 

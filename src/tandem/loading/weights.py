@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +16,7 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors, weight_files
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.errors import BrokenModel, OutOfMemory
+from tandem.json_types import JsonObject
 from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import ModelDescription, stored_bare
@@ -74,7 +74,7 @@ def load_file(path: Path) -> Weights:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """MLX says only that it failed to open a file; the system knows more."""
+    """Return why a file could not be opened, from the system, since MLX does not report it."""
     try:
         path.open("rb").close()
     except OSError as trouble:
@@ -130,7 +130,7 @@ class PartLoader:
     def __init__(
         self,
         *,
-        quantization: dict[str, Any] | None,
+        quantization: JsonObject | None,
         dequantize: bool,
         dtype: mx.Dtype,
         keep: Callable[[str], bool],
@@ -169,11 +169,11 @@ class PartLoader:
         holder.eval()
         return holder.part
 
-    def _packed(self, root: str, holder: nn.Module, weights: Weights) -> dict[str, dict[str, Any]]:
+    def _packed(self, root: str, holder: nn.Module, weights: Weights) -> dict[str, JsonObject]:
         """Quantisation parameters by path below `holder`, as mlx_lm.utils.load_model finds them."""
         settings = self._quantization or {}
         prefixed = {f"part.{name}": array for name, array in weights.items()}
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, JsonObject] = {}
         for path, module in holder.named_modules():
             if not path or not hasattr(module, "to_quantized"):
                 continue
@@ -190,7 +190,7 @@ class PartLoader:
                     found[path]["global_scale"] = True
         return found
 
-    def _expected(self, holder: nn.Module, packed: dict[str, dict[str, Any]]) -> set[str]:
+    def _expected(self, holder: nn.Module, packed: dict[str, JsonObject]) -> set[str]:
         names = {name.removeprefix("part.") for name, _ in tree_flatten(holder.parameters())}
         if self._dequantize:
             for path, settings in packed.items():
@@ -199,7 +199,7 @@ class PartLoader:
         return names
 
     def _arrays(
-        self, root: str, weights: Weights, packed: dict[str, dict[str, Any]], cutter: Cutter | None
+        self, root: str, weights: Weights, packed: dict[str, JsonObject], cutter: Cutter | None
     ) -> Iterable[tuple[str, mx.array]]:
         expand = {path.removeprefix("part").lstrip("."): s for path, s in packed.items()} if self._dequantize else {}
         while weights:
@@ -227,7 +227,7 @@ class PartLoader:
             return array
         return array.astype(self._dtype)
 
-    def _expand_cut(self, name: str, group: Weights, settings: dict[str, Any], found: Slice | None) -> mx.array:
+    def _expand_cut(self, name: str, group: Weights, settings: JsonObject, found: Slice | None) -> mx.array:
         """Expand a packed matrix, or the rows or columns that `found` names: columns by whole groups, then cut."""
         if found is None:
             return self._expand(group, settings)
@@ -238,7 +238,7 @@ class PartLoader:
         array = self._expand(cut, settings)
         return array if inner is None else take(array, inner, name)
 
-    def _expand(self, group: Weights, settings: dict[str, Any]) -> mx.array:
+    def _expand(self, group: Weights, settings: JsonObject) -> mx.array:
         # Scales are cast before they are applied, which is what the quantised product does too.
         scales, biases = self._cast("scales", group["scales"]), group.get("biases")
         array = mx.dequantize(
@@ -280,13 +280,13 @@ def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
             raise BrokenModel(f"weight {root}.{name} has shape {got}, expected {want}", param="model")
 
 
-def _companions(settings: dict[str, Any]) -> tuple[str, ...]:
+def _companions(settings: JsonObject) -> tuple[str, ...]:
     names = ("scales", "biases") if settings.get("mode", "affine") == "affine" else ("scales",)
     return (*names, "global_scale") if settings.get("global_scale") else names
 
 
-def _found_quantization(path: str, module: nn.Module, weights: Weights) -> dict[str, Any]:
-    """Bits, group size and mode of a weight of which the configuration says nothing, from its shapes.
+def _found_quantization(path: str, module: nn.Module, weights: Weights) -> JsonObject:
+    """Bits, group size and mode of a weight, derived from its shapes when the configuration has none.
 
     As mlx_lm.utils.infer_quant_config, which comes with all of transformers. Raises BrokenModel.
     """

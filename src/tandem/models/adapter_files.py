@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tandem.checkpoints.config import read_json
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
+from tandem.json_types import JsonObject
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import family_of
 
@@ -59,7 +59,7 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     return Adapter(weights, scale, modules, peft, sum(info.nbytes for info in tensors.values()))
 
 
-def _mlx_scale(config: dict[str, Any], directory: str) -> float:
+def _mlx_scale(config: JsonObject, directory: str) -> float:
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         raise _unsupported(directory, f"fine_tune_type {kind!r}")
@@ -68,7 +68,7 @@ def _mlx_scale(config: dict[str, Any], directory: str) -> float:
     return _number(scale, "lora_parameters.scale", directory)
 
 
-def _peft_scale(config: dict[str, Any], directory: str) -> float:
+def _peft_scale(config: JsonObject, directory: str) -> float:
     if config["peft_type"] != "LORA":
         raise _unsupported(directory, f"peft_type {config['peft_type']!r}")
     for name in (

@@ -6,9 +6,11 @@ exists. Figures are numbers of elements; `tests/loading/test_loading_cache_bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from tandem.json_types import JsonMapping
 
 Kind = Literal["positions", "latent", "state", "none"]
 
@@ -23,9 +25,9 @@ class LayerCache:
     position: int = 0
     """Elements of a position."""
     state: int = 0
-    """Elements whatever the length."""
+    """Elements that do not depend on the length."""
     float32: int = 0
-    """Elements of `state` that are float32, whatever the model computes in."""
+    """Elements of `state` that are float32, independent of the model's type."""
     whole: int = 0
     """Elements of `position` without heads, beside others with heads: every rank of a stage holds them."""
 
@@ -43,7 +45,7 @@ class LayerCache:
         return self.kind == "latent"
 
 
-def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tuple[LayerCache, ...]:
+def layer_caches(config: JsonMapping, num_layers: int, plain: int) -> tuple[LayerCache, ...]:
     """Return the cache of each layer.
 
     `plain` is the elements of a position's keys and values in plain attention. Unknown layers count as plain attention,
@@ -61,7 +63,7 @@ def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tupl
     return tuple(kinds[_layer_kind(config, i)] for i in range(num_layers))
 
 
-def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
+def _own_block(block: object, config: JsonMapping) -> LayerCache:
     """Cache of one of Nemotron's layers, each of which has attention of its own or none."""
     group = block.get("attention", {}).get("n_heads_in_group") if isinstance(block, dict) else None
     if not isinstance(group, int) or group < 1:
@@ -69,7 +71,7 @@ def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
     return LayerCache("positions", 2 * int(config.get("hidden_size", 0)) // group)
 
 
-def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
+def _attention(config: JsonMapping, plain: int) -> LayerCache:
     latent, rope, kind = config.get("kv_lora_rank"), config.get("qk_rope_head_dim"), config.get("model_type")
     if kind == "baichuan_m1":  # beside them the last position's, for a convolution
         return LayerCache("positions", plain, state=plain * (int(config.get("conv_window", 2)) - 1))
@@ -85,7 +87,7 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     return LayerCache("latent", latent + rope + keys, listed=keys > 0)
 
 
-def index_heads(config: Mapping[str, Any]) -> int:
+def index_heads(config: JsonMapping) -> int:
     """Heads of the index over a latent (deepseek_v32, glm_moe_dsa); 0 where there is none."""
     heads = config.get("index_n_heads")
     return max(heads, 0) if isinstance(heads, int) and isinstance(config.get("kv_lora_rank"), int) else 0
@@ -98,7 +100,7 @@ _LINEAR = frozenset(("linear_attention", "conv", "conv_mixer", "mamba", "recurre
 _EMPTY = frozenset(("-", "E"))
 
 
-def _layer_kind(config: Mapping[str, Any], i: int) -> str:
+def _layer_kind(config: JsonMapping, i: int) -> str:
     """`state`, `none` or `attention`."""
     for key in ("layer_types", "hybrid_override_pattern", "block_types"):
         listed = config.get(key)
@@ -120,7 +122,7 @@ def _layer_kind(config: Mapping[str, Any], i: int) -> str:
     return "state" if config.get("model_type") in ("mamba", "falcon_mamba", "mamba2", "rwkv7") else "attention"
 
 
-def _state(config: Mapping[str, Any]) -> LayerCache | None:
+def _state(config: JsonMapping) -> LayerCache | None:
     """Cache of a layer with a state: convolutions in the model's type, and mostly a recurrent state in float32.
 
     None where no layer is known to have one.
@@ -166,7 +168,7 @@ def _state(config: Mapping[str, Any]) -> LayerCache | None:
     return None
 
 
-def _falcon_h1(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+def _falcon_h1(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Attention and Mamba side by side in every layer."""
     inner, size = config.get("mamba_d_ssm", 0), config.get("mamba_d_state", 0)
     taps = config.get("mamba_d_conv", 1) - 1
@@ -174,14 +176,14 @@ def _falcon_h1(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     return LayerCache("state", plain, convolution + inner * size, inner * size)
 
 
-def _mimo_v2(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+def _mimo_v2(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Windows have heads of their own, and values are narrower than keys."""
     own = "swa_" if config["hybrid_layer_pattern"][i] else ""
     width = config[f"{own}head_dim"] + config[f"{own}v_head_dim"]
     return LayerCache("positions", config[f"{own}num_key_value_heads"] * width)
 
 
-def _minimax_m3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Sparse layers also keep the keys of their index, without values."""
     sparse = config.get("sparse_attention_config") or {}
     listed = sparse.get("sparse_attention_freq") or config.get("sparse_attention_freq")
@@ -190,7 +192,7 @@ def _minimax_m3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     return LayerCache("positions", plain + index, whole=index)
 
 
-def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Every group of layers ends with latent attention, as do those after the last whole group."""
     if _global(config, i):
         return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
@@ -199,13 +201,13 @@ def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     return LayerCache("state", 0, convolution + heads * dim * dim, heads * dim * dim)
 
 
-def _global(config: Mapping[str, Any], i: int) -> bool:
+def _global(config: JsonMapping, i: int) -> bool:
     size = config["layer_group_size"]
     return bool((i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size)
 
 
-def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
-    """The last layers keep nothing of their own; full attention may have heads of another number and width."""
+def _gemma4(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Cache of a Gemma 4 layer: none in the last layers; full attention may have other head counts and widths."""
     if i >= config["num_hidden_layers"] - int(config.get("num_kv_shared_layers", 20)):
         return LayerCache("none")
     kinds = config.get("layer_types")
@@ -216,7 +218,7 @@ def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     return LayerCache("positions", 2 * (heads or config["num_key_value_heads"]) * config.get("global_head_dim", 512))
 
 
-def _bailing(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+def _bailing(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Lightning attention keeps one matrix a head; with latent attention beside it in float32."""
     if _global(config, i):
         return _attention(config, plain)
@@ -226,7 +228,7 @@ def _bailing(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     return LayerCache("state", 0, matrices, matrices if config.get("model_type") == "bailing_hybrid" else 0)
 
 
-_BY_LAYER: dict[str, Callable[[Mapping[str, Any], int, int], LayerCache]] = {
+_BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("gemma3n", "gemma4", "gemma4_text", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing),
     "falcon_h1": _falcon_h1,

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.checkpoints.config import Watched, eos_token_ids, is_count, nested_text, read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.json_types import JsonObject
 from tandem.models.caches import LayerCache, index_heads, layer_caches
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
@@ -103,7 +104,7 @@ class ModelDescription:
     """Most tokens of prompt and output together that the model was made for."""
     dtype: str
     """Stored type of the weights that are not packed: bfloat16, float16 or float32."""
-    quantization: dict[str, Any] | None
+    quantization: JsonObject | None
     """MLX's quantisation settings (group_size, bits, mode, per-layer exceptions)."""
     tied_head: bool
     """The output projection is the embedding, so the last stage needs the embedding too."""
@@ -132,9 +133,9 @@ class ModelDescription:
     token_elements: float = 0.0
     """Cache elements of one token in one layer, on average over the layers; 0 for keys and values of all kv heads."""
     state_elements: float = 0.0
-    """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
+    """Elements of recurrent state of a sequence in one layer, on average; independent of its length."""
     float32_elements: float = 0.0
-    """Elements of `state_elements` that are float32, whatever the model computes in."""
+    """Elements of `state_elements` that are float32, independent of the model's type."""
     no_drafts: str = ""
     """Why drafts that were not accepted cannot be taken back; empty where they can."""
     replicated_cache: bool = False
@@ -178,7 +179,7 @@ class ModelDescription:
 
 
 def describe(files: ModelFiles) -> ModelDescription:
-    """Read and check a model, of which only headers need be here.
+    """Read and check a model; the headers of its weights are enough.
 
     Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run. A type of mlx-lm without a row
     of ours is described too: whoever serves it calls `require_dry_run` (models/dry_run.py) first.
@@ -260,7 +261,7 @@ def _nearest(name: object) -> str:
     return f" (nearest is {near[0]})" if near else ""
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: JsonObject) -> JsonObject:
     """A config with the entries of its text model, where that is nested in it, beside its own."""
     return {**config, **nested_text(config), "model_type": config.get("model_type")}
 
@@ -280,7 +281,7 @@ def in_mlx_lm(module: str) -> bool:
 class _Facts:
     """Whole numbers of config.json, under the names that the families use."""
 
-    def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, family: Family, config: JsonObject) -> None:
         nested = config.get("attn_config")  # dbrx
         unread = UNREAD.get(str(config.get("model_type")), ())
         entries = {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
@@ -311,7 +312,7 @@ class _Facts:
             value = max(value)  # one entry a layer
         if not is_count(value):
             raise BrokenModel(f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key)
-        return int(value)
+        return value
 
     def kv_heads(self) -> int:
         """Heads of keys and values. Of a latent each head makes its own."""
@@ -323,7 +324,7 @@ class _Facts:
             return -(-self.num_heads // sharing)
         return self.number(self.key(_KV_KEYS), self.num_heads)
 
-    def shares(self, name: str) -> dict[str, Any]:
+    def shares(self, name: str) -> JsonObject:
         """Fields of `ModelDescription` that tensor parallelism divides besides heads, in layers of type `name`."""
         sharding = SHARDING.get(name)
         if sharding is None:
@@ -430,7 +431,7 @@ def _stored_dtype(tensors: dict[str, TensorInfo]) -> str:
     return _FLOATS[max(sizes, key=lambda k: sizes[k])] if sizes else "bfloat16"
 
 
-def _tied(family: Family, config: dict[str, Any], *, has_head: bool) -> bool:
+def _tied(family: Family, config: JsonObject, *, has_head: bool) -> bool:
     if family.tied == "file":
         return not has_head
     if family.tied in ("always", "never"):

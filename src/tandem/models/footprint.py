@@ -16,8 +16,7 @@ from tandem.protocol.layout import StageSpec
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 """Prompt tokens in a step, by default."""
 AHEAD_BYTES = 2**30
-"""Limit on what is counted for the layer that a GPU is given before the previous one is done. At the limit of its
-memory MLX waits."""
+"""Most bytes counted for the layer that a GPU starts before the previous one ends. MLX waits when memory is full."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
 """Head dimensions for which MLX's GPU attention does not store its scores."""
 _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}

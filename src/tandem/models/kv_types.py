@@ -6,16 +6,17 @@ there, and counts what it does not know as not quantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from tandem.errors import UnsupportedModel
+from tandem.json_types import JsonMapping
 from tandem.models.caches import LayerCache
 
 KV_BITS = {"auto": 0, "8bit": 8, "4bit": 4}
 """Bits of a number by the name of the type; 0: the type of computation."""
 GROUPS = (64, 32)
-"""Numbers that share a scale and a bias in MLX's affine format; the first of which a head is made."""
+"""Group sizes of MLX's affine format; the first that divides a head is used."""
 _LARGEST = {8: 64, 4: 32}
 """By bits: with 4 a group of 32 loses half as much as one of 64 (docs/kv.md)."""
 _WINDOWS = frozenset(
@@ -48,7 +49,7 @@ _WINDOWS = frozenset(
         "step3p5",
     )
 )
-"""Types of which mlx-lm keeps no more of some layers than a window, where the config has one."""
+"""Model types whose windowed layers keep only a window in mlx-lm, if the config has one."""
 _PLAIN = frozenset(("llama", "mistral3"))
 """Types of `_WINDOWS` that have no window where the config does not list the layers with one."""
 _EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
@@ -68,29 +69,29 @@ class Described(Protocol):
 
 
 def group_size(widths: Iterable[int]) -> int:
-    """Numbers in a group for keys and values of heads that are so wide; 0 if there is none."""
+    """Group size for heads of these widths; 0 if none divides them."""
     return next((size for size in GROUPS if all(width % size == 0 for width in widths)), 0)
 
 
 def group_for(bits: int, size: int) -> int:
-    """Numbers in a group of so many bits where `group_size` says `size`."""
+    """Group size at `bits` bits, from what `group_size` returned."""
     return min(size, _LARGEST[bits])
 
 
-def kv_groups(config: Mapping[str, Any], caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
+def kv_groups(config: JsonMapping, caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
     """For each layer the size of its groups, 0 for what stays as it is: windows, states, latents, and heads that are
     not made of whole groups. `width` is that of a head where nothing is special."""
     return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0 for i, cache in enumerate(caches))
 
 
 def require_quantizable(description: Described, kv_dtype: str) -> None:
-    """Raises UnsupportedModel for a model of which nothing can be quantised, as far as config.json tells."""
+    """Raise UnsupportedModel for a model whose KV cannot be quantised, by its config.json."""
     if description.family not in _WINDOWS - _PLAIN and not any(group for group, _ in description.kv_groups):
         raise UnsupportedModel(nothing_to_quantize(kv_dtype, description.family), param="kv_dtype")
 
 
 def nothing_to_quantize(kv_dtype: str, family: str) -> str:
-    """Error text for a model of which nothing can be quantised."""
+    """Error text for a model whose KV cannot be quantised."""
     return (
         f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
         "they are, and so do heads whose width is no multiple of 32; leave it out"
@@ -109,16 +110,16 @@ def element_bytes(kv_dtype: str, group: int, item: int) -> float:
     return bits / 8 + 2 * item / group_for(bits, group) if bits and group else float(item)
 
 
-def kept_by_position(config: Mapping[str, Any], caches: Sequence[LayerCache]) -> bool:
-    """Each layer keeps something of every position and nothing else, so that a prefix can be cut into disk blocks; as far as
-    config.json tells."""
+def kept_by_position(config: JsonMapping, caches: Sequence[LayerCache]) -> bool:
+    """True when config.json describes layers that keep only per-position entries, so that a prefix can be cut into
+    blocks."""
     return config.get("model_type") != "minimax_m3_vl" and not any(
         cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i) for i, cache in enumerate(caches)
     )
 
 
-def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:
-    """Keys and values of all positions by head, in a cache of their own."""
+def _is_plain(config: JsonMapping, i: int, cache: LayerCache) -> bool:
+    """True for a layer with keys and values of all positions by head, in a cache of its own."""
     return (
         cache.kind == "positions"
         and not cache.state
@@ -127,7 +128,7 @@ def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:
     )
 
 
-def _widths(config: Mapping[str, Any], width: int) -> tuple[int, ...]:
+def _widths(config: JsonMapping, width: int) -> tuple[int, ...]:
     kind = config.get("model_type")
     if kind in ("gemma4", "gemma4_text", "gemma4_unified"):
         return (int(config.get("global_head_dim", 512)),)
@@ -137,7 +138,7 @@ def _widths(config: Mapping[str, Any], width: int) -> tuple[int, ...]:
     return (width, values) if isinstance(values, int) else (width,)
 
 
-def _is_window(config: Mapping[str, Any], i: int) -> bool:
+def _is_window(config: JsonMapping, i: int) -> bool:
     kind = config.get("model_type")
     if kind not in _WINDOWS:
         return False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tandem.errors import LayoutError
+from tandem.json_types import JsonMapping
 
 _SHARED_BY_DEFAULT = {"gemma4": 20, "gemma4_text": 20, "gemma4_unified": 20}
-"""Last layers that take keys and values from earlier ones, where the config does not say how many."""
+"""Number of last layers that reuse earlier layers' keys and values, if the config has none."""
 
 
 def split_layers(
@@ -122,7 +122,7 @@ def _cut(sizes: list[int], start: int, limit: int, target: float) -> int:
     return stop
 
 
-def uncut(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
     """Layers that must stay in one stage with the layer before them. `config` is that of the text model.
 
     These are layers that take keys and values from an earlier one: Gemma 3n and 4 (the last layers, from two before
@@ -140,6 +140,6 @@ def uncut(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     return frozenset()
 
 
-def _gemma4_kinds(config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _gemma4_kinds(config: JsonMapping, num_layers: int) -> list[str]:
     size = int(config.get("sliding_window_pattern", 5))
     return ["full" if (i + 1) % size == 0 else "sliding" for i in range(num_layers)]

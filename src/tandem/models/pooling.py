@@ -1,11 +1,11 @@
-"""Embeddings: how a model wants its hidden states pooled, from the files that sentence-transformers puts beside it, and
-what becomes of a pooled one. No mlx."""
+"""Pooling of hidden states into embeddings: its kind, read from the files of sentence-transformers, and scaling to unit
+length. No mlx."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tandem.checkpoints.config import read_any_json
 from tandem.errors import BrokenModel
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+T = TypeVar("T")
 _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
@@ -43,7 +44,7 @@ def pooling_of(path: Path, chosen: Literal["auto", "last", "mean"] = "auto") -> 
     return _MODES[asked[0]]
 
 
-def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
+def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """The first `dimensions` numbers of a pooled hidden state (float32, little-endian), scaled to the length 1."""
     import numpy as np
 
@@ -56,7 +57,7 @@ def _warn(what: str) -> None:
     log.warning("no embeddings: %s, which is not supported; --pooling last or mean serves them all the same", what)
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
+def _read(path: Path, kind: type[T]) -> T | None:
     """Value of a JSON file, of type `kind`; None if there is no file. Raises `BrokenModel`."""
     if not path.is_file():
         return None

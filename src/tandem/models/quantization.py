@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from tandem.checkpoints.config import nested_text
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import UnsupportedModel
+from tandem.json_types import JsonMapping, JsonObject
 
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -45,12 +46,12 @@ class Foreign:
 class Quantization:
     """Quantisation of one model."""
 
-    settings: dict[str, Any] | None = None
+    settings: JsonObject | None = None
     """MLX's (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
     foreign: Foreign | None = None
 
 
-def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
+def read_quantization(config: JsonMapping, name: str) -> Quantization:
     """Quantisation of a config. Raises `UnsupportedModel` naming the method, or the setting that is in the way."""
     settings = config.get("quantization")
     if settings is not None:
@@ -77,20 +78,20 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
     return Quantization({"group_size": foreign.group_size, "bits": foreign.bits, "mode": "affine"}, foreign)
 
 
-def _own(settings: Any, name: str) -> dict[str, Any]:
-    """MLX's settings: group_size, bits and mode of all weights, and by path of those that differ."""
-    ok = (
-        isinstance(settings, dict)
-        and {"group_size", "bits"} <= settings.keys()
-        and all(
+def _own(settings: object, name: str) -> JsonObject:
+    """Return MLX's settings (group_size, bits, mode) for all weights, and by path for those that differ."""
+    if (
+        not isinstance(settings, dict)
+        or not {"group_size", "bits"} <= settings.keys()
+        or not all(
             type(one[key]) is int and one[key] > 0
             for one in (settings, *settings.values())
             if isinstance(one, dict)
             for key in ("group_size", "bits")
             if key in one
         )
-    )
-    if not ok or settings.get("mode", "affine") not in _MODES:
+        or settings.get("mode", "affine") not in _MODES
+    ):
         raise UnsupportedModel(f"{name}: quantization settings {settings!r:.200} are not MLX's", param="model")
     for path, one in settings.items():
         if isinstance(one, dict) and (one.keys() - {"group_size", "bits", "mode"} or one.get("mode", "affine") not in _MODES):
@@ -98,8 +99,8 @@ def _own(settings: Any, name: str) -> dict[str, Any]:
     return dict(settings)
 
 
-def _fp8(given: Mapping[str, Any], name: str) -> Foreign | None:
-    """None for what MLX holds as it is: powers of two over blocks of 32 by 32."""
+def _fp8(given: JsonMapping, name: str) -> Foreign | None:
+    """Return how FP8 weights are converted; None for MLX's own format, powers of two over blocks of 32 by 32."""
     block = given.get("weight_block_size") or (128, 128)
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         _refuse(name, f"fp8 with weight_block_size {str(block)[:60]}")
@@ -110,7 +111,7 @@ def _fp8(given: Mapping[str, Any], name: str) -> Foreign | None:
     return Foreign("fp8", 8, 0, block=(block[0], block[1]))
 
 
-def _compressed(given: Mapping[str, Any], name: str) -> Foreign:
+def _compressed(given: JsonMapping, name: str) -> Foreign:
     form = given.get("format")
     if form == "float-quantized":
         return Foreign("fp8", 8, 0)
@@ -120,7 +121,7 @@ def _compressed(given: Mapping[str, Any], name: str) -> Foreign:
         _refuse(name, f"compressed-tensors format {str(form)[:60]!r}")
     groups = given.get("config_groups")
     found = [one.get("weights") for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
-    kinds: list[tuple[Any, ...]] = []
+    kinds: list[tuple[object, ...]] = []
     for one in found:
         if isinstance(one, dict):
             facts = one.get("num_bits"), one.get("group_size"), one.get("type", "int"), one.get("actorder")
@@ -134,7 +135,7 @@ def _compressed(given: Mapping[str, Any], name: str) -> Foreign:
     return Foreign("packed", _bits(bits, name), _group(group, name))
 
 
-def _awq(given: Mapping[str, Any], name: str) -> Foreign:
+def _awq(given: JsonMapping, name: str) -> Foreign:
     if str(given.get("version", "gemm")).lower() != "gemm":
         _refuse(name, f"AWQ version {str(given['version'])[:60]!r}")
     if given.get("bits", 4) != 4:
@@ -142,7 +143,7 @@ def _awq(given: Mapping[str, Any], name: str) -> Foreign:
     return Foreign("awq", 4, _group(given.get("group_size", 128), name))
 
 
-def _gptq(given: Mapping[str, Any], name: str) -> Foreign:
+def _gptq(given: JsonMapping, name: str) -> Foreign:
     if given.get("desc_act"):
         _refuse(name, "GPTQ with desc_act (columns in another order)")
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
@@ -153,13 +154,13 @@ def _gptq(given: Mapping[str, Any], name: str) -> Foreign:
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
 
 
-def _bits(bits: Any, name: str, known: tuple[int, ...] = _PACKED) -> int:
+def _bits(bits: object, name: str, known: tuple[int, ...] = _PACKED) -> int:
     if type(bits) is not int or bits not in known:
         _refuse(name, f"quantisation with {str(bits)[:60]} bits")
     return bits
 
 
-def _group(size: Any, name: str) -> int:
+def _group(size: object, name: str) -> int:
     if size in _GROUPS:
         return int(size)
     if size in (None, -1) or (type(size) is int and size > 0 and size % _GROUPS[-1] == 0):

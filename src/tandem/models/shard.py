@@ -220,7 +220,7 @@ def _count(d: ModelDescription, base: str) -> int:
 
 
 def in_heads(d: ModelDescription, kind: Kind) -> bool:
-    """An axis of this kind is cut between heads of attention."""
+    """True when an axis of this kind is cut between heads of attention."""
     return _base(d, kind) == "heads"
 
 
@@ -271,7 +271,7 @@ def _divided(d: ModelDescription, sharding: Sharding, shares: Sequence[float], b
 
 
 def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
-    """Several ranks may have the same key and value head, each with some of its query heads: where the two are
+    """True when ranks may hold copies of a key and value head, each with some of its query heads: where both are
     projected apart, and no norm runs over the keys of all heads."""
     kinds = {kind for found in _kinds(sharding).values() for kind in found if in_heads(d, kind)}
     plain = kinds <= {*_QUERIES, "kv", "kv_heads", "q_gate"} and "kv" in kinds and not sharding.lists

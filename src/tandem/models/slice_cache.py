@@ -27,7 +27,7 @@ from tandem.env import cache_dir
 from tandem.errors import BrokenModel, UsageError
 from tandem.models.description import describe
 from tandem.models.slices import PartPlan, Span, chunks, plan_parts
-from tandem.protocol.blobs import BlobFile, Range
+from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.transport.blobs import CHUNK, checksum
 
 """Called with bytes that are here and bytes in all."""

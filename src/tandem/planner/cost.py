@@ -95,7 +95,7 @@ class Costs:
         self._reads: dict[int, list[float]] = {}
 
     def changed(self, **changes: Unpack[_Changes]) -> Costs:
-        """Costs of another question that differs in what is named."""
+        """Return costs with some inputs changed."""
         return Costs(
             changes.get("description", self.model),
             changes.get("machines", self.machines),
@@ -106,7 +106,7 @@ class Costs:
 
     @property
     def layers_alike(self) -> bool:
-        """All layers have the same bytes."""
+        """True when all layers have the same bytes."""
         experts = self.experts.layer_bytes if self.experts else ()
         return len(set(self.model.layer_bytes)) == 1 and len(set(experts)) <= 1
 

@@ -166,7 +166,7 @@ def refusal(answer: LayoutPlan) -> str:
 
 
 def remedies(costs: Costs, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Single changes that would be enough, or what is missing if none is."""
+    """Single changes that would make a layout fit, or what is missing if none does."""
     close = sorted((c for c in candidates if c.layout), key=lambda c: c.short)[:_FEW]
     layouts = [c.layout for c in close if c.layout]
     fixed = all(c.manual for c in close)

@@ -173,7 +173,7 @@ class Network:
         self._default = default
         facts = [(m.memory, m.bandwidth, m.flops, m.gpu, m.layer_overhead, m.measured) for m in machines]
         self.kinds = list(range(len(machines))) if self._pairs else [facts.index(f) for f in facts]
-        """A number per machine: the same for machines that are alike in all but name, where all links are alike."""
+        """Number per machine; equal for machines that differ only in name, when all links are equal."""
 
     def between(self, a: int, b: int) -> Link | None:
         """The link of two machines; None if they are not joined."""

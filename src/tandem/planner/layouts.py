@@ -1,4 +1,4 @@
-"""The arrangements of machines: those worth a look, and those that somebody asks for. Pure.
+"""Enumeration of arrangements of machines: all candidates, or those of a manual layout. Pure.
 
 What is enumerated does not depend on the machines' memory, so that more memory only ever adds layouts that fit.
 """

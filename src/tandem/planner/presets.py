@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, read_tensors
 from tandem.errors import ConfigError
+from tandem.json_types import JsonObject
 from tandem.models.caches import LayerCache
 from tandem.models.description import ModelDescription, describe, part_of_tensor, text_config
 from tandem.models.families.axes import Axis, Base
@@ -162,7 +163,7 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
     ]
     groups = kv_groups({"model_type": preset.family}, caches, preset.head_dim)
     shown = packing or expert
-    settings: dict[str, Any] | None = None
+    settings: JsonObject | None = None
     if shown is not None:
         settings = {"group_size": shown.group_size, "bits": shown.bits, "mode": shown.mode}
     return ModelDescription(

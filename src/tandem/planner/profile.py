@@ -117,7 +117,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 
     def knows(self, names: Sequence[str], backend: str | None) -> bool:
-        """Every two of these machines have a link."""
+        """True when every two of these machines have a link."""
         return all(self.joining(a, b, backend or self.backend) for a, b in combinations(names, 2))
 
     def merged(self, other: Profile) -> Profile:

@@ -13,7 +13,7 @@ GOALS: tuple[Goal, ...] = ("latency", "throughput", "capacity")
 
 @dataclass(frozen=True, kw_only=True)
 class ManualLayout:
-    """A layout that somebody asks for. What is left out is chosen by the planner."""
+    """Layout given by the user; the planner chooses what it leaves open."""
 
     stages: tuple[int, ...]
     """Machines of each stage: (1,) one machine, (2,) tensor parallel 2, (1, 1) two stages, (2, 1) unequal stages."""
@@ -162,7 +162,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Every machine has the memory."""
+        """True when every machine has enough memory."""
         return self.prediction is not None and not any(m.short for m in self.prediction.memory)
 
     @property

@@ -158,7 +158,7 @@ def die_with_parent() -> None:
 
 
 def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
-    """In the child: when the parent is gone call `on_loss`, or exit at once if there is none.
+    """Watch the parent, in the child: when it ends call `on_loss`, or exit at once if there is none.
 
     A thread reads the pipe. Code that keeps the interpreter lock (MLX's ring start-up does) would stop it, so on Linux
     the kernel is asked for a signal as well.

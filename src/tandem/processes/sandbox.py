@@ -134,7 +134,7 @@ class Sandbox:
 
     def ask(self, task: bytes, wall_s: float) -> TaskReply | SandboxEnded:
         """Send a task, encoded, and wait for the reply, at most `wall_s` seconds."""
-        # Not a timeout of the wait: a process that stands still does not read its task either.
+        # Not a timeout of the wait: a suspended process does not read its task either.
         clock = threading.Timer(wall_s, self._end_late, (wall_s,))
         clock.daemon = True
         clock.start()
@@ -196,11 +196,11 @@ class Sandbox:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait(5.0)
-            self._connection = None  # closed as soon as nobody reads from it
+            self._connection = None  # closed once nothing reads from it
 
 
 def run_once(task: SandboxTask) -> TaskReply | SandboxEnded:
-    """Run one task in a process of its own and return the reply; of a process that ended, with its last line."""
+    """Run one task in a process of its own. Returns the reply, or how the process ended, with its last line of output."""
     with TemporaryFile() as output:
         sandbox = Sandbox(output.fileno())
         try:

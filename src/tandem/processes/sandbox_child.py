@@ -26,7 +26,7 @@ from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.sandbox import EXIT_MEMORY, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 
 KEPT_BYTES = 1024**3
-"""Most memory with which a process goes on to its next task."""
+"""Most memory of a process that is reused for the next task."""
 NICENESS = 10
 _LOOK_S = 0.1
 _MACOS = sys.platform == "darwin"
@@ -75,7 +75,7 @@ class ProcessLimits:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set a soft limit; where whoever started the server has set a lower hard one, that holds."""
+    """Set a soft limit, or the inherited hard limit if that is lower."""
     last = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if last == resource.RLIM_INFINITY else min(most, last), last))
 

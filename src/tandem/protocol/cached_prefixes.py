@@ -1,4 +1,4 @@
-"""What an engine says of the prefixes that it keeps, in memory and on disk."""
+"""Messages about an engine's cached prefixes, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class QueryCache(Struct, frozen=True, tag=True):
 
     query_id: int
     tokens: list[int] = []
-    """A prompt, of which the report says how much is kept."""
+    """Prompt whose cached length the report shows."""
     drop: Literal["", "memory", "all"] = ""
     """Drop prefixes before the report is made: those in memory, or those on disk too."""
 

@@ -283,7 +283,7 @@ class Begin(Struct, frozen=True, tag=True):
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Answer with `Pong`, at once, whatever the rank computes."""
+    """Ask for a `Pong`, which a rank sends at once even while it computes."""
 
     number: int
 

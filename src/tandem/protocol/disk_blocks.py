@@ -31,7 +31,7 @@ class Fetch(Struct, frozen=True, tag=True):
     key: str
     names: list[bytes]
     within_s: float = 0.0
-    """What comes so slowly that all of it would take longer is left; 0: nothing is."""
+    """Seconds that the whole fetch may take; if it is slower the rest is computed. 0: no limit."""
 
 
 class UseRemoteStores(Struct, frozen=True, tag=True):
@@ -43,13 +43,13 @@ class UseRemoteStores(Struct, frozen=True, tag=True):
 
 
 class Survey(Struct, frozen=True, tag=True):
-    """Look what is on disk, once all that waits to be written has been; what others have put there counts too."""
+    """List the blocks on disk after all queued writes, including those that others wrote."""
 
     number: int
     drop: bool = False
     """Delete the disk blocks of this model, adapter and type first, or those that are `wanted`, whoever wrote them."""
     soon: bool = False
-    """Look before what waits is written."""
+    """True to look before queued writes are done."""
     wanted: list[bytes] | None = None
     """Disk blocks to look for, here and at those who lend; None: all."""
 
@@ -60,9 +60,9 @@ class Surveyed(Struct, frozen=True, tag=True):
     rank: int
     number: int
     names: list[bytes]
-    """Disk blocks that it can put together; no others, but those that nobody asked for."""
+    """Blocks that the rank can assemble, apart from those that were not asked for."""
     lent: list[bytes] = []
-    """Part of these that needs files of other machines."""
+    """Subset of `names` that needs files of other machines."""
     nbytes: int = 0
     """Bytes of the files of this model, adapter and type, or of the deleted ones. 0, as is `total_bytes`, if only some
     disk blocks were asked for."""

@@ -90,7 +90,7 @@ class Ports(Struct, frozen=True, tag=True):
     number: int
     ports: list[int]
     problem: str = ""
-    """Why there are none."""
+    """Reason why no ports were found; empty if there are."""
 
 
 class RankStarted(Struct, frozen=True, tag=True):
@@ -109,8 +109,8 @@ class RankExited(Struct, frozen=True, tag=True):
     """In words."""
 
 
-class Pong(Struct, frozen=True, tag=True):
-    """Answers `Ping`."""
+class HostPong(Struct, frozen=True, tag="Pong"):
+    """Answers `HostPing`."""
 
     number: int
     stopped: bool = False
@@ -121,7 +121,7 @@ class Leave(Struct, frozen=True, tag=True):
     """The node agent ends on request; its rank has ended."""
 
 
-HostMessage = Join | Ports | RankStarted | RankExited | Pong | Leave
+HostMessage = Join | Ports | RankStarted | RankExited | HostPong | Leave
 
 # --- head -> node agent -----------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Refuse(Struct, frozen=True, tag=True):
     reason: str
 
 
-class Ping(Struct, frozen=True, tag=True):
+class HostPing(Struct, frozen=True, tag="Ping"):
     """Sent about every second."""
 
     number: int
@@ -200,4 +200,4 @@ class Release(Struct, frozen=True, tag=True):
     """The cluster has ended: end the rank, and the node agent."""
 
 
-HeadMessage = Welcome | Refuse | Ping | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain | Release
+HeadMessage = Welcome | Refuse | HostPing | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain | Release

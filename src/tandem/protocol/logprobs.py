@@ -61,7 +61,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
         return not any(map(math.isnan, _numbers(self.logprobs, "f")))
 
     def after(self, places: int) -> PromptLogprobs:
-        """Without the first so many."""
+        """Return the entries without the first `places`."""
         own, top = 4 * places, 4 * places * self.k
         return PromptLogprobs(self.k, self.logprobs[own:], self.ranks[own:], self.top_logprobs[top:], self.top_tokens[top:])
 

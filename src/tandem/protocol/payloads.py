@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Raw, Struct
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 

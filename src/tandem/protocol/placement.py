@@ -15,7 +15,7 @@ class PlaceRanks(Struct, frozen=True, tag=True):
     """
 
     number: int
-    """Tells what belongs to this placement from what an earlier one left."""
+    """Number that tells this placement's messages from an earlier one's."""
     payloads: list[HostPayload]
     """For each rank what its node agent is started with; the driver adds the node's address."""
     avoid: list[str]

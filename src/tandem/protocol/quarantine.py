@@ -38,7 +38,8 @@ class QuarantineRecord(Struct):
     """Deaths while it ran alone, at places that it had passed before."""
     begin: int = 0
     end: int = -1
-    """From what was surely computed when it died last, to beyond what may have been."""
+    """Range of positions, from the field above to this one, in which it last died: from what was certainly computed to
+    beyond what may have been."""
 
     @property
     def suspect(self) -> bool:
@@ -68,7 +69,7 @@ class QuarantineRecord(Struct):
         self.begin, self.end = computed, max(planned, computed) + CLEAR
 
     def passed(self, computed: int) -> bool:
-        """True if it was a suspect and has got beyond the place of the last death; it is one no more."""
+        """True if it was a suspect and got past the position of the last death, so that the suspicion ends."""
         if computed <= self.end:
             return False
         suspect = self.suspect

@@ -11,7 +11,7 @@ from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOut
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """The values that a parameter may have."""
 
     low: float
@@ -37,18 +37,18 @@ class Range:
         return low if self.high == math.inf else {**low, "le": self.high}
 
 
-RANGES: dict[str, Range] = {
-    "max_tokens": Range(1, math.inf),
-    "min_tokens": Range(0, math.inf),
-    "temperature": Range(0, 2),
-    "top_p": Range(0, 1, above=True),
-    "top_k": Range(0, 2**31 - 1, off="0"),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 10, above=True),
-    "frequency_penalty": Range(-2, 2),
-    "presence_penalty": Range(-2, 2),
+RANGES: dict[str, ValueRange] = {
+    "max_tokens": ValueRange(1, math.inf),
+    "min_tokens": ValueRange(0, math.inf),
+    "temperature": ValueRange(0, 2),
+    "top_p": ValueRange(0, 1, above=True),
+    "top_k": ValueRange(0, 2**31 - 1, off="0"),
+    "min_p": ValueRange(0, 1),
+    "repetition_penalty": ValueRange(0, 10, above=True),
+    "frequency_penalty": ValueRange(-2, 2),
+    "presence_penalty": ValueRange(-2, 2),
 }
-BIAS = Range(-100, 100)
+BIAS = ValueRange(-100, 100)
 MAX_STOPS = 16
 """Stop strings. OpenAI takes 4; more cost time per token, as each is searched for."""
 MAX_LOGPROBS = 20

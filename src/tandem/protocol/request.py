@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 
+from tandem.json_types import JsonObject
 from tandem.protocol.quarantine import QuarantineRecord
 
 Pooling = Literal["last", "mean"]
@@ -15,7 +16,7 @@ Pooling = Literal["last", "mean"]
 class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Constraint on the output: exactly one of the fields is set. The names are vLLM's."""
 
-    json: str | dict[str, Any] | None = None
+    json: str | JsonObject | None = None
     """A JSON schema, as text or as an object."""
     json_object: bool = False
     """Any JSON object."""
@@ -88,13 +89,13 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int | None = None
     """Most tokens to produce; None for what is left of the context."""
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> JsonObject:
         """Return the fields that are set, by name."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """One sequence to produce. `n` choices or several prompts are several of these."""
+    """Request for one sequence. `n` choices or several prompts become several of these."""
 
     request_id: str
     """Unique among live requests."""

@@ -22,7 +22,7 @@ NOT_FINITE = -1
 NO_CONTINUATION = -2
 """In place of a token: the matcher of the sequence's grammar gave up."""
 NO_GRAMMAR = -3
-"""In place of a token: the grammar could not be built, as what is needed for it is not there."""
+"""Code in place of a token: the grammar could not be built, because a library is missing."""
 
 
 class KVShape(NamedTuple):

@@ -12,7 +12,7 @@ _SPREAD = 2654435761
 """Knuth's multiplicative constant: neighbouring positions get unrelated weights."""
 _MODULUS = 2**32
 _KEPT = 2**16
-"""Weights for so many elements are kept (256 KiB): a decode step of most layouts needs no more."""
+"""Elements whose weights are cached (256 KiB), enough for a decode step of most layouts."""
 
 
 def digest(array: mx.array) -> mx.array:

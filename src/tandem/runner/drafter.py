@@ -27,7 +27,7 @@ class _Known:
     tokens: list[int]
     """All tokens of the sequence that plans have named."""
     held: int = 0
-    """How many of them the draft model has the KV of."""
+    """Tokens whose KV the draft model holds."""
     tried: int = 0
     """Drafts behind them whose KV is in the row too."""
 
@@ -64,7 +64,7 @@ class Drafter:
         return sum(store.nbytes for store in self._stores)
 
     def follow(self, plan: StepPlan) -> None:
-        """Apply what leaves, joins and is named in a plan. Raises BatchDesync for tokens that leave a gap."""
+        """Apply a plan's removed, inserted and named tokens. Raises BatchDesync for tokens that leave a gap."""
         for request_id in plan.removes:
             self._known.pop(request_id, None)
             for store in self._stores:
@@ -77,7 +77,7 @@ class Drafter:
         for row in spec.rows:
             self._name(row)
             if not spec.ask:
-                self._known[row.request_id].tried = 0  # nobody will tell how many were accepted
+                self._known[row.request_id].tried = 0  # how many were accepted will not be reported
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
         """Guess `count` tokens for each sequence that was given tokens in this step: `sampled` by request id."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 HEAD = 1024
-"""Top-p first looks at the so many most likely tokens: finding them costs a thirtieth of sorting the vocabulary."""
+"""Most likely tokens that top-p sorts first: finding them costs a thirtieth of sorting the vocabulary."""
 BLOCK = 128
 """Tokens in a block of the two-stage draw."""
 INFINITY = 0x7F800000
@@ -31,7 +31,7 @@ from a sort where they do not decide it (cheap on a CPU); from a sort of the voc
 
 @dataclass(frozen=True)
 class FilterRows:
-    """Filters of n rows. What no row uses is None, and costs nothing."""
+    """Filters of n rows; None where no row uses one."""
 
     top_k: mx.array | None = None
     """int32 [n, 1], 1 .. vocabulary size; a row that does not use it has the vocabulary size."""

@@ -44,8 +44,8 @@ class KVBufferLayer:
         self._window = window
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
-        """With several positions a row attention reads all that the KV buffer can hold, masked. There it is cuDNN's, which
-        plans anew for every length: tens of milliseconds a step if that were another one each time."""
+        """True on CUDA, where attention with several positions a row reads the whole KV buffer, masked: cuDNN plans anew
+        for each length, tens of milliseconds a step."""
         self._parts: list[mx.array] = []
         """Keys and values, of quantised ones the parts; empty while there are no rows."""
         self._capacity = KVShape()
@@ -104,7 +104,7 @@ class KVBufferLayer:
         return step.says_lengths(self._ring, mask[:, None]) if lengths_alone else mask[:, None]
 
     def attend(
-        self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: object, sinks: mx.array | None
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: object, sinks: mx.array | None
     ) -> mx.array | None:
         """Attention [rows, heads, 1, head_dim] over what `update_and_fetch` returned; None: mlx-lm's must do it."""
         step = self._now()
@@ -137,7 +137,7 @@ class KVBufferLayer:
             self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         row, self._rows = self._rows, self._rows + 1
         start = (length - held) % self._ring if self._ring else 0
-        ends = min(held, (self._ring or capacity) - start)  # what fits before the ring begins anew
+        ends = min(held, (self._ring or capacity) - start)  # what fits before the ring wraps
         for mine, part in zip(self._parts, new, strict=True):
             mine[row : row + 1] = 0  # masked positions weigh nothing, but 0 times a NaN that a row left is NaN
             mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
-from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.protocol.step import KVShape
 
 
@@ -79,12 +79,12 @@ class RowStep:
         return self._held[ring]
 
     def says_lengths(self, ring: int, mask: mx.array) -> mx.array:
-        """Note that a mask of a step of one token a row says nothing but how many positions each row has."""
+        """Record that `mask`, of a step of one token a row, encodes only the rows' lengths."""
         self._masks.append((ring, mask))
         return mask
 
     def is_lengths(self, ring: int, mask: object) -> bool:
-        """True for such a mask."""
+        """True for a mask that `says_lengths` recorded."""
         return any(ring == size and mask is known for size, known in self._masks)
 
 
@@ -109,13 +109,13 @@ class LayerStore(Protocol):
         """Drop `row`; the last row takes its place."""
 
     def begin(self, step: RowStep) -> None:
-        """The next forward pass writes what `step` says."""
+        """Prepare the next forward pass, which writes as `step` describes."""
 
     def extract(self, row: int, length: int) -> Any:
         """A single sequence's cache with a copy of the row, as lazy arrays."""
 
     def resize(self, capacity: KVShape) -> None:
-        """Hold so many rows and positions from now on."""
+        """Change the capacity in rows and positions."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise AssertionError unless the layer holds rows of these lengths."""
@@ -180,7 +180,7 @@ class _Members(tuple[Any, ...]):
 
 
 class MergedLayer:
-    """Rows of a layer whose cache is none of the two KV buffer kinds, kept by mlx-lm's own batch classes.
+    """Rows of a layer without a KV buffer of ours, kept by mlx-lm's own batch classes.
 
     Joining and leaving copy the layer's whole batch, as in mlx-lm; for state-space caches that is little.
     """
@@ -241,7 +241,7 @@ class MergedLayer:
             raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")
 
 
-def batchable(cache: Any) -> bool:
+def batchable(cache: Cache) -> bool:
     """True when single caches of this kind can be put into a batch: by the KV buffers, or by mlx-lm."""
     if type(cache) is GroupedKVCache:
         return True

@@ -71,7 +71,7 @@ class LastTokens:
         self._places: dict[str, tuple[mx.array, int]] = {}
 
     def put(self, ids: Sequence[str | None], tokens: mx.array) -> None:
-        """`tokens` int32 [n] are the latest of `ids`; None for a sequence that is over."""
+        """Record `tokens` (int32 [n]) as the latest of `ids`; None stands for an ended sequence."""
         self._places.update((request_id, (tokens, i)) for i, request_id in enumerate(ids) if request_id is not None)
 
     def of(self, ids: Sequence[str]) -> mx.array:
@@ -87,7 +87,7 @@ class LastTokens:
         return tokens if order == list(range(total)) else tokens[mx.array(order)]
 
     def forget(self, request_id: str) -> None:
-        """The sequence is over."""
+        """Drop an ended sequence."""
         self._places.pop(request_id, None)
 
 
@@ -111,7 +111,7 @@ class TokenInbox:
             self._expected.append((plan.step_id, [*ids]))
 
     def forget(self, request_id: str) -> None:
-        """The sequence is over: tokens of it that are still to come are of no use."""
+        """Drop an ended sequence, and its tokens that are still to come."""
         for _, ids in self._expected:
             ids[:] = [None if one == request_id else one for one in ids]
 

@@ -41,7 +41,7 @@ class MicroBatchState:
         self.store = make_store(make_caches, drafts, one_by_one, attention)
 
     def insert(self, op: InsertOp, caches: list[Cache]) -> None:
-        """Hold a sequence of which nothing is computed yet."""
+        """Register a sequence before anything of it is computed."""
         self.held[op.request_id] = Held(op, caches)
 
     def apply(self, plan: StepPlan) -> None:

@@ -62,7 +62,7 @@ class Pooler:
         return pooled if op.last else None
 
     def forget(self, request_id: str) -> None:
-        """The sequence is over, or starts again."""
+        """Drop a sequence that ended or restarts."""
         self._sums.pop(request_id, None)
 
 

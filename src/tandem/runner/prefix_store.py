@@ -36,9 +36,9 @@ _BY_POSITION = (KVCache, GroupedKVCache)
 """Kinds that hold keys and values of each position, and nothing else."""
 
 
-def trimmable(caches: Sequence[Any]) -> bool:
+def trimmable(caches: Sequence[Cache]) -> bool:
     """True when caches of these kinds can be cut to any length."""
-    return all(trimmable(cache.caches) if type(cache) is CacheList else type(cache) in _BY_POSITION for cache in caches)
+    return all(trimmable(one.caches) if isinstance(one, CacheList) else type(one) in _BY_POSITION for one in caches)
 
 
 class PrefixStore:
@@ -49,7 +49,7 @@ class PrefixStore:
         self._saved: dict[str, list[_Saved]] = {}
         self._disk = disk
         self.nbytes = 0
-        """Bytes of all cached prefixes. Every step tells it, so it is counted as they come and go."""
+        """Bytes of all cached prefixes, counted as they come and go because every step reports them."""
 
     def save(self, key: str, caches: Sequence[Cache], held: int, length: int) -> None:
         """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
@@ -93,9 +93,9 @@ def _bytes(saved: Sequence[_Saved]) -> int:
     return sum(array.nbytes for one in saved for array in one.arrays)
 
 
-def _save(cache: Any, length: int) -> _Saved:
-    """A copy, since the cache goes on writing into its own arrays."""
-    if type(cache) is CacheList:
+def _save(cache: Cache, length: int) -> _Saved:
+    """Copy a cache, which later writes into its own arrays."""
+    if isinstance(cache, CacheList):
         return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
     state = _cut(cache.state, length) if type(cache) in _BY_POSITION else cache.state
     return _Saved(type(cache), _each_array(mx.contiguous, state))

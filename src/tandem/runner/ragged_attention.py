@@ -28,7 +28,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_SHARING = 16
 """Query heads of one kv head; more would not fit into the registers of a block."""
 ALIKE = 64
-"""Positions by which rows may differ besides, and still be computed together on a CPU."""
+"""Positions by which the lengths of rows may differ and still share a call on a CPU."""
 WASTE = 65_536
 """Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with those of about one length."""
 
@@ -285,7 +285,7 @@ def attend_by_length(
 
 
 def _alike(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of neighbours of which none is more than twice as long as another: (first, one past the last)."""
+    """Yield runs of rows (first, one past the last) whose lengths differ by at most a factor of two."""
     start, least, most = 0, lengths[0], lengths[0]
     for row, length in enumerate(lengths):
         least, most = min(least, length), max(most, length)

@@ -227,7 +227,7 @@ class Runner:
         self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
 
     def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
-        """Guess what comes after the step's tokens; waits for those."""
+        """Draft the tokens after the step's own; waits for those."""
         if pending.produced is None or not pending.ids:
             return None
         values: Any = pending.produced.tolist()
@@ -330,7 +330,7 @@ class Runner:
         return self._last.of(ids)
 
     def _hand_out(self, plan: StepPlan, pending: PendingStep) -> None:
-        """The sampled tokens: to whoever feeds on them, on the device where that can be."""
+        """Pass the sampled tokens to the ranks that need them, on the device where possible."""
         if self._inbox is not None and plan.hands_out:
             self._inbox.expect(plan, pending.ids)
         if not pending.tokens:

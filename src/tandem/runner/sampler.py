@@ -49,7 +49,7 @@ class Sampled:
     _columns: tuple[mx.array, ...] = ()
 
     def logprobs(self) -> dict[str, list[TokenLogprob]]:
-        """Log probabilities of the rows that asked, by request id. Waits for the device; empty if nobody asked."""
+        """Log probabilities by request id, for rows that requested them. Waits for the device."""
         if not self._asked:
             return {}
         columns: list[list[Any]] = [column.tolist() for column in self._columns]  # type: ignore[misc]
@@ -101,7 +101,7 @@ class _Plan:
     """Rows that have not reached their min_tokens, and what they must not choose."""
 
     def banned(self, eos: Sequence[int], vocab_size: int) -> TokenEdits | None:
-        """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
+        """Edits that ban EOS until `min_tokens` are out; rebuilt when a row passes its limit."""
         early = [
             row
             for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
@@ -152,7 +152,7 @@ class Sampler:
         self._plans.clear()
 
     def place(self, request_id: str, tokens: int) -> None:
-        """The sequence has so many tokens, the prompt's included: the next one to be sampled is the one after them.
+        """Record that the sequence has `tokens` tokens, prompt included, before the next one is sampled.
 
         For plans with drafts, of which nobody here knows how many were accepted. KeyError if unknown.
         """

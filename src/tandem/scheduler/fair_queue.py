@@ -43,7 +43,7 @@ class FairQueue:
         self._weigh()
 
     def leave(self, request: EngineRequest) -> None:
-        """Count a request that is over."""
+        """Subtract an ended request."""
         group = self._groups[request.group]
         group.live -= 1
         if not any(one.live for one in self._groups.values()):
@@ -52,7 +52,7 @@ class FairQueue:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Anew each time: what is left of a sum when a large part of it goes is not what the small ones add up to."""
+        """Recompute the sum of live weights: a running sum would keep rounding errors."""
         self._weights = math.fsum(one.weight for one in self._groups.values() if one.live)
 
     def charge(self, request: EngineRequest, tokens: int) -> None:

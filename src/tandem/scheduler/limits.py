@@ -14,7 +14,7 @@ from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
 
 RESERVE = 0.25
-"""Share of its limits by which a full queue is stretched, for groups that have less than their share of it."""
+"""Share by which a full queue's limits are exceeded for groups below their own share."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,12 @@ from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
 PATIENCE = 4
-"""Steps in a row in which the shortest prompts go first, and those for which others may go before a prompt: then the
-oldest of those does."""
+"""Steps in a row that serve the shortest prompts first, before the oldest one gets its turn."""
 SLACK = 3
 """Rows for each of which a micro-batch may have one more than the emptiest. With more than that it takes none: stages take
 turns, and wait where micro-batches differ much."""
 ALIKE = 256
-"""Costs that differ by fewer positions are the same."""
+"""Positions by which two costs may differ and still count as equal."""
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class MicroBatch:
 
     index: int
     step: int = 1
-    """Positions by which its rows grow at least."""
+    """Least number of positions by which its rows grow."""
     shape: KVShape = KVShape()
     """Capacity of its KV buffer after the plans sent so far."""
     members: dict[str, Sequence] = field(default_factory=dict)
@@ -34,7 +33,7 @@ class MicroBatch:
     outstanding: int = 0
     """Plans sent whose results are not back."""
     _ahead: set[int] = field(default_factory=set)
-    """Numbers of those of them that were sent before the result of the one before was back."""
+    """Ids of outstanding plans that were sent before the previous result came back."""
     _shortest_first: int = 0
     """Steps since a prompt went first because others had gone before it."""
     last_step: int = -1
@@ -44,7 +43,7 @@ class MicroBatch:
     """When the last result came, if the micro-batch went on decoding at once."""
 
     def drop(self, sequence: Sequence) -> None:
-        """Take a member out of the batch; the next plan tells the ranks."""
+        """Remove a member from the batch; the next plan informs the ranks."""
         del self.members[sequence.request_id]
         self.removes.append(sequence.request_id)
         sequence.leave()
@@ -58,7 +57,7 @@ class MicroBatch:
         self.last_step = plan.step_id
 
     def returned(self, plan: StepPlan) -> bool:
-        """The plan's result is back. True if the plan was sent before the result of the one before it."""
+        """Record the result of `plan`. True if it was sent before the previous plan's result came back."""
         self.outstanding -= 1
         ahead = plan.step_id in self._ahead
         self._ahead.discard(plan.step_id)

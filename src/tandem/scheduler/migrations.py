@@ -1,4 +1,4 @@
-"""Sequences that go on at another replica: what is computed of them is written to disk before they leave.
+"""Migration of sequences to another replica: their KV is written to disk before they leave.
 
 Some leave as soon as that can be; others when their prompt is computed, and of these each disk block is written as soon as
 it is there. All go on here until their disk blocks are written. What is beyond the last whole disk block, and what could not be
@@ -18,7 +18,7 @@ from tandem.scheduler.micro_batch import MicroBatch
 from tandem.scheduler.sequence import Sequence
 
 AT_ONCE = 1024 // DISK_BLOCK
-"""Most disk blocks that ranks are told to write before those have been written: what waits takes memory."""
+"""Most blocks queued for writing at once: each takes memory until it is written."""
 
 
 @dataclass

@@ -102,7 +102,7 @@ class PromptPace:
             self._embedded_at = now
 
     def _charge(self, seconds: float, embedded: bool) -> None:
-        """Count a step of decoding of so many `seconds`, beside which texts were embedded or not."""
+        """Charge a decode step of `seconds` to the pace, with or without texts embedded beside it."""
         if self._decode_s is None:
             self._ahead_s = seconds if embedded else 0.0  # by turns
         else:
@@ -110,7 +110,7 @@ class PromptPace:
             self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
 
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
-        """Prompts of other micro-batches were computed meanwhile."""
+        """True when prompts of other micro-batches were computed meanwhile."""
         return any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch) or any(
             one.prefill and one.micro_batch != plan.micro_batch for one in under_way
         )

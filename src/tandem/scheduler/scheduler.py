@@ -27,7 +27,7 @@ from tandem.protocol.step import (
     batch_fingerprint,
     by_id,
 )
-from tandem.scheduler.batches import RunningBatches
+from tandem.scheduler.batch_pool import RunningBatches
 from tandem.scheduler.fair_queue import FairQueue
 from tandem.scheduler.limits import Limits, check_admission
 from tandem.scheduler.micro_batch import MicroBatch
@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def compiling(self) -> Sequence | None:
-        """The first of those whose grammars are being compiled."""
+        """First sequence whose grammar is being compiled; None if there is none."""
         return next((one for one in self.batches.members() if one.awaits_grammar), None)
 
     @property
@@ -149,7 +149,7 @@ class Scheduler:
         return None
 
     def _waits(self, micro_batch: MicroBatch) -> bool:
-        """The micro-batch's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
+        """True when the micro-batch's next plan names tokens, and so must wait for the results that bring them."""
         return micro_batch.outstanding > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
 
     def _plan(self, micro_batch: MicroBatch) -> StepPlan | None:
@@ -262,7 +262,7 @@ class Scheduler:
         return next(self._suspects(), None) or self.fair_queue.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
-        """Waiting suspects, which run alone."""
+        """Yield the waiting suspects, which run alone."""
         return (sequence for sequence in self._queue if sequence.quarantine_record.suspect)
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SavePrefixOp | None:
@@ -461,5 +461,5 @@ class Scheduler:
         return refused
 
     def widen(self, limits: Limits) -> None:
-        """Take other limits at any time, none of which is tighter than before."""
+        """Raise the limits while requests run."""
         self.batches.widen(limits)

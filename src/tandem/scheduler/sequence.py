@@ -93,7 +93,7 @@ class Sequence:
 
     @property
     def expected(self) -> bool:
-        """True if its api needs no notice, or has acknowledged it."""
+        """True unless the request carries a suspicion whose notice its api has not acknowledged."""
         return self.noted or self.request.quarantine_record is None
 
     @property
@@ -107,7 +107,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     def end_reason(self, eos_token_ids: Container[int]) -> str | None:
-        """Why the last token ends it; None when it goes on."""
+        """Finish reason of the last token; None while the sequence continues."""
         token, params = self.tokens[-1], self.request.params
         stops = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
         if stops and self.produced > params.min_tokens:
@@ -178,11 +178,11 @@ class Sequence:
         return self.request.params.max_tokens - self.produced - 1 if self.proposer else 0
 
     def untold(self) -> list[int]:
-        """Tokens before the last one that a draft model has not been told."""
+        """Tokens, without the last one, that the draft model has not received."""
         return self.tokens[self.told : -1]
 
     def hear(self, result: StepResult) -> None:
-        """If a draft model has guessed what comes after its tokens, it knows them."""
+        """Take the draft model's guesses for this sequence from `result`, if there are any."""
         if self.request_id in result.drafts:
             self.told = len(self.tokens)
             if self.proposer is not None:

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.crash_guard import start_task
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _PRELOAD_S = 0.5
 """Seconds between looks for a new engine model, whose tokenizer is loaded before the first request needs it."""
 _PRELOAD_FIRST_S = 0.05
-"""Seconds between looks before there has been any."""
+"""Seconds between looks before the first engine status has come."""
 
 
 def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[str, ClientLimits] | None = None

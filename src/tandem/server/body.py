@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
+from tandem.server.body_validation import LARGE_BODY, Model, explain, parse_bytes
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import Api, get_api, get_group, note_ignored, unless_gone
 from tandem.server.failures import ClientGone, error_response, refused
-from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
@@ -87,7 +87,7 @@ async def refuse_query(request: Request, error: Exception) -> Response:
 
 
 def require_known(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises RequestError for a query parameter that there is not: what was meant would be passed over in silence."""
+    """Raise RequestError for an unknown query parameter, which would otherwise be ignored."""
     for name in names:
         if name not in known:
             raise RequestError(

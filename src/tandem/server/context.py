@@ -7,15 +7,16 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from fastapi import Request
 from starlette.types import Scope
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, UnavailableError
+from tandem.json_types import JsonObject
 from tandem.log import Seldom
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
@@ -55,7 +56,7 @@ class Api:
         self.workers = Workers(settings.scheduler.max_queued_requests)
         """Sandboxes for what is large or costly in requests."""
         self.text_semaphore = FairSemaphore(THREADS - 1, settings.scheduler.max_queued_requests)
-        """Turns of texts in threads; one thread is left for what is read on the way there."""
+        """Fair semaphore of text work in threads; one thread stays free for reading bodies."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
@@ -111,7 +112,7 @@ class Api:
         return served.client.status.max_context if served.client.status is not None else None
 
     def release(self, scope: Scope) -> None:
-        """The request of that scope is over."""
+        """End the request of that scope."""
         lease: Lease | None = scope.pop("tandem.lease", None)
         if lease is not None:
             lease.end()
@@ -134,7 +135,7 @@ class Api:
             tell(error)
 
 
-async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
+async def unless_gone(http: Request, waiting: Coroutine[None, None, Result]) -> Result:
     """Return what `waiting` returns, but wait no longer than the client does. Raises ClientGone, and what it raises."""
     try:
         return await unless(gone(http), waiting)
@@ -148,7 +149,7 @@ async def gone(http: Request) -> None:
         pass
 
 
-def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
+def head(kind: str, request_id: str, model: str) -> JsonObject:
     """Return the first fields of OpenAI's answers and chunks; `kind` is the value of `object`."""
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model, "system_fingerprint": FINGERPRINT}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -12,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tandem.errors import AuthenticationError, NotFoundError, OverloadedError, RequestError, ServerError, UnavailableError
+from tandem.json_types import JsonObject
 from tandem.log import Seldom
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ def cancelled() -> RequestError:
     return refused(409, "The request was cancelled.", code=CANCELLED)
 
 
-def envelope(error: RequestError) -> dict[str, Any]:
+def envelope(error: RequestError) -> JsonObject:
     """Return OpenAI's error object."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def anthropic_envelope(error: RequestError) -> dict[str, Any]:
+def anthropic_envelope(error: RequestError) -> JsonObject:
     """Return Anthropic's error object."""
     kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}

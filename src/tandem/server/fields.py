@@ -36,7 +36,7 @@ class Known:
 
     @property
     def values(self) -> str:
-        """Accepted values for people."""
+        """Accepted values as a text for error messages and docs."""
         if self.accepted is None:
             return "any"
         return ", ".join(f"`{json.dumps(value)}`" for value in self.accepted) or "`null`"

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from tandem.crash_guard import start_task
 from tandem.errors import RequestError, ServerError, TimeoutExceeded
+from tandem.json_types import JsonObject
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -267,7 +268,7 @@ class Delta:
     """Log probabilities of its prompt, with the first delta, if they were asked for."""
 
 
-class Choice:
+class ChoiceState:
     """One sequence: counts its tokens and turns them into text that is safe to show."""
 
     def __init__(
@@ -361,7 +362,7 @@ class Generation(Running):
         choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
-        `shown`: special tokens that are part of the text. `logs_end`: as for `Choice`.
+        `shown`: special tokens that are part of the text. `logs_end`: as for `ChoiceState`.
         """
         self.params = work[0][1]
         """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
@@ -378,7 +379,9 @@ class Generation(Running):
         )
         self.tokenizer = tokenizer
         self._choices = {
-            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end)
+            request.request_id: ChoiceState(
+                index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end
+            )
             for index, request in enumerate(self._requests)
         }
         self._deltas: list[Delta] = []
@@ -438,7 +441,7 @@ class Generation(Running):
             answer.text = "".join(parts)
         return answers
 
-    def usage(self) -> dict[str, object]:
+    def usage(self) -> JsonObject:
         """Return OpenAI's `usage` object, with the tokens of the prompt that were read from disk, if any."""
         output = self.completion_tokens
         tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}

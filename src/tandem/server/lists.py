@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Request
 
 from tandem.errors import NotFoundError, RequestError
+from tandem.json_types import JsonObject
 
-Json = dict[str, Any]
 
-
-def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 100, usual: int = 20) -> Json:
+def page(items: list[JsonObject], http: Request, *, newest_first: bool, most: int = 100, usual: int = 20) -> JsonObject:
     """Return a page of `items`, which stand in the order of their making, by OpenAI's `order`, `limit`, `after`.
 
     Raises RequestError naming the parameter at fault.

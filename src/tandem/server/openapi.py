@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+
+from tandem.json_types import JsonObject
 
 SCHEMAS = "#/components/schemas/{model}"
 
@@ -43,16 +45,16 @@ class AnthropicError(BaseModel, extra="forbid"):
 _described: list[type[BaseModel]] = [Error, AnthropicError]
 
 
-def documented(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+def documented(model: type[BaseModel], *, streams: bool = False) -> JsonObject:
     """Return `openapi_extra` of a route that takes `model` as its JSON body; `streams`: and may answer with events."""
     _described.append(model)
-    extra: dict[str, Any] = {"requestBody": {"required": True, "content": _json(model)}}
+    extra: JsonObject = {"requestBody": {"required": True, "content": _json(model)}}
     if streams:
         extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
     return extra
 
 
-def failures(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def failures(model: type[BaseModel]) -> dict[int | str, JsonObject]:
     """Return `responses` of routes whose errors have the shape of `model`."""
     return {
         "4XX": {"description": "The request is at fault; the message says how.", "content": _json(model)},
@@ -60,14 +62,14 @@ def failures(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _json(model: type[BaseModel]) -> dict[str, Any]:
+def _json(model: type[BaseModel]) -> JsonObject:
     return {"application/json": {"schema": {"$ref": SCHEMAS.format(model=model.__name__)}}}
 
 
 class TandemApp(FastAPI):
     """FastAPI whose description has the schemas of bodies and errors."""
 
-    def openapi(self) -> dict[str, Any]:
+    def openapi(self) -> JsonObject:
         """Return the OpenAPI description of all routes."""
         if self.openapi_schema is None:
             schemas = super().openapi().setdefault("components", {}).setdefault("schemas", {})

@@ -10,7 +10,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.errors import OverloadedError
 
 MINUTE_S = 60.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonMapping
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import head
 from tandem.server.failures import envelope
@@ -73,7 +74,7 @@ def failed_stream(error: RequestError) -> bytes:
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
-def named_event(data: Mapping[str, Any]) -> bytes:
+def named_event(data: JsonMapping) -> bytes:
     """Return an event whose name is its `type`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 

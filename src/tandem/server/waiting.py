@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
@@ -13,7 +13,7 @@ class Stopped(Exception):
     """Raised by `unless` when the wait ended before the work."""
 
 
-async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+async def end_tasks(*tasks: asyncio.Task[object] | None) -> None:
     """Cancel tasks, but for None among them, and wait until they have ended, however they do."""
     ending = [task for task in tasks if task is not None]
     for task in ending:
@@ -21,7 +21,9 @@ async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def unless(stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
+async def unless(
+    stop: Coroutine[None, None, object], work: Coroutine[None, None, Result], timeout_s: float | None = None
+) -> Result:
     """Return what `work` returns. Raises what it raises, and Stopped when `stop` or the time ends first."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:

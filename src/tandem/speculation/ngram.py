@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 CANDIDATES = 8
-"""Earlier places that are compared; the latest ones are the likeliest to go on alike."""
+"""Most earlier matches compared, the latest first, as they predict best."""
 
 
 class NgramIndex:
@@ -36,7 +36,7 @@ class NgramIndex:
         return self._tokens[self._at] if self._at >= 0 else None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The sequence goes on."""
+        """Append `tokens` to the sequence."""
         for token in tokens:
             self._append(token)
 
@@ -65,7 +65,7 @@ class NgramIndex:
             self._at, self._matched = self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
-        """The best place and how many tokens match before it; (-1, 0) if there is none."""
+        """Return the best match and its length in tokens; (-1, 0) without one."""
         best, most = -1, 0
         at = self._latest.get(hash(tuple(self._tokens[-self._shortest :])), -1)
         for _ in range(CANDIDATES):

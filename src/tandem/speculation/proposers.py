@@ -20,16 +20,15 @@ CREDIT = 0.5
 LEARN = 0.15
 """Weight of the latest prediction in that share, and of the latest step in what steps cost."""
 GAIN = 1.05
-"""How many times the tokens a second of plain decoding drafts must promise: to begin with them costs a pause."""
+"""Factor by which drafts must beat the throughput of plain decoding, since starting them costs a pause."""
 LEAST = 0.15
-"""Share of right predictions below which a sequence is not drafted for, whatever steps are thought to cost."""
+"""Acceptance rate below which a sequence gets no drafts, whatever steps cost."""
 RETRY, MOST_RETRY = 512, 16384
-"""Steps after which the cost of steps with drafts is forgotten where they are no longer tried: it may have been an
-accident. The time is doubled with each trial."""
+"""Steps before unused drafting is tried again; the interval doubles with each trial."""
 TRY_AGAIN = 64
-"""Tokens after which a draft model is asked again for a sequence that it could not guess; more each time."""
+"""Tokens before the draft model is tried again on a sequence that it failed to predict; grows each time."""
 READ = 1024
-"""Most tokens of a prompt that one step's planning indexes."""
+"""Most prompt tokens indexed in one step's planning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +148,7 @@ class NgramProposer:
 @dataclass
 class _Cost:
     noted: int
-    """Number of the last step that was noted."""
+    """Number of the last recorded step."""
     seconds: float | None = None
     """None after the first step, which may have been slow for reasons of its own: kernels are compiled in it."""
     patience: int = RETRY
@@ -164,7 +163,7 @@ class StepCosts:
         self._steps = 0
 
     def note(self, rows: int, width: int, seconds: float) -> None:
-        """A step of `rows` rows and `width` positions each took so long."""
+        """Record that a step of `rows` rows with `width` positions each took `seconds`."""
         self._steps += 1
         costs = self._costs.setdefault(rows, {})
         old = costs.get(width)
@@ -214,7 +213,7 @@ def best_drafts(rows: Sequence[tuple[Sequence[int], float]], costs: StepCosts) -
 
 
 def _expected(drafts: int, hits: float) -> float:
-    """Tokens that a row with so many drafts yields."""
+    """Expected tokens of a row with `drafts` drafts, each right with probability `hits`."""
     return sum(hits**i for i in range(drafts + 1))
 
 
@@ -244,7 +243,7 @@ class Speculation:
         return ModelProposer() if self._limits.model else NgramProposer(self._limits)
 
     def drafts(self, sequences: Sequence[Drafting], most: int) -> list[list[int]] | None:
-        """The up to `most` drafts that are worth trying after each of these, which decode together; None if none are."""
+        """Return up to `most` drafts worth trying for each of `sequences`, which decode together; None for no drafts."""
         if self._limits is None:
             return None
         rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys

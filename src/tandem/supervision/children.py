@@ -18,7 +18,7 @@ from tandem.processes.child import ChildProcess
 
 MODULE = "tandem.cli.processes"
 LAST_WORDS = 4096
-"""Bytes that a child may write to say why it ends."""
+"""Most bytes that a child may write as its reason to end."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 EXIT_USAGE, EXIT_FAILED = 2, 3
 """Exit codes: a mistake that a person must mend; a failure after all tries."""
@@ -27,9 +27,9 @@ STOPPED_S = 1.0
 ENDING_S = 30.0
 """Seconds that the kernel may take to end a killed process that has gigabytes of memory."""
 PAUSE_S = 1.0
-"""A longer gap between two looks was the supervisor's own, and counts for no child."""
+"""Gap in seconds between two checks that counts as the supervisor's own pause, not as a child's."""
 SERVES_S = 1.0
-"""Seconds for which a child must have served, so that earlier deaths count no more."""
+"""Seconds of service after which a child's earlier deaths are forgotten."""
 
 
 def backoff(times: int) -> float:

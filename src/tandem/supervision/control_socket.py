@@ -16,7 +16,7 @@ from tandem.env import runtime_dir
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
-from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
+from tandem.protocol.supervisor_messages import ControlRefused, SupervisorReply, SupervisorRequest
 from tandem.transport.security import translated
 from tandem.transport.socket_file import SocketFile
 

@@ -18,7 +18,7 @@ from tandem.errors import UsageError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import ModelInfo, ReplicaInfo
+from tandem.protocol.supervisor_messages import ModelInfo, ReplicaInfo
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.model_memory import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
 

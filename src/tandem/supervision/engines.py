@@ -18,7 +18,7 @@ from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus, Neighbours
 from tandem.protocol.events import History, Level
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.supervisor import ReplicaInfo
+from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
 from tandem.supervision.replica_process import ReplicaProcess, gpus_of, replica_settings
 from tandem.supervision.status_probe import StatusProbe
@@ -134,7 +134,7 @@ class EngineSet:
             elif (ended := replica.child.poll()) is not None:
                 code = self._ended(replica, replica.child, ended)
             elif time.monotonic() > replica.drain_until:
-                log.warning("the %s did not end in time; it is killed, and what it had left is lost", replica.child.name)
+                log.warning("Killing the %s, which did not end in time; its requests are lost", replica.child.name)
                 replica.drain_until = math.inf
                 replica.child.kill()
             elif (trouble := self._trouble(replica)) is not None:

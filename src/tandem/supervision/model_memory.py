@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
-from tandem.engine.layout import RankGroupLayout, plan_layout
+from tandem.engine.build_layout import RankGroupLayout, plan_layout
 from tandem.errors import OutOfMemory, UsageError
 from tandem.kv.budget import held_sequences
-from tandem.launchers.machines import hosts_for, told_memory
+from tandem.launchers.host_addresses import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe

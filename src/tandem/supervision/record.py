@@ -23,7 +23,7 @@ from tandem.protocol.codec import UNREADABLE
 from tandem.system.files import open_private, write_private
 
 MOST_LOG_BYTES = 64 * 1024 * 1024
-"""Size from which a server's log begins anew; one older log is kept beside it."""
+"""Size at which a server's log is rotated; one older log is kept."""
 DEFAULT_NAME = "default"
 """Name of the server that `tandem up` starts without --name."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
@@ -133,7 +133,7 @@ class Background:
             os.close(fd)
 
     def trim_log(self, most: int = MOST_LOG_BYTES) -> bool:
-        """When the log has more than `most` bytes, make it `log.1` and begin anew; True if so.
+        """Rotate the log to `log.1` when it has more than `most` bytes; True if it did.
 
         The server goes on writing to the same file (it appends), so what it writes in the moment between copying and
         cutting is lost.

@@ -15,13 +15,13 @@ import msgspec
 from tandem.config.loading import to_json
 from tandem.config.settings import Role, Settings
 from tandem.env import engine_socket_path
-from tandem.launchers.machines import ranks_of, replica_hosts, role_of
+from tandem.launchers.host_addresses import ranks_of, replica_hosts, role_of
 from tandem.launchers.process_groups import visible_gpus
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload
-from tandem.protocol.supervisor import ReplicaInfo
+from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.supervision.children import SupervisedChild, backoff
 
 log = logging.getLogger("tandem.cli")
@@ -36,7 +36,7 @@ SILENT_S = 10.0
 """Seconds without an answer after which an engine is replaced."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MOST_WORDS = 500
-"""Characters of the reason that is told of a replica that does not run."""
+"""Most characters of the reason shown for a replica that does not run."""
 
 
 @dataclass(eq=False)

@@ -29,7 +29,7 @@ def keep_awake() -> int | None:
 def _hold(pid: int) -> subprocess.Popen[bytes] | None:
     program = find_tool("caffeinate")
     if program is None:
-        log.warning("caffeinate is not there; this Mac may fall asleep while it serves (`sudo pmset sleep 0`)")
+        log.warning("caffeinate is missing: this Mac may sleep while it serves (`sudo pmset sleep 0` prevents it)")
         return None
     try:
         return subprocess.Popen(

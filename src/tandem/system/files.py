@@ -24,7 +24,7 @@ BY_HAND = 16 << 20
 
 
 class NotRegular(OSError):
-    """No regular file, or one with more bytes than are read. `strerror` says what to do."""
+    """Raised for a file that is not regular or too large. `strerror` has the remedy."""
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))

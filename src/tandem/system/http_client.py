@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
-from typing import Any, cast
+from typing import cast
 
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.printable import printable
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -50,12 +51,15 @@ class ServerClient:
                 with error:
                     return error.read()
 
-    def get_json(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> Any:
-        """Return the body as JSON, its texts without control characters. Raises UsageError, and ValueError for another
-        body."""
-        return _shown(json.loads(self.get(path, timeout_s=timeout_s, method=method, body=body)))
+    def get_json(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> JsonObject:
+        """Return the body, a JSON object, its texts without control characters. Raises UsageError, and ValueError for
+        another body."""
+        found = json.loads(self.get(path, timeout_s=timeout_s, method=method, body=body))
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} answers with no JSON object")
+        return {printable(name): _shown(item) for name, item in found.items()}
 
-    def events(self, path: str, body: Body) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: Body) -> Iterator[JsonObject]:
         """Yield the events of a streamed answer; closing the iterator cancels the request. Raises UsageError."""
         with self._failures(path), self.open(path, body, timeout_s=None) as response:
             for line in response:
@@ -104,7 +108,7 @@ def _message(error: urllib.error.HTTPError) -> str:
         return ""
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     if isinstance(value, dict):
         return {printable(name): _shown(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which machine this is. Names do not tell: two Macs may both be called `Mac`, and macOS renames them as it likes."""
+"""Identity of this machine. Names do not identify it: two Macs may both be called `Mac`, and macOS renames them."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import shlex
 import zipfile
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.version import __version__
 
 PACKAGE = "mlx-tandem"
@@ -40,14 +40,14 @@ def install_command(python: str, host: str) -> str:
     return f"ssh {host} \"{python} -m pip install '{_requirement(origin, url)}'\""
 
 
-def _requirement(origin: dict[str, Any], url: str) -> str:
+def _requirement(origin: JsonObject, url: str) -> str:
     vcs = origin.get("vcs_info")
     if isinstance(vcs, dict) and url:
         return f"{vcs.get('vcs', 'git')}+{url}@{vcs.get('commit_id', '')}"
     return f"{PACKAGE} @ {url}" if url else f"{PACKAGE}=={__version__}"
 
 
-def _direct_url() -> dict[str, Any]:
+def _direct_url() -> JsonObject:
     """Empty for what came from an index, or runs without having been installed."""
     try:
         text = distribution(PACKAGE).read_text("direct_url.json")

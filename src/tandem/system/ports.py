@@ -12,7 +12,7 @@ ANSWER_S = 0.5
 
 
 def is_shadowed(host: str, port: int) -> bool:
-    """True when somebody listens at `host`:`port` already and this system would not say so when one binds to it.
+    """True when `host`:`port` already has a listener and binding to it would not fail.
 
     macOS lets a listener of all addresses stand beside one of 127.0.0.1, and each gets some of the connections.
     """

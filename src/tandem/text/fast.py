@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from tandem.checkpoints.config import MOST
 from tandem.errors import BrokenModel, ServerError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.log import Seldom
 from tandem.system.files import read_text
 
@@ -51,11 +51,11 @@ class Scheme:
 
     @property
     def has_bytes(self) -> bool:
-        """Tokens stand for bytes of their own, whatever their neighbours."""
+        """True when each token stands for fixed bytes, independent of its neighbours."""
         return self.kind != "library"
 
     def is_added(self, token: int) -> bool:
-        """The token was added to the vocabulary and stands for itself."""
+        """True for an added token, which stands for its own text."""
         return token in self.added
 
     def piece_bytes(self, piece: str, *, added: bool) -> bytes:
@@ -87,7 +87,7 @@ def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
     return Scheme(kind="library", added=added)
 
 
-def _decoder_steps(decoder: object) -> list[dict[str, Any]]:
+def _decoder_steps(decoder: object) -> list[JsonObject]:
     if not isinstance(decoder, dict):
         return []
     if decoder.get("type") == "Sequence":
@@ -104,7 +104,7 @@ _KEEPS_ALL = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "Unic
 """Steps before tokenising that drop nothing."""
 
 
-def longest_token(tokenizer: Mapping[str, Any], scheme: Scheme, pieces: Iterable[str]) -> int | None:
+def longest_token(tokenizer: JsonMapping, scheme: Scheme, pieces: Iterable[str]) -> int | None:
     """Bytes, for the content of tokenizer.json and the entries of its vocabulary; None where there is no bound."""
     shortens = 1
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
@@ -131,8 +131,8 @@ def longest_token(tokenizer: Mapping[str, Any], scheme: Scheme, pieces: Iterable
 _SPLITS = frozenset(("Split", behaviour) for behaviour in ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
 
 
-def _knows_all_bytes(model: Mapping[str, Any], scheme: Scheme, known: set[str]) -> bool:
-    """Whatever the text, nothing of it is dropped or becomes an unknown token that swallows its neighbours."""
+def _knows_all_bytes(model: JsonMapping, scheme: Scheme, known: set[str]) -> bool:
+    """True when the vocabulary covers all bytes, so that no text becomes an unknown token."""
     if model.get("type") not in ("BPE", "Unigram"):
         return False
     if scheme.kind == "byte_level":
@@ -140,7 +140,7 @@ def _knows_all_bytes(model: Mapping[str, Any], scheme: Scheme, known: set[str]) 
     return bool(model.get("byte_fallback")) and {f"<0x{byte:02X}>" for byte in range(256)} <= known
 
 
-def _steps(part: object, inner: str) -> list[Mapping[str, Any]]:
+def _steps(part: object, inner: str) -> list[JsonMapping]:
     if not isinstance(part, Mapping):
         return []
     if part.get("type") == "Sequence":

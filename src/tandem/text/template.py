@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.meta import find_undeclared_variables
 
 from tandem.errors import BrokenModel, RequestError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.text.template_sandbox import Budget, LimitedEnvironment, TooExpensive
 
 _MAX_TIME_FORMAT = 200  # characters
@@ -52,11 +52,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonMapping],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[JsonMapping] | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonMapping | None = None,
         quick: bool = False,
     ) -> str:
         """The prompt's text; `variables` are the template's own. Raises `RequestError` with the template's own words
@@ -82,7 +82,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses these messages: {text}", param="messages") from error
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: JsonMapping) -> JsonObject:
     """Templates read a message's reasoning under several names: offer it under the two that are in use."""
     copy = dict(message)
     reasoning = next((copy[name] for name in _REASONING if copy.get(name)), None)
@@ -97,6 +97,10 @@ def _raise(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -20,6 +20,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -38,7 +39,7 @@ MAX_BITS = 65536
 """Most bits of a whole number."""
 
 QUICK_SECONDS, QUICK_STEPS, QUICK_SIZE = 0.05, 20_000, 1024 * 1024
-"""Limits of a rendering that others wait for."""
+"""Limits of a rendering on the event loop, which delays all other requests."""
 
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 """Multiply their input, and no chat template is known to use them."""
@@ -130,7 +131,7 @@ class _Charges(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: jinja2.parser.Parser) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
         """`{% generation %}` blocks mark answers for training; here they are rendered as what is in them."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
@@ -145,7 +146,7 @@ class _Charges(jinja2.ext.Extension):
         return rewritten.set_environment(self.environment)  # type: ignore[return-value]
 
     def call_to(self, method: str, arguments: list[nodes.Expr], line: int) -> nodes.Expr:
-        """An expression that calls one of the methods below, whatever names the template defines."""
+        """Return an expression that calls a method below, independent of the template's names."""
         return self.call_method(method, arguments, lineno=line)
 
     @staticmethod
@@ -200,7 +201,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         for name, function in self.filters.items():
             self.add_filter(name, function)
 
-    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+    def add_filter(self, name: str, function: Callable[..., object]) -> None:
         """Add a filter, or replace one; it is charged like the others."""
         self.filters[name] = _charged(name, function)
 
@@ -210,12 +211,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return charges.rewrite(super()._parse(source, name, filename))
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """No methods of texts whose results are not foreseen here, and none of numbers."""
+        """Refuse methods of strings with unbounded results, and all methods of numbers."""
         if isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in _REFUSED_METHODS):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Charge an operator before it is computed."""
         budget = _budget.get()
         if operator == "+" and isinstance(left, str) and isinstance(right, str):  # what templates do most
@@ -239,14 +240,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if formatted is None:
             return None
 
-        def run(*args: Any, **kwargs: Any) -> str:
+        def run(*args: object, **kwargs: object) -> str:
             _before_text("format", value.__self__, (*args, *kwargs.values()))
             return formatted(*args, **kwargs)
 
         return run
 
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Charge a call's result; before it, what a method of a text would make."""
+    def call(self, context: Context, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        """Charge a call's result, and the result of a string method before the call."""
         if getattr(function, "__qualname__", "").startswith("_Charges."):
             return function(*args)
         text = getattr(function, "__self__", None)
@@ -296,19 +297,19 @@ def _before_text(name: str, text: str, args: tuple[object, ...]) -> None:
     budget.step(size)
 
 
-def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _charged(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """The filter, charged for what it is given and for what it makes."""
     position = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja passes a context or environment first
 
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         if position < len(args):
             value = args[position]
             _before_filter(name, value, (*args[position + 1 :], *kwargs.values()))
-            if hasattr(value, "__next__"):
+            if isinstance(value, Iterator):
                 args = (*args[:position], _counted(value), *args[position + 1 :])
         result = function(*args, **kwargs)
-        return _counted(result) if hasattr(result, "__next__") else _budget.get().result(result)
+        return _counted(result) if isinstance(result, Iterator) else _budget.get().result(result)
 
     return run
 

@@ -7,14 +7,15 @@ tokenizer is Python code.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.checkpoints.config import eos_token_ids, read_json
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, RequestError, UsageError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.system.files import read_text
 from tandem.text.template import ChatTemplate
 
@@ -57,7 +58,7 @@ class Tokenizer:
         bos: int | None,
         add_bos: bool | None,
         closing: int | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: JsonMapping | None = None,
     ) -> None:
         """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself.
         `config`: what tokenizer_config.json says."""
@@ -82,11 +83,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """The model comes with a chat template, or one was given."""
+        """True when the model has a chat template, its own or a given one."""
         return self._template is not None
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> JsonObject:
         """Content of tokenizer_config.json, special tokens as plain texts (None for one that is not there), with the
         chat template that is in use."""
         names = {name: _token_string(self._config.get(name)) for name in _NAMES}
@@ -103,7 +104,7 @@ class Tokenizer:
         return self._template.words if self._template is not None else frozenset()
 
     def has_special(self, text: str) -> bool:
-        """Tell whether a special token stands in `text`, or one token is all of it that is written like those."""
+        """True when `text` contains a special token, or is one token that looks like one."""
         if self.special_ids_of((text,)):
             return True
         return _CONTROL.fullmatch(text) is not None and len(self.encode(text, False)) == 1
@@ -139,7 +140,7 @@ class Tokenizer:
         text = b"".join(self.token_bytes(i) for i in ids if i not in special).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.scheme.strips_first_space else text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(self, messages: Sequence[JsonMapping]) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` when there is no template or it refuses the messages."""
         return self._backend.encode(self.template.render(messages), False)
 
@@ -207,9 +208,9 @@ def load_tokenizer(
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> JsonObject:
     """tokenizer_config.json, completed by special_tokens_map.json of older models."""
-    merged: dict[str, Any] = {}
+    merged: JsonObject = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).exists():
             merged |= read_json(path / name)
@@ -244,7 +245,7 @@ def _read_template(file: str | Path) -> str:
         ) from error
 
 
-def _template_source(path: Path, config: dict[str, Any]) -> str | None:
+def _template_source(path: Path, config: JsonObject) -> str | None:
     jinja = path / "chat_template.jinja"
     if jinja.exists():
         try:

@@ -22,7 +22,7 @@ import zmq
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
 from tandem.log import Seldom
-from tandem.protocol import blobs
+from tandem.protocol import blob_messages as messages
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
@@ -62,7 +62,7 @@ class BlobServer(MemberSocket):
         # windows under way, and what it has read counts in steps of half the mark.
         self.socket.sndhwm = 4 * WINDOW
         self._listen(host)
-        self._decoder = Decoder[blobs.BlobRequest](blobs.BlobRequest)
+        self._decoder = Decoder[messages.BlobRequest](messages.BlobRequest)
         self._thread = start_thread(self._run, name="blobs")
 
     def _run(self) -> None:
@@ -79,25 +79,25 @@ class BlobServer(MemberSocket):
             seldom.warning("a request for a file cannot be read: %s; it is dropped; is the rank of this version?", error)
             return None
         try:
-            if isinstance(request, blobs.ListFiles):
-                return [encode(blobs.FileList(request.number, self.listed(request.stems)))]
+            if isinstance(request, messages.ListFiles):
+                return [encode(messages.FileList(request.number, self.listed(request.stems)))]
             digest, data = self.chunk(request.range)
-            return [encode(blobs.Chunk(request.number, digest)), data]
+            return [encode(messages.Chunk(request.number, digest)), data]
         except TransportError as error:
-            return [encode(blobs.Refusal(request.number, error.message))]
+            return [encode(messages.Refusal(request.number, error.message))]
         except OSError as error:
-            return [encode(blobs.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
+            return [encode(messages.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
 
-    def listed(self, stems: Collection[str] | None) -> list[blobs.BlobFile]:
+    def listed(self, stems: Collection[str] | None) -> list[messages.BlobFile]:
         """List the files for a `ListFiles`."""
         return [file for name, file in self.served.items() if stems is None or name.partition(".")[0] in stems]
 
     @cached_property
-    def served(self) -> dict[str, blobs.BlobFile]:
+    def served(self) -> dict[str, messages.BlobFile]:
         """Served files by name, as they were at the first request."""
         return {name: _describe(path) for name, path in self._paths.items()}
 
-    def chunk(self, wanted: blobs.Range) -> tuple[bytes, bytes]:
+    def chunk(self, wanted: messages.Range) -> tuple[bytes, bytes]:
         """Return checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
         file = self.served.get(wanted.name)
         if file is None:
@@ -123,13 +123,13 @@ class BlobServer(MemberSocket):
             self._thread.join()
 
 
-def _describe(path: Path) -> blobs.BlobFile:
+def _describe(path: Path) -> messages.BlobFile:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         for i in range(SAMPLES):
             digest.update(os.pread(file.fileno(), SAMPLE, max(status.st_size - SAMPLE, 0) * i // (SAMPLES - 1)))
-    return blobs.BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
+    return messages.BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
 class NotServed(TransportError):
@@ -144,27 +144,27 @@ class BlobClient(MemberSocket):
         self._patience = patience_s
         super().__init__(zmq.DEALER, keys, MAX_ANSWER)
         self._connect(endpoint)
-        self._decoder = Decoder[blobs.BlobAnswer](blobs.BlobAnswer)
+        self._decoder = Decoder[messages.BlobAnswer](messages.BlobAnswer)
         self._number = 0
 
-    def files(self) -> list[blobs.BlobFile]:
+    def files(self) -> list[messages.BlobFile]:
         """List the served files. Raises TransportError without an answer."""
         return self.listed(self.ask())
 
     def ask(self, stems: Collection[str] | None = None) -> int:
         """Send a `ListFiles`; return its number, for `listed`."""
-        return self._ask(blobs.ListFiles, None if stems is None else list(stems))
+        return self._ask(messages.ListFiles, None if stems is None else list(stems))
 
-    def listed(self, number: int, until: float | None = None) -> list[blobs.BlobFile]:
+    def listed(self, number: int, until: float | None = None) -> list[messages.BlobFile]:
         """Wait for the answer, until a time of the monotonic clock. Raises TransportError when there is none."""
         answer, _ = self._receive([number], time.monotonic() + self._patience if until is None else until)
-        if isinstance(answer, blobs.Refusal):
+        if isinstance(answer, messages.Refusal):
             raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
-        if not isinstance(answer, blobs.FileList):
+        if not isinstance(answer, messages.FileList):
             raise TransportError(f"the engine's machine answers {type(answer).__name__} for a list of files")
         return answer.files
 
-    def read(self, ranges: Sequence[blobs.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
+    def read(self, ranges: Sequence[messages.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
         """Yield each range once, in any order, as (index in `ranges`, bytes, checksum); ask again for a damaged one.
 
         Ranges are of at most `CHUNK` bytes. Raises TransportError when one is refused, stays damaged, or none comes.
@@ -175,13 +175,13 @@ class BlobClient(MemberSocket):
         while waiting or pending:
             while waiting and len(pending) < WINDOW:
                 index, attempt = waiting.popleft()
-                pending[self._ask(blobs.ReadRange, ranges[index])] = (index, attempt)
+                pending[self._ask(messages.ReadRange, ranges[index])] = (index, attempt)
             answer, data = self._receive(pending, until)
             index, attempt = pending.pop(answer.number)
             wanted = ranges[index]
-            if isinstance(answer, blobs.Refusal):
+            if isinstance(answer, messages.Refusal):
                 raise NotServed(f"the engine's machine refuses {wanted.name}: {answer.message}")
-            if not isinstance(answer, blobs.Chunk):
+            if not isinstance(answer, messages.Chunk):
                 raise TransportError(f"the engine's machine answers {type(answer).__name__} for {wanted.name}")
             if len(data) == wanted.length and checksum(data) == answer.digest:
                 yield index, data, answer.digest
@@ -195,13 +195,13 @@ class BlobClient(MemberSocket):
             log.warning("%s arrived damaged; asking again", where)
             waiting.appendleft((index, attempt + 1))
 
-    def _ask(self, kind: Callable[[int, Wanted], blobs.BlobRequest], wanted: Wanted) -> int:
+    def _ask(self, kind: Callable[[int, Wanted], messages.BlobRequest], wanted: Wanted) -> int:
         """Send a question with a number of its own, and return the number."""
         self._number += 1
         self.socket.send(encode(kind(self._number, wanted)))
         return self._number
 
-    def _receive(self, numbers: Container[int], until: float) -> tuple[blobs.BlobAnswer, memoryview]:
+    def _receive(self, numbers: Container[int], until: float) -> tuple[messages.BlobAnswer, memoryview]:
         """Return the next answer to one of these questions; skip others, as of a call that was given up."""
         waited = False
         while not waited and self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):

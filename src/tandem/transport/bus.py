@@ -87,7 +87,7 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
                 self.send(identity, message)
 
     def close(self) -> None:
-        """Close; what is not sent gets as long as the socket lingers."""
+        """Close; unsent messages get as long as the socket lingers."""
         super().close()
         self._outbox.close()
 
@@ -172,7 +172,7 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
 
     @property
     def trouble(self) -> str:
-        """Reason why the head does not answer, as far as it is known."""
+        """Return why the head does not answer, if known."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._connected = True

@@ -74,8 +74,8 @@ class Guard:
         self._monitor.close()
 
     def _take(self, event: int, number: int) -> None:
-        """`number` is a descriptor. ZeroMQ does not say whose handshake has succeeded: the youngest connection's is the
-        best guess."""
+        """Handle a monitor event of descriptor `number`. ZeroMQ does not report whose handshake succeeded: the youngest
+        connection's is assumed."""
         if event == zmq.EVENT_ACCEPTED:
             self._admit(number)
         elif event == zmq.EVENT_ACCEPT_FAILED:
@@ -105,8 +105,8 @@ class Guard:
                 self._standby = os.open(os.devnull, os.O_RDONLY)
 
     def _admit(self, number: int) -> None:
-        """Count a connection. One too many of its address is shut; one too many of all costs the address with the most
-        its oldest. One that has ended by now counts for nobody; its end is reported next."""
+        """Count a connection. Above a quarter of the limit for its address it is closed; above the limit in all the
+        address with the most loses its oldest. Ended ones are skipped."""
         address = self._peer(number)
         if self._standby is None:
             self._peer(number, shut=True)

@@ -83,7 +83,7 @@ class MemberSocket:
         socket.connect(endpoint)
 
     def close(self) -> None:
-        """Close the socket and its context; what is not sent gets as long as the socket lingers."""
+        """Close the socket and its context; unsent messages get as long as the socket lingers."""
         for thread in (self._guard, self._authenticator):
             if thread is not None:
                 thread.stop()

@@ -1,4 +1,4 @@
-"""The file of a Unix socket, which is made anew when people or clean-up jobs remove it."""
+"""File of a Unix socket, recreated when people or clean-up jobs remove it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SocketFile:
         self._looked_at = time.monotonic()
 
     def renew(self) -> None:
-        """Make the file anew if it was removed, so that new peers can connect. Call often."""
+        """Recreate the file if it was removed, so that new peers can connect. Call often."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
@@ -44,6 +44,6 @@ class SocketFile:
         try:
             self._bind()
         except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
-            log.error("%s was removed and cannot be made anew: %s; nobody new can connect", self._path, error)
+            log.error("%s was removed and cannot be created again: %s; new clients cannot connect", self._path, error)
         else:
-            log.warning("%s was removed; it was made anew", self._path)
+            log.warning("%s was removed: created it again", self._path)

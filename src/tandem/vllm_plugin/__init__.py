@@ -46,7 +46,7 @@ def register() -> str | None:
 
 
 def say_shortly() -> None:
-    """`vllm serve` ends with one line, as `tandem serve` does, where what was asked for cannot be."""
+    """Have `vllm serve` end with one line for usage errors, as `tandem serve` does."""
     if Path(sys.argv[0]).name != "vllm" or sys.excepthook is _one_line:
         return
     sys.excepthook = _one_line

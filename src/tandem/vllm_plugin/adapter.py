@@ -66,7 +66,7 @@ class _Ops:
     seeds: dict[str, int] = field(default_factory=dict)
 
 
-class Adapter:
+class PlanBuilder:
     """Follows vLLM's scheduler and writes plans."""
 
     def __init__(
@@ -230,7 +230,7 @@ class Adapter:
         )
 
     def _gather(self, micro_batch: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
-        """Move what is scheduled into `micro_batch`, and out of it what holds the decode up."""
+        """Move the scheduled sequences into `micro_batch`, and others that would delay the decode out of it."""
         if decode:
             for request_id in list(self._members[micro_batch]):
                 if self._sequences[request_id].decoding and request_id not in scheduled:
@@ -279,6 +279,6 @@ class Adapter:
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Drop cached prefixes where running sequences need the room."""
+        """Evict cached prefixes when running sequences need the room."""
         used = sum(batch_positions(self._sequences[request_id].computed for request_id in members) for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

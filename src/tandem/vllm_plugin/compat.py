@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tandem.vllm_plugin.limits import refuse_model
+from tandem.vllm_plugin.unsupported import refuse_model
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def _emptying(name: str) -> Callable[[], None]:
     return replace
 
 
-def _validate_v2_model_runner(config: Any) -> None:
+def _validate_v2_model_runner(config: VllmConfig) -> None:
     unsupported = config._get_v2_model_runner_unsupported_features()
     if unsupported:
         raise ValueError(f"vLLM's second scheduling contract does not support {', '.join(unsupported)}")
@@ -65,7 +68,7 @@ def _look_at_models_first() -> None:
         return  # this is
 
     @wraps(stock)
-    def create_model_config(args: Any) -> Any:
+    def create_model_config(args: EngineArgs) -> ModelConfig:
         refuse_model(args.model, args.revision, _is_multimodal)
         return stock(args)
 
@@ -80,7 +83,7 @@ def _keep_sigterm() -> None:
         return  # this is
 
     @wraps(stock)
-    def initialise(manager: Any, *args: Any, **kwargs: Any) -> None:
+    def initialise(manager: CoreEngineActorManager, *args: object, **kwargs: object) -> None:
         from tandem.vllm_plugin.ray_cluster import join
 
         join()

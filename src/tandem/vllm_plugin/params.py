@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tandem.protocol.request import SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmParams
 
 UNSUPPORTED = {
     "prompt_logprobs": "log probabilities of the prompt (prompt_logprobs, or echo with logprobs)",
@@ -17,7 +20,7 @@ UNSUPPORTED = {
 """Fields of vLLM's SamplingParams that Tandem does not have, and what to call them."""
 
 
-def check(params: Any) -> None:
+def check(params: VllmParams) -> None:
     """Raise ValueError for a request that Tandem cannot serve."""
     for name, words in UNSUPPORTED.items():
         if getattr(params, name, None):
@@ -28,7 +31,7 @@ def check(params: Any) -> None:
         raise ValueError("logprobs=-1 (the whole vocabulary) is not supported by Tandem's platform; give a number")
 
 
-def translate(params: Any) -> SamplingParams:
+def translate(params: VllmParams) -> SamplingParams:
     """Our parameters for vLLM's; stop strings, stop tokens and lengths stay with vLLM, which ends requests itself."""
     return SamplingParams(
         max_tokens=params.max_tokens or 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.exceptions import VLLMValidationError
@@ -15,10 +15,14 @@ from vllm.utils.network_utils import get_ip
 from tandem.env import machine_memory, variable
 from tandem.launchers.ray.nodes import UNIT
 from tandem.vllm_plugin.compat import apply
-from tandem.vllm_plugin.limits import refuse_unsupported
-from tandem.vllm_plugin.options import DEVICES, FROM_VLLM_METAL, WITHOUT_EFFECT, check_devices, read_options
 from tandem.vllm_plugin.params import check
 from tandem.vllm_plugin.rendezvous import add_keys
+from tandem.vllm_plugin.unsupported import refuse_unsupported
+from tandem.vllm_plugin.variables import DEVICES, FROM_VLLM_METAL, WITHOUT_EFFECT, check_devices, read_options
+
+if TYPE_CHECKING:
+    from vllm import PoolingParams, SamplingParams
+    from vllm.config import VllmConfig
 
 logger = init_logger("vllm.tandem")
 
@@ -80,7 +84,7 @@ class TandemPlatform(Platform):
         """Random numbers are MLX's: each request has a seed of its own."""
 
     @classmethod
-    def inference_mode(cls) -> Any:
+    def inference_mode(cls) -> torch.no_grad:
         """torch computes nothing."""
         return torch.no_grad()
 
@@ -98,7 +102,7 @@ class TandemPlatform(Platform):
         """vLLM's IR kernels are not used."""
 
     @classmethod
-    def _find_non_ssm_backends(cls, vllm_config: Any) -> list[Any]:
+    def _find_non_ssm_backends(cls, vllm_config: VllmConfig) -> list[object]:
         return []
 
     @classmethod
@@ -114,7 +118,7 @@ class TandemPlatform(Platform):
         super().validate_environ(hard_fail)
 
     @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+    def validate_request(cls, processed_inputs: object, params: SamplingParams | PoolingParams) -> None:
         """Raise VLLMValidationError, hence status 400, for what Tandem cannot do."""
         if hasattr(params, "temperature"):
             try:
@@ -123,7 +127,7 @@ class TandemPlatform(Platform):
                 raise VLLMValidationError(str(error)) from error
 
     @classmethod
-    def check_and_update_config(cls, vllm_config: Any) -> None:
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Refuse what cannot run, in one sentence; name the worker and the executor."""
         from vllm.config import CompilationMode, CUDAGraphMode  # vllm.config imports the platform
 

@@ -80,7 +80,7 @@ class LoadedRank:
     stage: StageModel
     description: ModelDescription
     trimmable: bool
-    """The model's caches can be cut. As what follows it is the same on all ranks, which write the same plans."""
+    """True when the model's caches can be cut. The same on all ranks, as they run the same plans."""
     cached_prefix_positions: int
     """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int

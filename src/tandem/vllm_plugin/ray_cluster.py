@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tandem.env import set_default, set_variables, variable
 from tandem.errors import UsageError
 from tandem.launchers.process_groups import visible_gpus
 from tandem.launchers.ray.driver import list_nodes, sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, is_loopback
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 log = logging.getLogger("vllm.tandem")
 GPU = "GPU"
@@ -24,7 +27,7 @@ LOOK_S = 300.0
 START = f"ray start --head --resources='{{\"{UNIT}\": 1}}'"
 
 
-class Cluster(NodeList, frozen=True):
+class RayCluster(NodeList, frozen=True):
     """A cluster, as vLLM uses it."""
 
     @property
@@ -83,7 +86,7 @@ class Cluster(NodeList, frozen=True):
             )
 
 
-def look() -> Cluster:
+def look() -> RayCluster:
     """The cluster that this process is connected to."""
     import ray
 
@@ -93,10 +96,10 @@ def look() -> Cluster:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return Cluster(nodes, next(node.address for node in nodes if node.node_id == mine))
+    return RayCluster(nodes, next(node.address for node in nodes if node.node_id == mine))
 
 
-def ask() -> Cluster | None:
+def ask() -> RayCluster | None:
     """The cluster that vLLM would use, asked by another process. None where vLLM's engine would start one of its own,
     with a GPU that Ray finds by itself. Raises UsageError."""
     address = variable("RAY_ADDRESS")
@@ -108,10 +111,10 @@ def ask() -> Cluster | None:
         where = f"at RAY_ADDRESS={address}" if address not in (None, "auto") else "on this machine"
         other = ", or set RAY_ADDRESS" if address is None else ""
         raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({error.message[:300]})") from None
-    return Cluster([node for node in listed.nodes if not node.trouble], listed.here)
+    return RayCluster([node for node in listed.nodes if not node.trouble], listed.here)
 
 
-def join(**options: Any) -> None:
+def join(**options: object) -> None:
     """`ray.init`, where this process has not joined a cluster yet; SIGTERM stays vLLM's."""
     import ray
 
@@ -127,7 +130,7 @@ def device_key() -> str:
     return look().device_key if ray.is_initialized() else UNIT
 
 
-def check_start(parallel: Any, mine: str) -> None:
+def check_start(parallel: ParallelConfig, mine: str) -> None:
     """Look at the cluster before vLLM's engine does. `parallel` is vLLM's ParallelConfig, which may be changed; `mine`
     what vLLM takes for this machine's address. Raises UsageError in seconds where the engine would fail or wait.
     """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ray
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 from vllm.v1.executor import ray_executor_v2
@@ -25,11 +24,11 @@ class TandemRayWorkerProc(RayWorkerProc):
         logger.info("tandem: patched Ray V2 worker get_node_and_physical_gpu_ids on RayWorkerProc (custom Ray resource %s)", key)
         return context.get_node_id(), list(range(int(context.get_assigned_resources().get(key, 1))))
 
-    def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
+    def initialize_worker(self, *args: object, **kwargs: object) -> None:
         """Tell the worker its address in the cluster and how many devices, hence workers, its machine may have."""
         cluster = look()
         node = next(node for node in cluster.nodes if node.node_id == ray.get_runtime_context().get_node_id())
-        config: Any = self._init_kwargs["vllm_config"]
+        config: VllmConfig = self._init_kwargs["vllm_config"]
         config.additional_config = {
             **(config.additional_config or {}),
             "tandem_units": cluster.units(node),

@@ -10,23 +10,27 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from tandem.errors import TransportError
+from tandem.json_types import JsonObject
 from tandem.launchers.process_groups import free_ports
 from tandem.protocol.keys import ClusterKeys
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 TIMEOUT = timedelta(minutes=10)
 """Loading torch and vLLM takes minutes on a slow machine."""
 _KEYS = "tandem_keys"
 
 
-def add_keys(vllm_config: Any) -> None:
+def add_keys(vllm_config: VllmConfig) -> None:
     """Draw the CURVE keys of an engine of several ranks, for vLLM to hand to its workers with everything else."""
-    more: dict[str, Any] = vllm_config.additional_config or {}
+    more: JsonObject = vllm_config.additional_config or {}
     if vllm_config.parallel_config.world_size > 1 and _KEYS not in more:
         vllm_config.additional_config = {**more, _KEYS: msgspec.structs.asdict(ClusterKeys.generate())}
 

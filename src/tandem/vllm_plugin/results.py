@@ -76,7 +76,7 @@ class StepTimes:
     ended: float = 0.0
 
     def summary(self) -> str:
-        """One line, milliseconds per step; what is neither busy nor ours is vLLM's, and waiting for requests."""
+        """Return one line of milliseconds per step: busy, ours, and the rest, which is vLLM's and waiting for requests."""
         rest = self.ended - self.began - self.busy
         parts = {"runner": self.busy, "adapter": self.adapter, "results": self.results, "rest": rest}
         each = ", ".join(f"{name} {seconds / max(self.steps, 1) * 1e3:.2f} ms" for name, seconds in parts.items())

@@ -6,7 +6,7 @@ import os
 import time
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
+from tandem.json_types import JsonObject
 from tandem.launchers.base import ProcessGroup
 from tandem.launchers.process_groups import ring_process_group, written_process_group
 from tandem.protocol.step import StepPlan
@@ -27,13 +28,14 @@ from tandem.system.cuda import prepare_cuda
 from tandem.system.identity import machine_id
 from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
-from tandem.vllm_plugin.adapter import Adapter
-from tandem.vllm_plugin.options import read_options
+from tandem.vllm_plugin.adapter import PlanBuilder
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
 from tandem.vllm_plugin.results import NgramDrafter, StepTimes, StepUnderWay
+from tandem.vllm_plugin.variables import read_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from tandem.runner.runner import PendingStep
     from tandem.vllm_plugin.rank import LoadedRank
@@ -66,7 +68,7 @@ class TandemWorker(WorkerBase):
             rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split, expert_parallel=parallel.enable_expert_parallel
         )
         self._rendezvous: Rendezvous | None = None
-        placed: dict[str, Any] = self.vllm_config.additional_config or {}
+        placed: JsonObject = self.vllm_config.additional_config or {}
         here, address = 1, "127.0.0.1"
         if parallel.world_size > 1:
             self._rendezvous = Rendezvous(self.distributed_init_method, self.rank, parallel.world_size, placed)
@@ -180,7 +182,7 @@ class TandemWorker(WorkerBase):
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Any will do: the layout of vLLM's blocks means nothing here."""
+        """Name one layout: that of vLLM's blocks is not used here."""
         return ["LBNHC"]
 
     def determine_available_memory(self) -> int:
@@ -194,11 +196,11 @@ class TandemWorker(WorkerBase):
         fixed = stage.nbytes + self.scheduler_config.max_num_seqs * stage.cache_bytes.state
         return self._loaded.counted_room(max(int((share - fixed) * KV_SHARE), 0))
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """vLLM knows how many blocks there are: from here on steps may come."""
         tokens = kv_cache_config.num_blocks * self.cache_config.block_size
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
-        self._adapter = Adapter(
+        self._adapter = PlanBuilder(
             stages=self._layout.stages,
             kv_tokens=tokens,
             prefix_tokens=prefixes,
@@ -220,7 +222,7 @@ class TandemWorker(WorkerBase):
 
     # --- steps ---
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Take a step; it starts with `sample_tokens`, which brings the grammars' masks."""
         if scheduler_output.total_num_scheduled_tokens:
             self._pending = scheduler_output
@@ -284,7 +286,7 @@ class TandemWorker(WorkerBase):
         return ("generate",)
 
     def execute_dummy_batch(self) -> None:
-        """Replicas do not run in step, so none has to idle along."""
+        """Do nothing: replicas do not run in lockstep."""
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Rows grow as they must."""
@@ -302,7 +304,7 @@ class TandemWorker(WorkerBase):
         """A worker that answers is well; a step that hangs shows in vLLM's own timeouts."""
 
     def shutdown(self) -> None:
-        """End the MLX thread; say what the steps went to."""
+        """End the MLX thread and log how the steps' time was spent."""
         if hasattr(self, "_mlx"):
             if self._profile.steps:
                 logger.info("%s", self._profile.summary())

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.diagnostics.collectives.comm import HostsBench
-from tandem.diagnostics.doctor.messages import Reserve, ReservedPorts
-from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost
+from tandem.diagnostics.collectives.measure import HostsBench
+from tandem.diagnostics.doctor.probe_messages import Reserve, ReservedPorts
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost
 from tandem.launchers.hostfile import read_hostfile
 
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from msgspec import structs
 
-from tandem.diagnostics.doctor.evidence import Clock, Evidence, Finding, Host, Need, Planned
+from tandem.diagnostics.doctor.evidence import Clock, Evidence, Finding, Host, Need, PlannedMemory
 from tandem.diagnostics.doctor.examine import findings
-from tandem.diagnostics.doctor.messages import Facts, ModelFacts, Transferred
-from tandem.diagnostics.doctor.session import explain
+from tandem.diagnostics.doctor.probe_messages import Facts, ModelFacts, Transferred
+from tandem.diagnostics.doctor.probe_session import explain
 from tandem.diagnostics.doctor.topology import free_subnets
 from tandem.diagnostics.tasks import RankTimes, Row
 from tandem.system.privacy import LOCAL_NETWORK
@@ -64,7 +64,7 @@ def pair(**changes) -> Evidence:
         "a",
         "jaccl",
         "m",
-        planned=Planned("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
+        planned=PlannedMemory("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
         facts={"a": mac(1), "b": mac(2)},
         clocks={"b": Clock(0.01, 0.02)},
         links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},
@@ -272,7 +272,7 @@ def test_a_copy_of_the_model_that_differs_or_is_not_there():
 
 
 def test_memory():
-    small = Planned(
+    small = PlannedMemory(
         "pp=2", {"a": Need(1 << 30, 40 << 30), "b": Need(50 << 30, 40 << 30)}, "tandem plan m", ("use 4-bit weights",)
     )
     [found] = bad(pair(planned=small))

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import (
     available_bytes,
     firewalls,
@@ -17,6 +16,7 @@ from tandem.diagnostics.doctor.parsing import (
     rdma_enabled,
     rdma_port_states,
 )
+from tandem.diagnostics.doctor.probe_messages import Facts
 
 IFCONFIG = """\
 lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384

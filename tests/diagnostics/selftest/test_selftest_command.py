@@ -14,7 +14,7 @@ import pytest
 from tandem.cli import selftest as command
 from tandem.cli.main import main
 from tandem.diagnostics.selftest import run
-from tandem.diagnostics.selftest.check import Check, Outcome
+from tandem.diagnostics.selftest.check import Check, CheckResult
 from tandem.diagnostics.selftest.checks.machine import model as model_check
 from tandem.diagnostics.selftest.run import MOST_ATTEMPTS, Run
 from tandem.diagnostics.tasks import Task
@@ -26,9 +26,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the checks that are made, all of which end well at once."""
     names: list[str] = []
 
-    def end_well(check: Check, attempt: int, *_: object) -> Outcome:
+    def end_well(check: Check, attempt: int, *_: object) -> CheckResult:
         names.append(check.name)
-        return Outcome(name=check.name, verdict="ok", seconds=0.0, attempts=attempt)
+        return CheckResult(name=check.name, verdict="ok", seconds=0.0, attempts=attempt)
 
     monkeypatch.setattr("tandem.diagnostics.selftest.run.make", end_well)
     monkeypatch.setattr(command, "facts", lambda: {"system": "Linux"})
@@ -78,7 +78,7 @@ def test_a_check_that_is_no_more_is_not_waited_for(made: list[str], tmp_path: Pa
     assert main(words) == 0
     journal = tmp_path / "state" / "firstlight" / "run.json"
     kept = msgspec.json.decode(journal.read_bytes(), type=Run)
-    kept.outcomes["of-old"] = Outcome(name="of-old", verdict="failed", seconds=1.0)
+    kept.outcomes["of-old"] = CheckResult(name="of-old", verdict="failed", seconds=1.0)
     journal.write_bytes(msgspec.json.encode(kept))
     assert main(words) == 0
     report = json.loads((tmp_path / "firstlight.json").read_text())
@@ -90,7 +90,7 @@ def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(
 ) -> None:
     end_well = run.make
 
-    def pressed(check: Check, attempt: int, *rest: Any) -> Outcome:
+    def pressed(check: Check, attempt: int, *rest: Any) -> CheckResult:
         if check.name == "fence":
             raise KeyboardInterrupt
         return end_well(check, attempt, *rest)
@@ -135,7 +135,7 @@ def test_a_full_disk_is_told_with_its_directory(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tandem.diagnostics.selftest.run.Journal.begin", full)
+    monkeypatch.setattr("tandem.diagnostics.selftest.run.RunJournal.begin", full)
     assert main(["firstlight", "--only", "digests"]) == 2
     said = capsys.readouterr().err
     assert f"{tmp_path / 'state' / 'firstlight'}: cannot be written: No space left" in said

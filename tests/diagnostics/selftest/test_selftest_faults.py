@@ -20,10 +20,10 @@ from tandem.descriptors import raise_limit
 from tandem.diagnostics.doctor.evidence import Evidence, Host
 from tandem.diagnostics.doctor.evidence import Finding as DoctorFinding
 from tandem.diagnostics.doctor.examine import Question, examine
-from tandem.diagnostics.doctor.messages import Transferred
+from tandem.diagnostics.doctor.probe_messages import Transferred
 from tandem.diagnostics.selftest.check import CHECKS, Differs, NotApplicable, resolve
 from tandem.diagnostics.selftest.checks import device, faults, fences, hosts, kv_buffer, machine, risky, sampling, wiring
-from tandem.diagnostics.tasks import Figures, Finding, RankTimes, Row, Task
+from tandem.diagnostics.tasks import Figures, RankTimes, Row, Task, TaskResult
 from tandem.errors import ModelNotFound, RankFailure
 from tandem.loading import dry_run
 from tandem.loading.quantized_kv import Quantized
@@ -252,7 +252,7 @@ def test_fence(task: Task, monkeypatch: Patch) -> None:
         fences.fence(task)
 
 
-def ranks_that_find(found: Finding) -> Any:
+def ranks_that_find(found: TaskResult) -> Any:
     """What takes the place of two ranks."""
 
     @contextmanager
@@ -265,20 +265,20 @@ def ranks_that_find(found: Finding) -> Any:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (Finding(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
-        (Finding(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
-        (Finding(verdict="no answer", detail="its process was ended by SIGABRT"), "SIGABRT, seen"),
-        (Finding(verdict="no answer", detail="its process was ended by SIGABRT: Caused GPU Timeout Error"), "SIGABRT"),
+        (TaskResult(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
+        (TaskResult(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
+        (TaskResult(verdict="no answer", detail="its process was ended by SIGABRT"), "SIGABRT, seen"),
+        (TaskResult(verdict="no answer", detail="its process was ended by SIGABRT: Caused GPU Timeout Error"), "SIGABRT"),
     ],
 )
-def test_late(found: Finding, words: str, task: Task, monkeypatch: Patch) -> None:
+def test_late(found: TaskResult, words: str, task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(found))
     differs(fences.late, task, words)
 
 
 def test_late_knows_the_error_of_a_gpu_that_waited_too_long(task: Task, monkeypatch: Patch) -> None:
     words = "RuntimeError: [METAL] Command buffer execution failed: (kIOGPUCommandBufferCallbackErrorTimeout)"
-    monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(Finding(verdict="failed", detail=words)))
+    monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(TaskResult(verdict="failed", detail=words)))
     assert fences.late(task)["1 s late"] == words
 
 

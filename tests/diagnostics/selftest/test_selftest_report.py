@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.diagnostics.selftest.check import Outcome
+from tandem.diagnostics.selftest.check import CheckResult
 from tandem.diagnostics.selftest.report import Report, make_report, page, redacted
 from tandem.diagnostics.tasks import Figures
 
@@ -30,7 +30,7 @@ def test_names_addresses_and_paths_are_taken_out(text: str, expected: str) -> No
     assert redacted(text, ["mac-of-ann", "/Users/Änn O. Lee", "ann", "/"]) == expected
 
 
-def report(*checks: Outcome, wanted: int | None = None, facts: Figures = LINUX) -> Report:
+def report(*checks: CheckResult, wanted: int | None = None, facts: Figures = LINUX) -> Report:
     return make_report(
         checks,
         wanted=len(checks) if wanted is None else wanted,
@@ -42,8 +42,8 @@ def report(*checks: Outcome, wanted: int | None = None, facts: Figures = LINUX) 
     )
 
 
-def outcome(verdict: str, **fields: object) -> Outcome:
-    return Outcome(**{"name": "fence", "verdict": verdict, "seconds": 1.5, **fields})  # type: ignore[arg-type]
+def outcome(verdict: str, **fields: object) -> CheckResult:
+    return CheckResult(**{"name": "fence", "verdict": verdict, "seconds": 1.5, **fields})  # type: ignore[arg-type]
 
 
 def test_the_exit_code_tells() -> None:
@@ -56,7 +56,7 @@ def test_the_exit_code_tells() -> None:
 def test_the_page_has_every_check_and_nothing_secret() -> None:
     found = report(
         outcome("failed", detail="5 | 6 on secret", figures={"us": 1.25, "fine": True}, attempts=2),
-        Outcome(name="machine", verdict="ok", seconds=1.0, figures=LINUX),
+        CheckResult(name="machine", verdict="ok", seconds=1.0, figures=LINUX),
         wanted=4,
     )
     text = page(found)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.diagnostics.selftest.check import Check, Outcome
-from tandem.diagnostics.selftest.run import Journal, run_checks
+from tandem.diagnostics.selftest.check import Check, CheckResult
+from tandem.diagnostics.selftest.run import RunJournal, run_checks
 from tandem.diagnostics.tasks import Task
 
 PLANTED = Path(__file__).parent / "planted"
@@ -17,17 +17,17 @@ def check(name: str, deadline_s: float = 60) -> Check:
     return Check(name=name, title=name, proves="", entry=name, deadline_s=deadline_s)
 
 
-def outcome(name: str) -> Outcome:
-    return Outcome(name=name, verdict="ok", seconds=1.0)
+def outcome(name: str) -> CheckResult:
+    return CheckResult(name=name, verdict="ok", seconds=1.0)
 
 
-def journal(directory: Path, question: str = "q", **options: object) -> Journal:
-    return Journal(directory / "run.json", {"about": question}, **{"boot": "one", **options})  # type: ignore[arg-type]
+def journal(directory: Path, question: str = "q", **options: object) -> RunJournal:
+    return RunJournal(directory / "run.json", {"about": question}, **{"boot": "one", **options})  # type: ignore[arg-type]
 
 
 def directed(
-    directory: Path, kept: Journal, names: list[Check], monkeypatch: pytest.MonkeyPatch, seconds: float = 600
-) -> tuple[list[Outcome], list[str]]:
+    directory: Path, kept: RunJournal, names: list[Check], monkeypatch: pytest.MonkeyPatch, seconds: float = 600
+) -> tuple[list[CheckResult], list[str]]:
     monkeypatch.setenv("PYTHONPATH", str(PLANTED))
     begun: list[str] = []
     found = run_checks(

@@ -20,7 +20,7 @@ import pytest
 from tandem.diagnostics.selftest.check import look
 from tandem.diagnostics.selftest.checks import hosts as hosts_checks
 from tandem.diagnostics.selftest.checks.machine import make_random
-from tandem.diagnostics.tasks import Finding, Task
+from tandem.diagnostics.tasks import Task, TaskResult
 
 PLANTED = Path(__file__).parent / "planted"
 pytestmark = pytest.mark.slow
@@ -49,8 +49,8 @@ def surroundings(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture
-def looked(model: Path) -> Callable[..., Finding]:
-    def look_at(entry: str, **fields: Any) -> Finding:
+def looked(model: Path) -> Callable[..., TaskResult]:
+    def look_at(entry: str, **fields: Any) -> TaskResult:
         return look(Task(**{"entry": entry, "result": "", "directory": "", "model": str(model), "random": True, **fields}))
 
     return look_at
@@ -75,7 +75,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     ],
 )
 def test_a_planted_fault_is_seen(
-    entry: str, fault: str, words: str, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+    entry: str, fault: str, words: str, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.GONE_S", 4.0)
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.single.HEALTH_S", 4.0)
@@ -93,7 +93,7 @@ def test_a_planted_fault_is_seen(
     ],
 )
 def test_a_setting_that_breaks_it_is_seen(
-    entry: str, variable: str, value: str, words: str, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+    entry: str, variable: str, value: str, words: str, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.BACK_S", 5.0)
     monkeypatch.setenv(variable, value)
@@ -103,7 +103,7 @@ def test_a_setting_that_breaks_it_is_seen(
 
 
 @pytest.mark.parametrize("entry", ["single:pace", "faults:killed", "faults:stopped", "faults:orphans"])
-def test_without_a_fault(entry: str, looked: Callable[..., Finding]) -> None:
+def test_without_a_fault(entry: str, looked: Callable[..., TaskResult]) -> None:
     found = looked(entry)
     assert (found.verdict, found.detail) == ("ok", "")
     assert found.figures
@@ -115,7 +115,7 @@ def hostfile(directory: Path, *names: str) -> str:
     return str(path)
 
 
-def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts_checks, "DEATHS", 1)
     file = hostfile(tmp_path, "localhost", "localhost")
     for entry in ("hosts:doctor", "hosts:layouts", "hosts:deaths"):
@@ -125,7 +125,7 @@ def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., Finding
 
 @pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:layouts", "hosts:deaths"])
 def test_a_host_that_does_not_answer(
-    entry: str, tmp_path: Path, looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch
+    entry: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_checks, "START_S", 20.0)
     found = looked(entry, hostfile=hostfile(tmp_path, "localhost", "nobody.invalid"))

@@ -75,7 +75,7 @@ def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(
     serve, pair, tmp_path, monkeypatch, wait_until, caplog
 ):
     monkeypatch.setattr(tls, "LOOK_S", 0.1)
-    monkeypatch.setattr("tandem.server.run.LOOK_S", 0.1)
+    monkeypatch.setattr("tandem.server.api_process.LOOK_S", 0.1)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     replace(cert, pair[0])
     replace(key, pair[1])

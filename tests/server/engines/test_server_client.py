@@ -8,7 +8,7 @@ import pytest
 from doubles import Answers
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.server.engines.client import EngineClient
+from tandem.server.engines.engine_client import EngineClient
 
 
 def request(name, **params):

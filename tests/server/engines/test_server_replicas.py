@@ -14,9 +14,9 @@ from doubles import Answers
 from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.supervisor import ReplicaInfo
+from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.server.engines import replicas as replicas_module
-from tandem.server.engines.client import Member
+from tandem.server.engines.engine_client import Member
 from tandem.server.engines.replicas import Replicas, merged_metrics, merged_status
 from tandem.server.engines.router import Router
 

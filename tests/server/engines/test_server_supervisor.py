@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.protocol.supervisor import Done, ListReplicas, LoadModel, ReplicaInfo, ReplicaList, SupervisorRequest
+from tandem.protocol.supervisor_messages import Done, ListReplicas, LoadModel, ReplicaInfo, ReplicaList, SupervisorRequest
 from tandem.server.engines import supervisor
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.supervision.control_socket import ControlServer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import Done, ListReplicas, NoteEvent, ReplicaList
+from tandem.protocol.supervisor_messages import Done, ListReplicas, NoteEvent, ReplicaList
 from tandem.server.context import key_group
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.supervision.control_socket import ControlServer

@@ -5,7 +5,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
-from tandem.protocol.supervisor import ModelInfo, ReplicaList
+from tandem.protocol.supervisor_messages import ModelInfo, ReplicaList
 from tandem.server.app import create_app
 from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas

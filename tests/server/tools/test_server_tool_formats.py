@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem.server.tools import choose
 from tandem.server.tools.choose import FORMATS, THINKING, OutputFormat, output_parser, told_formats, tool_format
-from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
+from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event, ReasoningText
 from tandem.server.tools.json_calls import hermes
 from tandem.server.tools.scan import Reader, StreamParser, Tools, everything
 
@@ -64,7 +64,7 @@ class Read:
     def add(self, event: Event) -> None:
         if isinstance(event, Content):
             self.content += event.text
-        elif isinstance(event, Reasoning):
+        elif isinstance(event, ReasoningText):
             self.reasoning += event.text
         elif isinstance(event, CallStart):
             assert event.index == len(self.calls)

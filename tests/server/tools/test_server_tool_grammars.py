@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tandem.checkpoints.files import ModelFiles
-from tandem.guided.check import GrammarCheck
+from tandem.guided.accept import GrammarCheck
 from tandem.guided.grammar import grammar_of
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.tools.choose import FORMATS, THINKING, OutputFormat, output_parser
-from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.server.tools.deltas import CallArguments, CallStart, Content
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import StreamParser, Tools
 from tandem.testing import EOS, write_tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.json_types import JsonObject
 
 Shapes = dict[str, tuple[int, ...]]
 MODELS = {
@@ -41,7 +42,7 @@ _LLAMA3_CONTEXT = 8192
 class _Metadata:
     """Metadata of the file's architecture, and the shapes of its tensors."""
 
-    def __init__(self, metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> None:
+    def __init__(self, metadata: JsonObject, shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> None:
         self.arch = str(metadata.get("general.architecture"))
         self.shapes, self.factors, self._metadata, self._source = shapes, factors, metadata, source
 
@@ -64,7 +65,7 @@ class _Metadata:
         return UnsupportedModel(f"{self._source}: {what}", param="model")
 
 
-def model_config(metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> dict[str, Any]:
+def model_config(metadata: JsonObject, shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> JsonObject:
     """config.json as a dict, without quantisation.
 
     `factors` are the tensors of rotary factors that there are, by name. Raises `UnsupportedModel` for an architecture
@@ -86,7 +87,7 @@ def model_config(metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np
         raise file.unsupported("rotary embedding of a part of each head is not supported")
     width = "expert_feed_forward_length" if arch == "qwen35moe" else "feed_forward_length"
     model_type, name = MODELS[arch]
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "architectures": [name],
         "model_type": model_type,
         "hidden_size": hidden,
@@ -115,7 +116,7 @@ def model_config(metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np
     return config
 
 
-def _qwen3moe(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen3moe(file: _Metadata, config: JsonObject) -> JsonObject:
     dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate.weight" in file.shapes]
     return {
         "num_experts": int(file.get("expert_count")), "num_experts_per_tok": int(file.get("expert_used_count")),
@@ -124,7 +125,7 @@ def _qwen3moe(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _qwen35(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen35(file: _Metadata, config: JsonObject) -> JsonObject:
     """Linear attention, with a layer of full attention now and then."""
     values = int(file.get("ssm.time_step_rank"))
     own = {
@@ -142,8 +143,9 @@ def _qwen35(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _gemma(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The file does not say what queries are scaled by: a head's width, except in the largest model of each."""
+def _gemma(file: _Metadata, config: JsonObject) -> JsonObject:
+    """Add what queries are scaled by, which the file lacks: the head width, or hidden size by heads in the largest
+    model of a generation. Add the windows and soft caps too."""
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.arch]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     own = {"query_pre_attn_scalar": scalar, "sliding_window": int(file.get("attention.sliding_window", 0))}
@@ -161,8 +163,8 @@ def _gemma(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return own | {"sliding_window_pattern": pattern, "rope_local_base_freq": float(file.get("rope.freq_base_swa", 1e4))}
 
 
-def _gemma4(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers of two kinds: with a window, and with wider heads, of which a part is rotated."""
+def _gemma4(file: _Metadata, config: JsonObject) -> JsonObject:
+    """Add the entries of layers with a window, and of those with wider heads that are rotated in part."""
     windows = [bool(window) for window in file.get("attention.sliding_window_pattern")]
     count = config["num_hidden_layers"]
     kv_heads = np.broadcast_to(file.get("attention.head_count_kv"), count).tolist()
@@ -194,12 +196,12 @@ def _gemma4(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _phi3(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(file: _Metadata, config: JsonObject) -> JsonObject:
     window = file.get("attention.sliding_window", 0)
     return {"sliding_window": int(window)} if window else {}
 
 
-def _gpt_oss(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(file: _Metadata, config: JsonObject) -> JsonObject:
     count = config["num_hidden_layers"]
     return {
         "num_local_experts": int(file.get("expert_count")),
@@ -210,7 +212,7 @@ def _gpt_oss(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _routed(file: _Metadata) -> dict[str, Any]:
+def _routed(file: _Metadata) -> JsonObject:
     """Experts of DeepSeek's kind."""
     return {
         "n_routed_experts": int(file.get("expert_count")), "num_experts_per_tok": int(file.get("expert_used_count")),
@@ -223,7 +225,7 @@ def _routed(file: _Metadata) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deepseek2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _deepseek2(file: _Metadata, config: JsonObject) -> JsonObject:
     """DeepSeek V2, and V3 with its sigmoid gates: latent attention, cut into heads in the file or not."""
     own = _routed(file)
     if file.get("expert_gating_func", 1) == 2:
@@ -244,11 +246,11 @@ def _deepseek2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _glm4moe(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _glm4moe(file: _Metadata, config: JsonObject) -> JsonObject:
     return _routed(file) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.shapes, "rope_scaling": None}
 
 
-def _mistral3(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _mistral3(file: _Metadata, config: JsonObject) -> JsonObject:
     """Mistral Small 3, or Ministral 3, whose queries grow with their positions."""
     if not (growth := file.get("attention.temperature_scale", 0.0)):
         return {}
@@ -263,7 +265,7 @@ def _mistral3(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_parameters": rope}
 
 
-def _lfm2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(file: _Metadata, config: JsonObject) -> JsonObject:
     full = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.attn_q.weight" in file.shapes]
     return {
         "norm_eps": config["rms_norm_eps"], "full_attn_idxs": full, "conv_L_cache": int(file.get("shortconv.l_cache")),
@@ -273,7 +275,7 @@ def _lfm2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _granite(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(file: _Metadata, config: JsonObject) -> JsonObject:
     if not file.get("rope.scaling.finetuned", True):
         raise file.unsupported("granite without rotary embedding is not supported")
     return {
@@ -284,22 +286,22 @@ def _granite(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_OWN: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] = {
+_OWN: dict[str, Callable[[_Metadata, JsonObject], JsonObject]] = {
     "deepseek2": _deepseek2, "qwen3moe": _qwen3moe, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "qwen35": _qwen35, "qwen35moe": _qwen35, "qwen3next": _qwen35, "gemma4": _gemma4,
     "mistral3": _mistral3, "glm4moe": _glm4moe, "lfm2": _lfm2, "granite": _granite,
 }  # fmt: skip
 
 
-def _token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
+def _token_ids(metadata: JsonObject) -> JsonObject:
     eos = sorted({metadata[k] for k in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if k in metadata})
-    ids: dict[str, Any] = {"eos_token_id": eos[0] if len(eos) == 1 else eos} if eos else {}
+    ids: JsonObject = {"eos_token_id": eos[0] if len(eos) == 1 else eos} if eos else {}
     if "tokenizer.ggml.bos_token_id" in metadata:
         ids["bos_token_id"] = metadata["tokenizer.ggml.bos_token_id"]
     return ids
 
 
-def _rope_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
+def _rope_scaling(file: _Metadata, base: float, dim: int) -> JsonObject:
     kind = file.get("rope.scaling.type", "none")
     original = file.get("rope.scaling.original_context_length", 0)
     if "rope_freqs.weight" in file.factors and file.arch != "gemma4":
@@ -322,7 +324,7 @@ def _rope_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
     return {}
 
 
-def _llama3_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
+def _llama3_scaling(file: _Metadata, base: float, dim: int) -> JsonObject:
     """The file has the factors alone; Llama 3's settings are the ones known to make such factors."""
     factors = file.factors["rope_freqs.weight"]
     settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.checkpoints.stored import new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
+from tandem.json_types import JsonObject
 
 _FORMAT = 4  # raised when converted directories from before must not be used any more
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
@@ -95,10 +95,10 @@ def _plain(data: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
 
 
 class _Writer:
-    """Says which tensors are to be written, and makes them when their turn comes."""
+    """Plan of the tensors to write; converts each when its turn comes."""
 
     def __init__(
-        self, data: Mapping[str, np.ndarray], architecture: str, config: dict[str, Any], progressed: Callable[[int], None]
+        self, data: Mapping[str, np.ndarray], architecture: str, config: JsonObject, progressed: Callable[[int], None]
     ) -> None:
         self._data = data
         """The file that a tensor is in, by its name."""
@@ -195,7 +195,7 @@ class _Once:
         return take
 
 
-def _quantization(packed: dict[str, int]) -> dict[str, Any]:
+def _quantization(packed: dict[str, int]) -> JsonObject:
     """MLX's settings: the commonest for all, exceptions by path."""
     numbers = list(packed.values())
     common = max(set(numbers), key=numbers.count)

@@ -16,6 +16,7 @@ import numpy as np
 
 from tandem.checkpoints.gguf.tensors import kinds, stored_bytes
 from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.json_types import JsonObject
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -42,7 +43,7 @@ class GGUFFile:
     """Metadata and tensor directory of a GGUF file."""
 
     path: Path
-    metadata: dict[str, Any]
+    metadata: JsonObject
     tensors: tuple[GGUFTensor, ...]
 
 
@@ -105,7 +106,7 @@ class _Reader:
     def string(self) -> str:
         return bytes(self.take(self.scalar(10))).decode("utf-8", errors="replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int) -> object:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+
+from tandem.json_types import JsonObject
 
 _GLOBAL = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -73,7 +74,7 @@ PAIRS = ("llama", "mistral3", "smollm3", "granite")
 """Architectures whose rows of queries and keys llama.cpp stores in the order of its own rotary embedding."""
 
 
-def mlx_names(name: str, architecture: str, rows: int, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray | None]]:
+def mlx_names(name: str, architecture: str, rows: int, config: JsonObject) -> Iterator[tuple[str, np.ndarray | None]]:
     """MLX's names of what is in a tensor of `rows` rows, each with its rows in MLX's order (None: all, as they are).
 
     There are none of rotary factors, which become part of the config, nor of layers that mlx-lm leaves out.
@@ -105,12 +106,12 @@ def mlx_names(name: str, architecture: str, rows: int, config: dict[str, Any]) -
         yield f"{root}model.layers.{layer}.{found}", order
 
 
-def _first_shared(config: dict[str, Any]) -> int:
+def _first_shared(config: JsonObject) -> int:
     """The first layer that takes keys and values from an earlier one."""
     return int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers", 0))
 
 
-def _order(inner: str, architecture: str, rows: int, config: dict[str, Any]) -> np.ndarray | None:
+def _order(inner: str, architecture: str, rows: int, config: JsonObject) -> np.ndarray | None:
     base = inner.rpartition(".")[0] or inner
     if architecture in PAIRS and base in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if base == "attn_q" else "num_key_value_heads"]
@@ -125,7 +126,7 @@ def _order(inner: str, architecture: str, rows: int, config: dict[str, Any]) -> 
     return None
 
 
-def grouped(size: int, config: dict[str, Any]) -> np.ndarray:
+def grouped(size: int, config: JsonObject) -> np.ndarray:
     """Place in the file of each of `size` rows or columns of values.
 
     MLX has the heads of one key one after the other, and llama.cpp the first heads of all keys before the second ones.
@@ -134,7 +135,7 @@ def grouped(size: int, config: dict[str, Any]) -> np.ndarray:
     return np.arange(size).reshape(config["linear_num_value_heads"] // keys, keys, -1).swapaxes(0, 1).ravel()
 
 
-def _apart(inner: str, rows: int, config: dict[str, Any]) -> tuple[np.ndarray, ...]:
+def _apart(inner: str, rows: int, config: JsonObject) -> tuple[np.ndarray, ...]:
     """Rows of the two tensors that one holds: halves, or both in turn for each key's head."""
     if inner == "ffn_gate_up_exps.weight":
         return tuple(np.split(np.arange(rows), 2))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
+
+from tandem.json_types import JsonObject
 
 GROUP = 32
 """Weights of a group in MLX."""
@@ -24,7 +25,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Kind:
+class GGMLType:
     """A ggml type."""
 
     name: str
@@ -38,7 +39,7 @@ class Kind:
 
 
 @cache
-def kinds() -> dict[int, Kind]:
+def kinds() -> dict[int, GGMLType]:
     """All types that can be read, by number."""
     import gguf.quants  # a sixth of a second, which other models need not wait for
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -49,7 +50,7 @@ def kinds() -> dict[int, Kind]:
             packed = 4 if kind.name == "MXFP4" else _AFFINE.get(kind.name, 0)
             mode = "mxfp4" if kind.name == "MXFP4" else "affine"
             block, nbytes = GGML_QUANT_SIZES[kind]
-            found[int(kind)] = Kind(kind.name, block, nbytes, packed, mode)
+            found[int(kind)] = GGMLType(kind.name, block, nbytes, packed, mode)
     return found
 
 
@@ -69,7 +70,7 @@ def stored_bytes(number: int, shape: tuple[int, ...]) -> int:
     return math.prod(shape) // kind.block * kind.nbytes
 
 
-def settings_of(number: int) -> dict[str, Any]:
+def settings_of(number: int) -> JsonObject:
     """MLX's quantisation settings of a type that stays packed."""
     kind = kinds()[number]
     return {"group_size": GROUP, "bits": kind.bits, **({} if kind.mode == "affine" else {"mode": kind.mode})}
@@ -107,7 +108,7 @@ def expanded(data: np.ndarray, number: int, shape: tuple[int, ...], dtype: str) 
     return _expanded(data.reshape(-1, kind.nbytes), number, kind, dtype).reshape(shape)
 
 
-def _expanded(blocks: np.ndarray, number: int, kind: Kind, dtype: str) -> np.ndarray:
+def _expanded(blocks: np.ndarray, number: int, kind: GGMLType, dtype: str) -> np.ndarray:
     import gguf.quants
 
     result = np.empty((len(blocks), kind.block), np.float16 if dtype == "F16" else np.uint16)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.json_types import JsonObject
 
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4  # tokenizer.ggml.token_type
 _WORDS = (
@@ -35,7 +35,7 @@ _PLAIN = ("gpt-2", "default")
 _MAX_TOKEN = 1024  # characters; deriving merges takes time that grows with the square of a token's length
 
 
-def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> None:
+def write_tokenizer(metadata: JsonObject, directory: Path, source: str) -> None:
     """Write both files. Raises `UnsupportedModel` for a tokenizer model or pre-tokeniser that is not known."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -58,10 +58,10 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> N
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
+def _byte_level(metadata: JsonObject, tokens: list[str], source: str) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    steps: list[Any]
+    steps: list[object]
     if pre in _DIGITS:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     elif pre in _PATTERNS:
@@ -86,7 +86,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+def _sentencepiece(metadata: JsonObject, tokens: list[str]) -> Tokenizer:
     """SentencePiece BPE: where merges are not given, their order follows from the scores (as transformers' converter
     derives it)."""
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -102,7 +102,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges(metadata: dict[str, Any], tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(metadata: JsonObject, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
     scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
     merges = []
     for token, score in zip(tokens, scores, strict=True):
@@ -115,7 +115,7 @@ def _merges(metadata: dict[str, Any], tokens: list[str], vocab: dict[str, int]) 
     return [pair for _, pair in merges]
 
 
-def _adds_bos(metadata: dict[str, Any]) -> bool:
+def _adds_bos(metadata: JsonObject) -> bool:
     default = metadata.get("tokenizer.ggml.model") in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in (
         *_LLAMA3,
         *_TEKKEN,
@@ -123,7 +123,7 @@ def _adds_bos(metadata: dict[str, Any]) -> bool:
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
 
 
-def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
+def _add_bos(tokenizer: Tokenizer, metadata: JsonObject, tokens: list[str]) -> None:
     if _adds_bos(metadata):
         bos = metadata["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -131,8 +131,8 @@ def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) 
         )
 
 
-def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def _config(metadata: JsonObject, tokens: list[str]) -> JsonObject:
+    config: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": _adds_bos(metadata),

@@ -12,7 +12,7 @@ from typing import cast, get_args
 from msgspec import to_builtins
 
 from tandem.cli.bench.load import EXIT_OK, need, write_file
-from tandem.diagnostics.collectives.comm import HostsBench, measure, measure_here, profile_of
+from tandem.diagnostics.collectives.measure import HostsBench, measure, measure_here, profile_of
 from tandem.diagnostics.tasks import RankTimes, Row
 from tandem.errors import UsageError
 from tandem.launchers.hostfile import read_hostfile

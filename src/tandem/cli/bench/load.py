@@ -18,8 +18,8 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from tandem.bench.client import Target, Timed
 from tandem.bench.plot import svg
-from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
-from tandem.bench.workload import Mix, Prompts, offer
+from tandem.bench.summary import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
+from tandem.bench.workload import Mix, PromptSource, offer
 from tandem.bench.workload import Progress as OnAnswer
 from tandem.cli.address import api_key, checked_url, server_url
 from tandem.cli.arguments import fail
@@ -58,8 +58,8 @@ def need(holds: bool, flag: str, value: object, words: str) -> None:
         raise UsageError(f"{flag} {value}: must be {words}", param=flag.removeprefix("--").replace("-", "_"))
 
 
-def _prompts(arguments: argparse.Namespace, seed: int) -> Prompts:
-    return Prompts(Path(arguments.tokenizer) if arguments.tokenizer else None, seed)
+def _prompts(arguments: argparse.Namespace, seed: int) -> PromptSource:
+    return PromptSource(Path(arguments.tokenizer) if arguments.tokenizer else None, seed)
 
 
 # --- serve ---

@@ -11,19 +11,19 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from tandem.cli.address import find_server
 from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.kv.files import ABOUT, MARK
 from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 
 _MOST_NAME = 4096
-"""Bytes of a model's name; what has more is none of ours."""
+"""Most bytes of a model's name."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ def look(directory: Path) -> list[Space]:
 
 
 def clear(directory: Path, unused_s: float = 0.0) -> tuple[int, int]:
-    """Delete the disk blocks that nobody has used for so long; returns how many files and bytes. Raises UsageError."""
+    """Delete blocks unused for `unused_s` seconds; returns the files and bytes deleted. Raises UsageError."""
     count = nbytes = 0
     now = time.time()
     for place in _spaces(directory):
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> Any:
+def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> JsonObject:
     given = {**query, **({"model": arguments.model} if arguments.model else {})}
     path = f"/v1/cache?{urlencode(given)}" if given else "/v1/cache"
     return find_server(arguments).get_json(path, timeout_s=90.0, method=method)
@@ -132,7 +132,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def _list(answer: Any) -> None:
+def _list(answer: JsonObject) -> None:
     table = plain_table("model", "replica", "tokens", "on disk", "hits", left=("model",))
     more = 0
     for model in answer["data"]:
@@ -150,7 +150,7 @@ def _list(answer: Any) -> None:
         print(f"and {more} more")
 
 
-def _info(answer: Any) -> None:
+def _info(answer: JsonObject) -> None:
     for model in answer["data"]:
         if not model["replicas"]:
             print(f"{model['model']}: no engine answers")
@@ -173,7 +173,7 @@ def _info(answer: Any) -> None:
                 )
 
 
-def _disk(disk: Any) -> str:
+def _disk(disk: JsonObject) -> str:
     machines = f" on {disk['machines']} machines" if disk["machines"] > 1 else ""
     return (
         f"{disk['directory']}{machines}: {disk['tokens']} tokens, {_size(disk['bytes'])}; all models "

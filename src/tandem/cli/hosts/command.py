@@ -16,19 +16,19 @@ from pathlib import Path
 from rich.table import Table
 
 from tandem.cli.screen import screen
-from tandem.diagnostics.doctor.messages import Facts, GatherFacts
 from tandem.diagnostics.doctor.parsing import Interface, interfaces
-from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_messages import Facts, GatherFacts
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe, remote_probe
 from tandem.diagnostics.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
 from tandem.errors import ConfigError, UsageError
-from tandem.launchers.agent.agent import PORT
+from tandem.launchers.agent.agent_server import PORT
 from tandem.launchers.agent.discovery import Found, find
 from tandem.launchers.agent.link import PREFIX, PairingLink
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
-from tandem.protocol.agent import PairElement, PairHello, PairIdentity, PairProof
+from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
 from tandem.system.privacy import LOCAL_NETWORK
 
 GATHER_S = 60.0

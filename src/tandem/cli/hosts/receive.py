@@ -1,8 +1,8 @@
 """Program that `tandem hosts sync` runs on the other machine: installs the wheel from standard input into the
 environment of the interpreter that runs it.
 
-It must need nothing but Python itself, of any version from 3.8: Tandem need not be there. Words: the wheel's name, the
-minor version of Python, inode and time of the head's own package (both of which tell that it is the same file), and
+It must need nothing but Python itself, of any version from 3.8: Tandem need not be there. Arguments: the wheel's name,
+the minor version of Python, inode and time of the head's own package (both of which tell that it is the same file), and
 requirements.
 """
 

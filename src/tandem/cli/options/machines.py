@@ -118,7 +118,7 @@ def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
         type=float,
         default=5.0,
         metavar="X",
-        help="begin no check after so many; what is left is made when the command is given again [5]",
+        help="start no check after X minutes; what is left is made when the command is given again [5]",
     )
     parser.add_argument("--only", metavar="CHECK,...", help="these checks alone; --list names them.")
     parser.add_argument(
@@ -126,7 +126,7 @@ def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
         action="store_true",
         help="also what may lock a GPU up until the machine is restarted: full memory, and MLX's fast fences.",
     )
-    parser.add_argument("--fresh", action="store_true", help="begin anew, though a run was interrupted or has ended.")
+    parser.add_argument("--fresh", action="store_true", help="discard an earlier run, interrupted or complete.")
     parser.add_argument(
         "--output", "-o", metavar="FILE", default=report, help=f"the report; beside it stands the same as JSON [{report}]"
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from tandem.cli.arguments import Parser, add_server, add_settings
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 
@@ -61,7 +62,7 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
             parser.seldom.add(action)
 
 
-def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def asked_of(arguments: argparse.Namespace) -> JsonObject:
     """Return the sampling parameters that the options set, by name. Raises UsageError for a value out of its range."""
     params = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
     for name, value in params.items():

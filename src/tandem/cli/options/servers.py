@@ -40,9 +40,9 @@ def add_model_action(parser: Parser, name: str) -> None:
         add_as_for_serve(parser, "revision")
     if name == "prune":
         parser.add_argument(
-            "--unused-days", type=float, default=30.0, metavar="DAYS", help="how long nobody has needed it (default 30; 0: all)."
+            "--unused-days", type=float, default=30.0, metavar="DAYS", help="only entries unused for DAYS (default 30; 0: all)."
         )
-        parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
+        parser.add_argument("--dry-run", action="store_true", help="list what would be deleted.")
     parser.set_defaults(action=name)
 
 
@@ -96,7 +96,7 @@ def add_cache(cache: Parser) -> None:
     drop.add_argument(
         "--tier", choices=("memory", "all"), default="all", help="memory: what is on disk stays there, and is read again [all]"
     )
-    drop.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only what nobody has used for so long.")
+    drop.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only blocks unused for DAYS.")
     for parser in actions.values():
         if parser is not warm:
             parser.add_argument(

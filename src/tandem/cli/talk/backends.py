@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from tandem.errors import UsageError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 from tandem.system.http_client import ServerClient
 
 if TYPE_CHECKING:
     from tandem.llm import LLM
 
-Json = dict[str, Any]
-Prompt = str | list[Json]
+Prompt = str | list[JsonObject]
 """A text to complete, or the messages of a conversation."""
 CONNECT_S = 20.0
-"""Seconds in which a server must tell about its model."""
+"""Timeout in seconds of a server's model information."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Speed:
         return f"{self.tokens} tokens{rate}{', cut at the limit' if self.finish == 'length' else ''}"
 
 
-class Loaded:
+class LocalModel:
     """A model in this process and its ranks."""
 
     where, can_see = "loaded here", False
@@ -62,7 +62,7 @@ class Loaded:
         self._defaults = {**defaults, **llm.default_sampling.given()}
         self.can_chat = llm.tokenizer.has_chat_template
 
-    def answer(self, prompt: Prompt, params: Mapping[str, Any], speed: Speed) -> Pieces:
+    def answer(self, prompt: Prompt, params: JsonMapping, speed: Speed) -> Pieces:
         """Yield the answer. Raises UsageError and RequestError."""
         sampling = {**self._defaults, **params}
         text = ""
@@ -76,7 +76,7 @@ class Loaded:
             speed.finish = "length" if speed.tokens >= sampling["max_tokens"] else "stop"
 
 
-class Served:
+class RemoteModel:
     """A model of a running server."""
 
     can_chat = True
@@ -99,7 +99,7 @@ class Served:
         """Return the names of the server's models. Raises UsageError."""
         return self._server.models() or ["default"]
 
-    def _info(self, path: str) -> Json:
+    def _info(self, path: str) -> JsonObject:
         """Return what the server tells there; empty where it has no such path."""
         try:
             info = self._server.get_json(path, timeout_s=CONNECT_S)
@@ -131,4 +131,4 @@ class Served:
                     yield Piece(text)
 
 
-Model = Loaded | Served
+Model = LocalModel | RemoteModel

@@ -8,12 +8,13 @@ import mimetypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from tandem.cli.options.sampling import KINDS, LEFT_OUT
-from tandem.cli.talk.backends import Json, Model, Served
+from tandem.cli.talk.backends import Model, RemoteModel
 from tandem.config.options import nearest
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingParams
 from tandem.system.files import read_regular, read_text
@@ -36,7 +37,7 @@ MOST_SAVED = 256 * 2**20
 """Bytes of a saved conversation with its pictures."""
 
 
-class Ended(Exception):
+class Quit(Exception):
     """The user ends the conversation."""
 
 
@@ -45,18 +46,18 @@ class Conversation:
     """Messages and settings of a conversation."""
 
     model: Model
-    params: dict[str, Any]
+    params: JsonObject
     """Sampling parameters that the user has set."""
     other: Callable[[str], Model]
     """Returns the model of another name. Raises UsageError."""
     system: str | None = None
-    said: list[Json] = field(default_factory=list)
+    said: list[JsonObject] = field(default_factory=list)
     """Messages of user and assistant."""
-    images: list[Json] = field(default_factory=list)
+    images: list[JsonObject] = field(default_factory=list)
     """Parts of the next message."""
 
     @property
-    def messages(self) -> list[Json]:
+    def messages(self) -> list[JsonObject]:
         """All messages, as the API takes them."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
 
@@ -82,7 +83,7 @@ class Conversation:
         return "\n".join(f"  {usage:20}{what}" for usage, what in COMMANDS.items()) + f"\n{KEYS}"
 
     def _exit(self, _: str) -> str:
-        raise Ended
+        raise Quit
 
     def _clear(self, _: str) -> str:
         self.said.clear()
@@ -122,7 +123,7 @@ class Conversation:
     def _model(self, name: str) -> str:
         if name:
             self.model = self.other(name)
-        elif isinstance(self.model, Served):
+        elif isinstance(self.model, RemoteModel):
             return "\n".join(f"{'*' if name == self.model.name else ' '} {name}" for name in self.model.names())
         return f"{self.model.name} ({self.model.where})"
 

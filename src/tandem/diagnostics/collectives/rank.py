@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tandem.bench.report import percentile
+from tandem.bench.summary import percentile
 from tandem.comm.blas import preload_blas
 from tandem.diagnostics.tasks import RankTimes, Row, TimingTask
 from tandem.errors import TandemError
@@ -162,7 +162,7 @@ def _check(total: mx.array, expected: float, what: str) -> None:
 
 
 def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
-    """An array goes once around the ring of ranks."""
+    """Send an array once around the ring of ranks."""
     if rank == 0:
         link.send(array, 0)
     received = link.receive(array.shape, array.dtype, 0)

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 
-from tandem.bench.report import percentile
+from tandem.bench.summary import percentile
 from tandem.loading.memory import memory_bytes
 from tandem.planner.profile import Step, Weights, rounded
 
@@ -20,7 +20,7 @@ HEAD = 64
 VOCABULARY = 256
 GROUP = 64
 SMALL = 128
-"""Hidden size whose weights take no time to read: what remains is what a layer takes besides."""
+"""Hidden size small enough that reading weights costs nothing: the time left is a layer's overhead."""
 GPU_SIZES, CPU_SIZES = (2048, 8, 512), (768, 4, 192)
 """Hidden size, layers, and tokens of a chunk of the large one."""
 PART = 8

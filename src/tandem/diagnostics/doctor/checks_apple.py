@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, Host
-from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import interfaces, rdma_devices, rdma_enabled, rdma_port_states
+from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.system.metal import FAST_FENCE
 
 RDMA_MACOS, SMOOTH_MACOS = (26, 2), (26, 3)

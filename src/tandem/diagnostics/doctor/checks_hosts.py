@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 
 from tandem.diagnostics.doctor.evidence import Evidence, Findings
-from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import FirewallState, firewalls, interfaces, port_owner
+from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.errors import UsageError
 from tandem.launchers.ray.nodes import UNIT, check_addresses
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
-from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
+from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 

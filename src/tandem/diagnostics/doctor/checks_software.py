@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from tandem.diagnostics.doctor.evidence import Evidence, Findings, Planned
-from tandem.diagnostics.doctor.messages import ModelFacts
+from tandem.diagnostics.doctor.evidence import Evidence, Findings, PlannedMemory
 from tandem.diagnostics.doctor.model_files import is_hub_id
 from tandem.diagnostics.doctor.parsing import available_bytes
+from tandem.diagnostics.doctor.probe_messages import ModelFacts
 from tandem.system.origin import PACKAGE, install_command
 
 GIB = 2**30
@@ -108,7 +108,7 @@ def _copy(evidence: Evidence, name: str) -> str:
 def memory(evidence: Evidence, findings: Findings) -> str:
     """Every machine has the memory that the layout asks of it, and has it free."""
     planned = evidence.planned
-    if not isinstance(planned, Planned):
+    if not isinstance(planned, PlannedMemory):
         findings.add("skip", "", planned or "no model was named, so there is nothing to plan for")
         return ""
     for name, need in planned.needs.items():

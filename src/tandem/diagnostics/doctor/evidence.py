@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.diagnostics.doctor.messages import Facts, Transferred
+from tandem.diagnostics.doctor.probe_messages import Facts, Transferred
 from tandem.diagnostics.tasks import RankTimes
 from tandem.launchers.ray.nodes import RayNode
 
@@ -62,7 +62,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMemory:
     """The layout that memory is checked against."""
 
     label: str
@@ -87,8 +87,8 @@ class Evidence:
     """For all ranks, as the hosts file has them."""
     weights_from_head: bool = False
     """Ranks get their weights from this machine, so the others need no copy."""
-    planned: Planned | str | None = None
-    """A text says why there is no plan."""
+    planned: PlannedMemory | str | None = None
+    """Memory plan, or the reason why there is none."""
     ray: list[RayNode] | None = None
     """Nodes of the Ray cluster that is looked at, if it is one."""
     unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """A check of the doctor."""
 
     name: str

@@ -14,15 +14,15 @@ from typing import TypeVar
 from msgspec import structs
 
 from tandem.checkpoints.resolve import resolve
-from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, messages
+from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, probe_messages
 from tandem.diagnostics.doctor.checks_links import TRIED
-from tandem.diagnostics.doctor.evidence import Check, Clock, Evidence, Finding, Host, Need, Planned, macs, several
-from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.evidence import Clock, DoctorCheck, Evidence, Finding, Host, Need, PlannedMemory, macs, several
 from tandem.diagnostics.doctor.parsing import interfaces
-from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_messages import Facts
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
 from tandem.errors import UsageError
-from tandem.launchers.facts import address_towards
+from tandem.launchers.host_facts import address_towards
 from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
@@ -35,28 +35,28 @@ from tandem.planner.types import NothingFits, Request
 from tandem.system.metal import gpu_memory
 
 HERE = "this machine"
-RAY = Check("ray", checks_hosts.ray, checks_hosts.no_ray)
-SSH = Check("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
-RDMA = Check("rdma", checks_apple.rdma, checks_apple.no_rdma)
+RAY = DoctorCheck("ray", checks_hosts.ray, checks_hosts.no_ray)
+SSH = DoctorCheck("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
+RDMA = DoctorCheck("rdma", checks_apple.rdma, checks_apple.no_rdma)
 CHECKS = (
     RAY,
     SSH,
-    Check("versions", checks_software.versions),
-    Check("model", checks_software.model),
-    Check("memory", checks_software.memory),
-    Check("hostname", checks_hosts.hostname, several),
-    Check("clock", checks_hosts.clock, checks_hosts.single_clock),
-    Check("ports", checks_hosts.ports),
-    Check("firewall", checks_hosts.firewall),
-    Check("subnets", checks_links.subnets),
-    Check("reachable", checks_links.reachable, several),
-    Check("speed", checks_links.speed, checks_links.no_link),
-    Check("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
-    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs),
+    DoctorCheck("versions", checks_software.versions),
+    DoctorCheck("model", checks_software.model),
+    DoctorCheck("memory", checks_software.memory),
+    DoctorCheck("hostname", checks_hosts.hostname, several),
+    DoctorCheck("clock", checks_hosts.clock, checks_hosts.single_clock),
+    DoctorCheck("ports", checks_hosts.ports),
+    DoctorCheck("firewall", checks_hosts.firewall),
+    DoctorCheck("subnets", checks_links.subnets),
+    DoctorCheck("reachable", checks_links.reachable, several),
+    DoctorCheck("speed", checks_links.speed, checks_links.no_link),
+    DoctorCheck("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
+    DoctorCheck("macos", checks_apple.macos, checks_apple.no_rdma_macs),
     RDMA,
-    Check("fences", checks_apple.fences, macs),
-    Check("power", checks_apple.power, macs),
-    Check("all_sum", checks_links.collective, checks_links.no_sum),
+    DoctorCheck("fences", checks_apple.fences, macs),
+    DoctorCheck("power", checks_apple.power, macs),
+    DoctorCheck("all_sum", checks_links.collective, checks_links.no_sum),
 )
 """All checks, in the order in which things should be mended."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
@@ -156,7 +156,7 @@ class _Examination:
 
         def ask(name: str) -> Facts | ProbeLost:
             extra = [question.port] if name == self._evidence.here else []
-            request = messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            request = probe_messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
             try:
                 reply = self._links[name].ask(request, slow)
             except ProbeLost as error:
@@ -192,7 +192,7 @@ class _Examination:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
                 sent = time.time()
-                now = self._probes.ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
+                now = self._probes.ask(name, probe_messages.TellTime(), probe_messages.Time, TRANSFER_S).now
                 back = time.time()
                 if back - sent < 2 * best.within:
                     best = Clock(now - (sent + back) / 2, (back - sent) / 2)
@@ -204,15 +204,15 @@ class _Examination:
         """Try every way between two machines: side by side whether it is open, one after the other how fast it is."""
         evidence = self._evidence
         token = secrets.token_hex(16)
-        listen, opened = messages.Listen(token), messages.ReservedPorts
+        listen, opened = probe_messages.Listen(token), probe_messages.ReservedPorts
         ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
         address = {host.name: host.address for host in evidence.hosts}
 
-        def ask(source: str, target: str, seconds: float) -> messages.Transferred:
-            transfer = messages.Transfer(address[target], ports[target], token, seconds)
-            return self._probes.ask(source, transfer, messages.Transferred, TRANSFER_S)
+        def ask(source: str, target: str, seconds: float) -> probe_messages.Transferred:
+            transfer = probe_messages.Transfer(address[target], ports[target], token, seconds)
+            return self._probes.ask(source, transfer, probe_messages.Transferred, TRANSFER_S)
 
-        def ask_all(source: str) -> dict[str, messages.Transferred]:
+        def ask_all(source: str) -> dict[str, probe_messages.Transferred]:
             return {target: ask(source, target, 0.0) for target in self._links if target != source}
 
         self._say("connecting every machine with every other")
@@ -289,7 +289,7 @@ def _identity(facts: Facts) -> tuple[str, list[str]]:
     return facts.hostname, sorted(str(network) for interface in interfaces(facts) for network in interface.networks)
 
 
-def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | None:
+def planned_for(evidence: Evidence, request: PlanRequest) -> PlannedMemory | str | None:
     """Return what the layout needs, or why that is not known."""
     if evidence.model is None:
         return None
@@ -314,7 +314,7 @@ def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | Non
         return candidate.reason
     needs = {names[memory.machine]: Need(memory.needed, memory.budget) for memory in candidate.prediction.memory}
     hosts = " ".join(f"{planned.name}={_memory(evidence.facts[planned.name])}:{planned.chip}" for planned in machines)
-    return Planned(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
+    return PlannedMemory(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
 
 
 def _memory(facts: Facts) -> str:

@@ -10,11 +10,11 @@ import socket
 import sys
 from pathlib import Path
 
-from tandem.diagnostics.doctor.messages import Facts, GatherFacts
 from tandem.diagnostics.doctor.model_files import look_at
+from tandem.diagnostics.doctor.probe_messages import Facts, GatherFacts
 from tandem.env import machine_memory, variables
 from tandem.errors import UsageError
-from tandem.launchers.facts import chip, installed
+from tandem.launchers.host_facts import chip, installed
 from tandem.launchers.process_groups import visible_gpus
 from tandem.processes.device import this_device
 from tandem.system.ports import is_shadowed

@@ -9,7 +9,7 @@ from pathlib import Path
 from tandem.checkpoints.files import weight_files
 from tandem.checkpoints.resolve import HUB_ID
 from tandem.checkpoints.stored import demo_path
-from tandem.diagnostics.doctor.messages import ModelFacts
+from tandem.diagnostics.doctor.probe_messages import ModelFacts
 from tandem.errors import BrokenModel
 from tandem.system.files import file_trouble
 

@@ -6,9 +6,9 @@ import ipaddress
 import json
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.probe_messages import Facts
+from tandem.json_types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Gateway:
+class DefaultGateway:
     """A default gateway."""
 
     address: ipaddress.IPv4Address
@@ -56,12 +56,12 @@ def interfaces(facts: Facts) -> list[Interface]:
     return [_linux_interface(entry) for entry in _json_list(facts.outputs.get("addresses", "")) if "UP" in entry.get("flags", [])]
 
 
-def gateways(facts: Facts) -> list[Gateway]:
+def gateways(facts: Facts) -> list[DefaultGateway]:
     """Return a machine's default gateways, from `ip -j route` or `netstat -rn`."""
     if facts.system != "Darwin":
         routes = _json_list(facts.outputs.get("routes", ""))
         return [
-            Gateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", ""))
+            DefaultGateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", ""))
             for route in routes
             if route.get("dst") == "default" and _is_ipv4(route.get("gateway", ""))
         ]
@@ -69,7 +69,7 @@ def gateways(facts: Facts) -> list[Gateway]:
     for line in facts.outputs.get("routes", "").splitlines():
         words = line.split()
         if len(words) >= 4 and words[0] == "default" and _is_ipv4(words[1]):
-            defaults.append(Gateway(ipaddress.IPv4Address(words[1]), words[3]))
+            defaults.append(DefaultGateway(ipaddress.IPv4Address(words[1]), words[3]))
     return defaults
 
 
@@ -136,7 +136,7 @@ def available_bytes(facts: Facts) -> int:
     return int(size[1]) * sum(int(pages.get(name, 0)) for name in ("free", "inactive", "speculative", "purgeable"))
 
 
-def _json_list(text: str) -> list[dict[str, Any]]:
+def _json_list(text: str) -> list[JsonObject]:
     try:
         entries = json.loads(text or "[]")
     except ValueError:
@@ -152,7 +152,7 @@ def _is_ipv4(text: str) -> bool:
     return True
 
 
-def _linux_interface(entry: dict[str, Any]) -> Interface:
+def _linux_interface(entry: JsonObject) -> Interface:
     name = str(entry.get("ifname", ""))
     networks = [
         ipaddress.IPv4Interface(f"{address['local']}/{address['prefixlen']}")
@@ -230,7 +230,7 @@ def _nft(text: str, root: bool) -> FirewallState:
     return FirewallState("nftables", False, "drops nothing that comes in")
 
 
-def _chain(entry: dict[str, Any], name: str) -> str:
+def _chain(entry: JsonObject, name: str) -> str:
     return f"{entry.get('family')} {entry.get('table')} {entry.get(name)}"
 
 

@@ -18,9 +18,9 @@ import msgspec
 
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
-from tandem.diagnostics.doctor import messages
+from tandem.diagnostics.doctor import probe_messages
 from tandem.diagnostics.doctor.facts import gather
-from tandem.diagnostics.doctor.messages import Transferred
+from tandem.diagnostics.doctor.probe_messages import Transferred
 from tandem.diagnostics.tasks import RankTimes, run_ranks
 from tandem.launchers.process_groups import free_ports, written_files
 from tandem.system.privacy import connect_trouble, network_withheld
@@ -114,23 +114,23 @@ class Probe:
     def __init__(self) -> None:
         self._listener: Listener | None = None
 
-    def answer(self, request: messages.Request) -> messages.Reply:
+    def answer(self, request: probe_messages.Request) -> probe_messages.Reply:
         """Return the reply. Raises OSError."""
-        if isinstance(request, messages.GatherFacts):
+        if isinstance(request, probe_messages.GatherFacts):
             return gather(request)
-        if isinstance(request, messages.TellTime):
-            return messages.Time(time.time())
-        if isinstance(request, messages.Listen):
+        if isinstance(request, probe_messages.TellTime):
+            return probe_messages.Time(time.time())
+        if isinstance(request, probe_messages.Listen):
             self._listener = self._listener or Listener(request.token)
-            return messages.ReservedPorts([self._listener.port])
-        if isinstance(request, messages.Reserve):
-            return messages.ReservedPorts(free_ports(request.count, ""))
-        if isinstance(request, messages.Transfer):
+            return probe_messages.ReservedPorts([self._listener.port])
+        if isinstance(request, probe_messages.Reserve):
+            return probe_messages.ReservedPorts(free_ports(request.count, ""))
+        if isinstance(request, probe_messages.Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
         return run_rank(request)
 
 
-def run_rank(request: messages.RunRank) -> RankTimes:
+def run_rank(request: probe_messages.RunRank) -> RankTimes:
     """Run one rank that times, with the files that its variables name."""
     with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
         variables = {**request.variables, **written_files(Path(directory), request.files)}
@@ -153,10 +153,10 @@ def main() -> int:
     probe = Probe()
     while True:
         try:
-            reply = probe.answer(msgspec.json.decode(requests.get(), type=messages.Request))
+            reply = probe.answer(msgspec.json.decode(requests.get(), type=probe_messages.Request))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            reply = messages.ProbeError(f"{type(error).__name__}: {error}")
-        sys.stdout.buffer.write(messages.MARK + msgspec.json.encode(reply) + b"\n")
+            reply = probe_messages.ProbeError(f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(probe_messages.MARK + msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
 
 

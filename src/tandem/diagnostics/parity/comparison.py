@@ -14,12 +14,12 @@ import numpy as np
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import ParallelSettings, Settings
-from tandem.diagnostics.parity.reference import Recording, Workload, default_path, describe, read, versions, write
+from tandem.diagnostics.parity.reference import ParityWorkload, Recording, default_path, describe, read, versions, write
 from tandem.diagnostics.parity.runs import THREADS, checked_workload, default_prompts, read_prompts, run_layout
-from tandem.engine.layout import RankGroupLayout, plan_layout, stage_sizes
+from tandem.engine.build_layout import RankGroupLayout, plan_layout, stage_sizes
 from tandem.env import variable
 from tandem.errors import ConfigError, LayoutError
-from tandem.launchers import facts
+from tandem.launchers import host_facts
 from tandem.launchers.registry import launcher_kind
 from tandem.system.cuda import prepare_cuda
 from tandem.text.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def launched_rank() -> MlxRank | None:
     """Return this process's place under `mlx.launch`; None when it was started otherwise. Raises ConfigError."""
     if variable("MLX_RANK") is None:
         return None
-    told, size = facts.launched_process_group(), variable("MLX_WORLD_SIZE")
+    told, size = host_facts.launched_process_group(), variable("MLX_WORLD_SIZE")
     if size is not None and not size.isdecimal():
         raise ConfigError(f"MLX_WORLD_SIZE is {size!r}, not a number; start with mlx.launch, or unset MLX_RANK")
     count = int(size) if size is not None else max(len(told.hostfile), len(told.devices))
@@ -86,7 +86,7 @@ def member_settings(settings: Settings, process_group: MlxRank) -> Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ParityOptions:
     """Options of a comparison, as `tandem parity` has them."""
 
     reference: str | None = None
@@ -102,7 +102,7 @@ class Comparison:
 
     settings: Settings
     layout: RankGroupLayout
-    workload: Workload
+    workload: ParityWorkload
     identity: dict[str, object]
     path: Path
     """File of the reference."""
@@ -172,7 +172,7 @@ class Comparison:
         return verdict
 
 
-def prepare(settings: Settings, options: Options, process_group: MlxRank | None = None, note: Note = lambda text: None
+def prepare(settings: Settings, options: ParityOptions, process_group: MlxRank | None = None, note: Note = lambda text: None
             ) -> Comparison:  # fmt: skip
     """Plan the layout and the workload. Raises UsageError."""
     if not launcher_kind(settings.parallel).here:

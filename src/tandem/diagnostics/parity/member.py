@@ -9,17 +9,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
 from tandem.comm.group import RingLink, StageGroup
-from tandem.diagnostics.parity.reference import Recording, Workload, split_rows
+from tandem.diagnostics.parity.reference import ParityWorkload, Recording, split_rows
 from tandem.diagnostics.parity.runs import run_prompts
-from tandem.engine.layout import RankGroupLayout
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.executors.assembly import build_runner, load_slice
-from tandem.executors.base import Executor, Progress
+from tandem.executors.executor import Executor, Progress
+from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
@@ -28,7 +29,7 @@ from tandem.runner.runner import PendingStep, Runner
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _END = 2**31 - 1
-"""Step number of what is sent after the last step; MLX's ring carries none."""
+"""Step number of messages after the last step; MLX's ring carries none."""
 
 
 class RecordingStage(StageModel):
@@ -43,7 +44,7 @@ class RecordingStage(StageModel):
         vars(self).update(vars(stage))
         self._keep = keep
 
-    def forward(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
+    def forward(self, h: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
         """Run the layers, as `StageModel.forward`, and record the logits."""
         h = super().forward(h, caches)
         if self.is_last and not isinstance(caches, Apart):  # rows apart have come through here one by one
@@ -109,8 +110,8 @@ class MemberExecutor(Executor):
         return [Stepped(RankStep(self._spec.rank, plan.step_id, 0.0, pending.kv_bytes), 0, result)]
 
     def settle(self) -> None:
-        """Read what is still on the way: the first stage has no use for the last steps' tokens, but MLX's ring carries
-        no numbers by which to tell them from what comes next."""
+        """Receive the messages still on the way. The first stage does not use the last steps' tokens, but MLX's ring
+        has no numbers to tell them from later ones."""
         assert self._runner is not None
         self._runner.execute(StepPlan(_END, 0, fingerprint=batch_fingerprint(()))).finish()
 
@@ -119,7 +120,7 @@ class MemberExecutor(Executor):
         self._runner = None
 
 
-def run_member(layout: RankGroupLayout, rank: int, workload: Workload) -> Recording | None:
+def run_member(layout: RankGroupLayout, rank: int, workload: ParityWorkload) -> Recording | None:
     """Compute the workload together with the other ranks. Returns the recording on rank 0, None elsewhere."""
     spec = layout.ranks[rank]
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
@@ -143,7 +144,7 @@ def _hand_over(
     link: RingLink,
     spec: StageSpec,
     layout: RankGroupLayout,
-    workload: Workload,
+    workload: ParityWorkload,
     rows: np.ndarray | None,
     tokens: list[list[int]],
     dtype: str,

@@ -14,7 +14,6 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +22,13 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.safetensors import read_header
 from tandem.env import cache_dir
 from tandem.errors import ConfigError
-from tandem.launchers.facts import installed
+from tandem.json_types import JsonObject
+from tandem.launchers.host_facts import installed
 from tandem.system.files import open_regular
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class ParityWorkload:
     """Prompts as token ids, one after the other; greedy tokens follow each."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -55,7 +55,9 @@ class Recording:
     """Computed on a GPU."""
 
 
-def split_rows(rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: Workload, *, dtype: str, gpu: bool) -> Recording:
+def split_rows(
+    rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: ParityWorkload, *, dtype: str, gpu: bool
+) -> Recording:
     """Return a recording from the logits [positions of all prompts, vocabulary] that came one after the other."""
     ends = np.cumsum([workload.rows(i) for i in range(len(workload.prompts))])
     if rows.shape[0] != ends[-1]:
@@ -76,7 +78,7 @@ def fingerprint(files: ModelFiles) -> str:
     return digest.hexdigest()
 
 
-def describe(files: ModelFiles, workload: Workload) -> dict[str, object]:
+def describe(files: ModelFiles, workload: ParityWorkload) -> dict[str, object]:
     """Return what a reference must have been made for to be comparable."""
     return {
         "fingerprint": fingerprint(files),
@@ -101,7 +103,7 @@ def default_path(files: ModelFiles, identity: dict[str, object], dtype: str, deq
 def write(path: Path, recording: Recording, identity: dict[str, object]) -> None:
     """Write the file, whole or not at all. Raises ConfigError."""
     metadata = {**identity, "versions": versions(), "dtype": recording.dtype, "gpu": recording.gpu}
-    arrays: dict[str, Any] = {"metadata": np.array(json.dumps(metadata))}
+    arrays: JsonObject = {"metadata": np.array(json.dumps(metadata))}
     for i, (tokens, logits) in enumerate(zip(recording.tokens, recording.logits, strict=True)):
         arrays[f"tokens_{i}"], arrays[f"logits_{i}"] = np.array(tokens, dtype=np.int32), logits
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

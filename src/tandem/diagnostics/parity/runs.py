@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 
 from tandem.config.settings import Settings
-from tandem.diagnostics.parity.reference import Recording, Workload, split_rows
+from tandem.diagnostics.parity.reference import ParityWorkload, Recording, split_rows
 from tandem.diagnostics.tasks import MODULE, RecordingTask
-from tandem.engine.layout import RankGroupLayout
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.engine.result_collector import run_offline
 from tandem.errors import ConfigError
-from tandem.executors.base import Executor
 from tandem.executors.cluster import ClusterExecutor
+from tandem.executors.executor import Executor
 from tandem.executors.worker import run_rank
 from tandem.launchers.local import LocalLauncher
 from tandem.processes.child import ChildProcess
@@ -97,7 +97,7 @@ def _ids(line: str) -> list[int] | None:
 
 
 def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: int, vocab_size: int, max_context: int
-                     ) -> Workload:  # fmt: skip
+                     ) -> ParityWorkload:  # fmt: skip
     """Return a checked workload. Raises ConfigError."""
     if tokens < 1:
         raise ConfigError(f"--tokens {tokens}: produce at least 1", param="tokens")
@@ -114,10 +114,10 @@ def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: in
                 f"{max_context}; shorten it, or lower --tokens or --prefill-chunk",
                 param="prompts",
             )
-    return Workload(prompts=tuple(map(tuple, prompts)), tokens=tokens, prefill_chunk=prefill_chunk)
+    return ParityWorkload(prompts=tuple(map(tuple, prompts)), tokens=tokens, prefill_chunk=prefill_chunk)
 
 
-def run_layout(settings: Settings, layout: RankGroupLayout, workload: Workload) -> Recording:
+def run_layout(settings: Settings, layout: RankGroupLayout, workload: ParityWorkload) -> Recording:
     """Start the layout's ranks on this machine, compute the workload, end them. Raises UsageError and RankFailure."""
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
@@ -139,7 +139,9 @@ def run_layout(settings: Settings, layout: RankGroupLayout, workload: Workload) 
         return split_rows(rows, tokens, workload, dtype=path.with_suffix(".dtype").read_text(), gpu=ready[0].gpu)
 
 
-def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload, ranks: Sequence[StageSpec]) -> list[list[int]]:
+def run_prompts(
+    executor: Executor, layout: RankGroupLayout, workload: ParityWorkload, ranks: Sequence[StageSpec]
+) -> list[list[int]]:
     """Return the greedy tokens of each prompt. Alone in its batch, a prompt is computed alike in all layouts.
 
     `ranks`: those that report to `executor`.
@@ -154,7 +156,7 @@ def run_prompts(executor: Executor, layout: RankGroupLayout, workload: Workload,
     return tokens
 
 
-def _limits(layout: RankGroupLayout, workload: Workload) -> Limits:
+def _limits(layout: RankGroupLayout, workload: ParityWorkload) -> Limits:
     longest = max(len(prompt) for prompt in workload.prompts) + workload.tokens
     return Limits(
         micro_batches=layout.micro_batches,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.comm.blas import preload_blas
-from tandem.diagnostics.tasks import Figures, Finding, Task
+from tandem.diagnostics.tasks import Figures, Task, TaskResult
 from tandem.errors import TandemError
 
 
@@ -20,7 +20,7 @@ class Differs(TandemError):
 
 
 class NotApplicable(TandemError):
-    """A check means nothing on this machine; the message says why."""
+    """Raised when a check does not apply to this machine; the message has the reason."""
 
 
 def judged(problems: list[str], figures: Figures) -> Figures:
@@ -30,7 +30,7 @@ def judged(problems: list[str], figures: Figures) -> Figures:
     return figures
 
 
-class Outcome(Finding, frozen=True, kw_only=True):
+class CheckResult(TaskResult, frozen=True, kw_only=True):
     """A finding with its name, as reports keep it."""
 
     name: str
@@ -147,17 +147,17 @@ def resolve(entry: str) -> Callable[[Task], Figures]:
     return check
 
 
-def look(task: Task) -> Finding:
+def look(task: Task) -> TaskResult:
     """Make one check, whatever it raises. Call before anything imports mlx."""
     preload_blas("auto")
     try:
-        return Finding(verdict="ok", figures=resolve(task.entry)(task))
+        return TaskResult(verdict="ok", figures=resolve(task.entry)(task))
     except NotApplicable as reason:
-        return Finding(verdict="does not apply", detail=reason.message)
+        return TaskResult(verdict="does not apply", detail=reason.message)
     except Differs as difference:
-        return Finding(verdict="failed", detail=difference.message, figures=difference.figures)
+        return TaskResult(verdict="failed", detail=difference.message, figures=difference.figures)
     except TandemError as error:
-        return Finding(verdict="failed", detail=error.message)
+        return TaskResult(verdict="failed", detail=error.message)
     except Exception as error:  # noqa: BLE001 - whatever it is, the report has it
         words = str(error).strip().splitlines() or [""]
-        return Finding(verdict="failed", detail=f"{type(error).__name__}: {words[0]}")
+        return TaskResult(verdict="failed", detail=f"{type(error).__name__}: {words[0]}")

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tandem.diagnostics.selftest.check import CHECKS, Outcome
+from tandem.diagnostics.selftest.check import CHECKS, CheckResult
 from tandem.diagnostics.tasks import Figures, Verdict
 from tandem.env import machine_memory, variables
-from tandem.launchers.facts import chip, installed
+from tandem.launchers.host_facts import chip, installed
 from tandem.processes.device import this_device
 from tandem.system.tools import output_of
 from tandem.version import __version__
@@ -30,7 +30,7 @@ _PATTERNS = (
 _PATH = re.compile(r"(?<![\w.<:/])~?(?:/(?!v1/)[\w.@+-]+){2,}/?")
 """Paths, but neither `/health` nor `/v1/...`, nor what follows a server's name."""
 SHORTEST = 2
-"""Letters of a name that is looked for; shorter ones stand in every text."""
+"""Least letters of a name that is searched for; shorter ones occur in every text."""
 
 
 def redacted(text: str, names: Iterable[str]) -> str:
@@ -59,14 +59,14 @@ def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:
 
 FORMAT = 1
 MACHINE = "machine"
-"""The check whose figures say what machine it was."""
+"""Name of the check whose figures describe the machine."""
 HEAD = ("system", "processor", "cores", "device", "memory GiB", "GPU memory GiB", "python", "mlx", "mlx-lm")
 EXIT_OK, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 3
 SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply": "does not apply", "no answer": "**no answer**"}
 
 
 VARIABLES = ("MLX_", "TANDEM_", "CUDA_", "OMP_", "OPENBLAS_", "METAL_")
-"""How the names of those begin that change what is computed, and how fast."""
+"""Prefixes of variables that affect results or speed."""
 
 
 def facts() -> Figures:
@@ -108,7 +108,7 @@ class Report(Struct, frozen=True, kw_only=True):
     """Machines of the hosts file; 0 without one."""
     wanted: int
     """Checks that the run was to make."""
-    checks: list[Outcome]
+    checks: list[CheckResult]
 
     @property
     def code(self) -> int:
@@ -119,7 +119,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def make_report(
-    outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int, names: Iterable[str]
+    outcomes: Sequence[CheckResult], *, wanted: int, date: str, facts: Figures, model: str, hosts: int, names: Iterable[str]
 ) -> Report:
     """Return the report with redacted outcomes; the machine's facts are taken as they are."""
     known = list(names)

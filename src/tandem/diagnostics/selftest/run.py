@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from tandem.diagnostics.selftest.check import Check, Outcome
+from tandem.diagnostics.selftest.check import Check, CheckResult
 from tandem.diagnostics.tasks import MODULE, Task, TaskProcess
 from tandem.errors import SpawnError
 from tandem.protocol.codec import UNREADABLE
@@ -25,7 +25,7 @@ MOST_ATTEMPTS = 2
 RESTARTED = "the machine was restarted while it ran; `tandem selftest --fresh` tries it again"
 KILLED = "it was killed in the middle of it, twice; `tandem selftest --fresh` tries it again"
 
-Listener = Callable[[Check, Outcome | None], None]
+Listener = Callable[[Check, CheckResult | None], None]
 """Called when a check begins (None), and when it has ended."""
 
 
@@ -33,14 +33,14 @@ class Run(Struct, kw_only=True):
     """Content of the journal."""
 
     question: dict[str, object]
-    """Subject of the run; a run with another one begins anew."""
+    """Subject of the run; a journal about another subject is discarded."""
     begun: dict[str, list[str]] = field(default_factory=dict)
     """Check -> the machine's boot id at each attempt."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, CheckResult] = field(default_factory=dict)
     """Outcomes of all checks that have ended, by name."""
 
 
-class Journal:
+class RunJournal:
     """The file of one run."""
 
     def __init__(self, path: Path, question: dict[str, object], *, boot: str, fresh: bool = False) -> None:
@@ -52,12 +52,12 @@ class Journal:
         self._save()
 
     @property
-    def outcomes(self) -> dict[str, Outcome]:
+    def outcomes(self) -> dict[str, CheckResult]:
         """Outcomes of all checks that have ended, by name."""
         return self._run.outcomes
 
     def reopen(self, names: Collection[str]) -> None:
-        """If all of these have ended, forget them; else the run was interrupted and goes on."""
+        """Forget these checks if all have ended; otherwise the interrupted run continues."""
         if self.outcomes.keys() >= set(names):
             self.forget(names)
 
@@ -68,13 +68,13 @@ class Journal:
             self._run.begun.pop(name, None)
         self._save()
 
-    def lost(self, name: str) -> Outcome | None:
+    def lost(self, name: str) -> CheckResult | None:
         """Return the outcome of a check that is not tried again, since it was begun and never ended; else None."""
         boots = self._run.begun.get(name, [])
         if not boots or name in self.outcomes:
             return None
         detail = RESTARTED if boots[-1] != self._boot else KILLED if len(boots) >= MOST_ATTEMPTS else ""
-        return Outcome(name=name, verdict="no answer", detail=detail, seconds=0.0, attempts=len(boots)) if detail else None
+        return CheckResult(name=name, verdict="no answer", detail=detail, seconds=0.0, attempts=len(boots)) if detail else None
 
     def begin(self, name: str) -> int:
         """Note that a check begins; returns the number of the attempt, from 1."""
@@ -83,7 +83,7 @@ class Journal:
         self._save()
         return len(boots)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: CheckResult) -> None:
         """Note the outcome of a check."""
         self.outcomes[outcome.name] = outcome
         self._save()
@@ -101,8 +101,8 @@ def _read(path: Path) -> Run | None:
 
 
 def run_checks(
-    checks: Sequence[Check], journal: Journal, task: Task, *, seconds: float, listener: Listener, module: str = MODULE
-) -> list[Outcome]:
+    checks: Sequence[Check], journal: RunJournal, task: Task, *, seconds: float, listener: Listener, module: str = MODULE
+) -> list[CheckResult]:
     """Return the outcomes of those of `checks` that have ended, in their order; none begins after `seconds`.
 
     Outcomes of an earlier run are taken over. All checks get `task`; `module` is the entry point of their processes.
@@ -127,7 +127,7 @@ def run_checks(
     return [journal.outcomes[check.name] for check in checks if check.name in journal.outcomes]
 
 
-def make(check: Check, attempt: int, task: Task, module: str) -> Outcome:
+def make(check: Check, attempt: int, task: Task, module: str) -> CheckResult:
     """Make one check in a process of its own."""
     task = replace(task, entry=check.entry, result=str(Path(task.directory) / f"{check.name}.json"))
     began = time.monotonic()
@@ -135,8 +135,8 @@ def make(check: Check, attempt: int, task: Task, module: str) -> Outcome:
         with TaskProcess(task, name=check.name, module=module) as process:
             finding = process.finding(check.deadline_s)
     except SpawnError as error:
-        return Outcome(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
-    return Outcome(
+        return CheckResult(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
+    return CheckResult(
         name=check.name,
         verdict=finding.verdict,
         detail=finding.detail,

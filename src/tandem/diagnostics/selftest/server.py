@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
-from tandem.bench.client import Job, Target, Timed, send
+from tandem.bench.client import BenchRequest, Target, Timed, send
 from tandem.crash_guard import start_thread
 from tandem.diagnostics.tasks import MODULE, CommandTask
 from tandem.env import child_environment
 from tandem.errors import TandemError
+from tandem.json_types import JsonObject
 from tandem.processes.child import ChildProcess
 from tandem.system.http_client import ServerClient
 from tandem.system.state import process_state
@@ -36,10 +37,9 @@ class Server:
     def __init__(self, process: ChildProcess, url: str) -> None:
         self.process, self.url = process, url
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> JsonObject:
         """Return the body of /health."""
-        body: dict[str, Any] = ServerClient(self.url).get_json("/health", timeout_s=20)
-        return body
+        return ServerClient(self.url).get_json("/health", timeout_s=20)
 
     def ranks(self) -> list[int]:
         """Return the process ids of its ranks; empty while there are none, or where one process does all."""
@@ -107,7 +107,7 @@ def ask_in_background(server: Server, prompt: list[int], tokens: int) -> Backgro
     target = Target(
         base_url=server.url, model="default", timeout_s=WAIT_S, body={"temperature": 0, "ignore_eos": True, "prompt": prompt}
     )
-    job = Job("", tokens)
+    job = BenchRequest("", tokens)
     answer = Timed(job, time.perf_counter())
 
     def run() -> None:

@@ -21,7 +21,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
-from tandem.protocol.agent import (
+from tandem.protocol.agent_messages import (
     Beat,
     Data,
     Ended,

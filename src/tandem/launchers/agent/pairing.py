@@ -21,7 +21,7 @@ from collections.abc import Callable
 from spake2 import SPAKE2_A, SPAKE2_B
 
 from tandem.errors import UsageError
-from tandem.protocol.agent import (
+from tandem.protocol.agent_messages import (
     PairConfirm,
     PairElement,
     PairHello,
@@ -45,7 +45,7 @@ class HeadSide:
     """The head's end of one run."""
 
     def __init__(self, code: str, own: PairHello, agent: PairIdentity) -> None:
-        """Raises UsageError for what is not a code."""
+        """Start pairing with a `code`. Raises UsageError for a malformed one."""
         digits = code.replace(" ", "").replace("-", "")
         if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
             raise UsageError(f"the code has {DIGITS} digits; the agent shows it")

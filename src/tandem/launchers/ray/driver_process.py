@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import ray
@@ -36,7 +36,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from tandem.crash_guard import start_thread
 from tandem.env import child_environment
 from tandem.errors import UsageError
-from tandem.launchers.facts import is_own
+from tandem.json_types import JsonObject
+from tandem.launchers.host_facts import is_own
 from tandem.launchers.ray.driver import sigterm_kept
 from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses, choose, shortage
 from tandem.processes.child import die_with_parent
@@ -48,7 +49,7 @@ NEW = "new"
 POLL_S = 0.3
 """Seconds between looks at whether there is room."""
 RESERVE_S = 5.0
-"""Seconds that Ray gets to reserve what looked free; then the nodes are chosen anew."""
+"""Timeout in seconds of a Ray reservation; after it nodes are chosen again."""
 REACH_S = 2.0
 """Seconds in which a node must accept a connection at the address that it advertises."""
 REACH_AT_ONCE = 16
@@ -70,7 +71,7 @@ class Driver:
         self._cluster = _connect(address, start_units)
         self._here = get_node_ip_address()
         self._group: PlacementGroup | None = None
-        self._actors: list[Any] = []
+        self._actors: list[object] = []
         self._closing = False
         self._send(Connected(self._cluster, self._here))
 
@@ -278,8 +279,8 @@ def _connect(address: str, start_units: int = 0) -> str:
         raise UsageError(f"cannot use the Ray cluster at {address}: {_line(error)}") from None
 
 
-def _trouble(node: dict[str, Any]) -> str:
-    """Return why ranks cannot be placed on a node, as far as this machine can tell; empty if they can."""
+def _trouble(node: JsonObject) -> str:
+    """Return why ranks cannot be placed on a node, from this machine's view; empty if they can."""
     if not node["Alive"]:
         return (
             "is lost; if it is up, it advertises an address that the head does not reach: start Ray there with "

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from tandem.config.settings import Settings
 from tandem.errors import RankFailure, UsageError
+from tandem.launchers.host_addresses import ranks_of
 from tandem.launchers.hosts import HostsLauncher, copy_line
-from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import RayDriver, connected_driver
 from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 

@@ -7,11 +7,12 @@ the names under which `sharding.py` cuts them. Figures that a config lacks count
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.checkpoints.config import LARGEST_NUMBER
+from tandem.json_types import JsonMapping
 
 Base = Literal["heads", "queries", "states", "whole"]
 """Units that ranks share: key and value heads of attention; its query heads; heads (or groups of heads, or channels) of
@@ -29,17 +30,17 @@ class Axis:
     """Elements in a unit."""
 
 
-Axes = Callable[[Mapping[str, Any]], dict[str, Axis]]
+Axes = Callable[[JsonMapping], dict[str, Axis]]
 
 
-def number(config: Mapping[str, Any], *keys: str) -> int:
+def number(config: JsonMapping, *keys: str) -> int:
     """The first of `keys` that is a whole number that a config can have, or 0."""
     found = (config.get(key) for key in keys)
     return next((value for value in found if type(value) is int and 0 <= value < LARGEST_NUMBER), 0)
 
 
-def latent(config: Mapping[str, Any]) -> dict[str, Axis]:
-    """Multi-head latent attention: what is made of the latent has heads, the latent itself has none."""
+def latent(config: JsonMapping) -> dict[str, Axis]:
+    """Axes of multi-head latent attention: projections of the latent are divided by heads, the latent itself is not."""
     heads = number(config, "num_attention_heads")
     plain = number(config, "qk_nope_head_dim", "head_dim")
     value = number(config, "v_head_dim", "head_dim") or number(config, "hidden_size") // max(heads, 1)
@@ -51,14 +52,14 @@ def latent(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def _gated(config: Mapping[str, Any]) -> dict[str, Axis]:
+def _gated(config: JsonMapping) -> dict[str, Axis]:
     """Attention whose query projection makes gates too, head by head."""
     heads = number(config, "num_attention_heads")
     size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
     return {"q_gate": Axis("queries", heads, 2 * size)}
 
 
-def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
+def mixed(config: JsonMapping) -> dict[str, Axis]:
     """Attention whose layers differ in heads and their sizes: cut where all of them can be, in proportion."""
     heads = {number(config, "num_attention_heads"), number(config, "swa_num_attention_heads")} - {0}
     kv = {number(config, "num_key_value_heads"), number(config, "swa_num_key_value_heads")}
@@ -76,16 +77,16 @@ def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def _blocks(config: Mapping[str, Any], part: str, figure: str) -> list[float]:
-    """A figure of the blocks of Nemotron's layers, of those that have it."""
+def _blocks(config: JsonMapping, part: str, figure: str) -> list[float]:
+    """Values of config entry `figure` over the blocks of Nemotron's layers that have it."""
     listed = config.get("block_configs")
     blocks = [block.get(part) for block in listed if isinstance(block, dict)] if isinstance(listed, list) else []
     found = [block.get(figure) for block in blocks if isinstance(block, dict)]
     return [one for one in found if isinstance(one, int | float) and one > 0]
 
 
-def blocks(config: Mapping[str, Any]) -> dict[str, Axis]:
-    """Nemotron's attention, of which each layer says how many query heads share a kv head."""
+def blocks(config: JsonMapping) -> dict[str, Axis]:
+    """Axes of Nemotron's attention, where each layer has its own number of query heads per kv head."""
     heads = number(config, "num_attention_heads")
     size = number(config, "hidden_size") // max(heads, 1)
     count = math.gcd(*(heads // int(one) for one in _blocks(config, "attention", "n_heads_in_group"))) or 1
@@ -93,13 +94,13 @@ def blocks(config: Mapping[str, Any]) -> dict[str, Axis]:
     return {"mixed_q": whole, "mixed_kv": Axis("heads", count, size), "mixed_out": whole}
 
 
-def blocks_width(config: Mapping[str, Any]) -> int:
-    """Width that divides all of Nemotron's MLPs, each of which has its own. They are rounded up to 256."""
+def blocks_width(config: JsonMapping) -> int:
+    """Common divisor of the widths of Nemotron's MLPs, which differ by layer and are multiples of 256."""
     width = number(config, "hidden_size")
     return math.gcd(*(-(-int(2 * one * width / 3) // 256) * 256 for one in _blocks(config, "ffn", "ffn_mult")))
 
 
-def indexed(config: Mapping[str, Any]) -> dict[str, Axis]:
+def indexed(config: JsonMapping) -> dict[str, Axis]:
     """MiniMax M3: heads of an index choose blocks of keys for the kv heads, each for as many, and are cut with them."""
     sparse = config.get("sparse_attention_config")
     own = sparse if isinstance(sparse, dict) else {}
@@ -114,7 +115,7 @@ def indexed(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def plamo(config: Mapping[str, Any]) -> dict[str, Axis]:
+def plamo(config: JsonMapping) -> dict[str, Axis]:
     """PLaMo 2's Mamba 2: heads that share one B and one C, which are made after the convolution."""
     heads, size = number(config, "mamba_num_heads"), number(config, "hidden_size_per_head")
     return {
@@ -124,7 +125,7 @@ def plamo(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+def delta(config: JsonMapping) -> dict[str, Axis]:
     """Gated delta rule (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024): cut between key heads, each with the
     value heads that read it."""
     keys, values = number(config, "linear_num_key_heads"), number(config, "linear_num_value_heads")
@@ -142,7 +143,7 @@ def delta(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def kimi_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
     """Kimi Delta Attention, whose keys and values have the same heads, and latent attention."""
     linear = config.get("linear_attn_config")
     own = linear if isinstance(linear, dict) else {}
@@ -154,7 +155,7 @@ def kimi_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def ling_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+def ling_delta(config: JsonMapping) -> dict[str, Axis]:
     """Axes of `kimi_delta`, where both have the same heads."""
     heads = number(config, "num_attention_heads")
     return {
@@ -164,7 +165,7 @@ def ling_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def lightning(config: Mapping[str, Any]) -> dict[str, Axis]:
+def lightning(config: JsonMapping) -> dict[str, Axis]:
     """Lightning attention, cut between the groups of heads that its norm has; beside it latent or plain attention."""
     heads, groups = number(config, "num_attention_heads"), number(config, "group_norm_size") or 1
     plain, beside = number(config, "hidden_size") // max(heads, 1), number(config, "kv_lora_rank") > 0
@@ -177,7 +178,7 @@ def lightning(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
+def ssm(config: JsonMapping) -> dict[str, Axis]:
     """Mamba 2 (Dao and Gu: Transformers are SSMs, 2024): cut between groups, each of heads with one B and one C.
 
     A single group is cut between its heads, and its B and C are on every rank.
@@ -202,7 +203,7 @@ def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
-def grouped_ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
+def grouped_ssm(config: JsonMapping) -> dict[str, Axis]:
     """Axes of `ssm`, with norms within groups, which therefore stay whole."""
     found = ssm(config)
     return (
@@ -216,7 +217,7 @@ def channels(*width: str | int) -> Axes:
     """Layers in which every channel has a state of its own (Mamba, short convolutions); `width` is their number: a
     product of numbers and keys."""
 
-    def axes(config: Mapping[str, Any]) -> dict[str, Axis]:
+    def axes(config: JsonMapping) -> dict[str, Axis]:
         count = 1
         for factor in width:
             count *= number(config, factor) if isinstance(factor, str) else factor
@@ -225,25 +226,25 @@ def channels(*width: str | int) -> Axes:
     return axes
 
 
-def gated_channels(config: Mapping[str, Any]) -> dict[str, Axis]:
-    """Recurrent Gemma: channels, of which those of a head have gates in common; as many heads as attention has."""
+def gated_channels(config: JsonMapping) -> dict[str, Axis]:
+    """Axes of Recurrent Gemma: its channels share gates by head, with as many heads as attention."""
     heads = number(config, "num_attention_heads")
     return {"channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)), "gates": Axis("states", heads, 1)}
 
 
-def half_width(config: Mapping[str, Any]) -> int:
+def half_width(config: JsonMapping) -> int:
     """Width of an MLP whose config counts both of its inputs."""
     return number(config, "intermediate_size") // 2
 
 
-def one_width(config: Mapping[str, Any], *keys: str) -> int:
-    """The first of `keys` that is there: a number, or one a layer, which are alike; 0 where they are not."""
+def one_width(config: JsonMapping, *keys: str) -> int:
+    """Value of the first of `keys` present: a number, or equal numbers by layer; 0 when they differ."""
     value = next((config[key] for key in keys if config.get(key) is not None), 0)
     found = set(value) if isinstance(value, list) else {value}
     return number({"width": found.pop()}, "width") if len(found) == 1 else 0
 
 
-def lfm2_width(config: Mapping[str, Any]) -> int:
+def lfm2_width(config: JsonMapping) -> int:
     """Width of LFM2's MLP, which is computed from other figures."""
     width = number(config, "block_ff_dim", "intermediate_size")
     if config.get("block_auto_adjust_ff_dim"):

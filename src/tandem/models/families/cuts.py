@@ -6,8 +6,9 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from tandem.json_types import JsonMapping
 from tandem.models.families.axes import Axes
 
 _NUMBER = re.compile(r"\.\d+\.")
@@ -15,7 +16,7 @@ Kind = str
 """Units of a divided axis: query widths (q), key or value widths (kv), fused (queries, key, value) per kv head
 (qkv_groups), one entry per query head or per kv head (q_heads, kv_heads), the widths of MLP, expert and shared expert
 (mlp, experts, shared), tokens of the vocabulary (vocab); or one of the family's own `axes`."""
-Width = tuple[str | int, ...] | Callable[[Mapping[str, Any]], int]
+Width = tuple[str | int, ...] | Callable[[JsonMapping], int]
 """A figure of config.json: the product of numbers and keys (`a|b`: b where a is missing), or what computes it; empty:
 there is none."""
 
@@ -86,7 +87,7 @@ class Sharding:
         return {path.rpartition(".")[0] for path, cut in self.cuts.items() if "experts" in cut.kinds}
 
     def keeps(self, name: str) -> bool:
-        """A parameter of this name is known to be whole on every rank; one that is not listed is not."""
+        """True when a parameter of this name is listed as whole on every rank."""
         for path in (name, name.rpartition(".")[0]):
             with contextlib.suppress(KeyError):
                 return self.cut_of(path) is None

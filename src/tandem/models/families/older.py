@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from tandem.json_types import JsonMapping
 from tandem.models.families.axes import half_width, number, one_width
 from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
 
@@ -12,20 +10,20 @@ _HEADS = ("q", "q", "q")
 """A projection of queries, keys and values where all have the same heads."""
 
 
-def _lille_width(config: Mapping[str, Any]) -> int:
+def _lille_width(config: JsonMapping) -> int:
     return 256 * round(int(8 * number(config, "n_embd") / 3) / 256)
 
 
-def _dbrx_width(config: Mapping[str, Any]) -> int:
+def _dbrx_width(config: JsonMapping) -> int:
     own = config.get("ffn_config")
     return number(own, "ffn_hidden_size") if isinstance(own, dict) else 0
 
 
-def _hunyuan_experts(config: Mapping[str, Any]) -> int:
+def _hunyuan_experts(config: JsonMapping) -> int:
     return one_width(config, "moe_intermediate_size", "intermediate_size")
 
 
-def _hunyuan_shared(config: Mapping[str, Any]) -> int:
+def _hunyuan_shared(config: JsonMapping) -> int:
     return number(config, "intermediate_size") * one_width(config, "num_shared_expert")
 
 

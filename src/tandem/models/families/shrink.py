@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from tandem.checkpoints.config import nested_text
+from tandem.json_types import JsonObject
 
 LAYERS, EXPERTS, CHOSEN, VOCABULARY = 8, 8, 2, 512
 """Most layers, experts, experts of a token and tokens of the vocabulary."""
@@ -22,7 +22,7 @@ _WIDTH = re.compile(
 )
 
 
-def shrunk(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def shrunk(config: JsonObject) -> Iterator[JsonObject]:
     """Ever larger copies of `config`: fewer layers, experts and tokens, and widths and heads divided by one number.
 
     One number for all widths keeps what families demand of them, such as that heads times their size are the width.
@@ -34,11 +34,11 @@ def shrunk(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         divisor //= 4
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
+def _text(config: JsonObject) -> JsonObject:
     return nested_text(config) or config
 
 
-def _cut(config: dict[str, Any], divisor: int) -> dict[str, Any]:
+def _cut(config: JsonObject, divisor: int) -> JsonObject:
     cut = copy.deepcopy(config)
     cut.pop("quantization", None)
     cut.pop("quantization_config", None)
@@ -50,7 +50,7 @@ def _cut(config: dict[str, Any], divisor: int) -> dict[str, Any]:
     return cut
 
 
-def _cut_entries(entries: dict[str, Any], layers: int, divisor: int) -> None:
+def _cut_entries(entries: JsonObject, layers: int, divisor: int) -> None:
     kept = min(layers, LAYERS)
     for key, value in entries.items():
         if isinstance(value, list | str) and layers > LAYERS and len(value) == layers:

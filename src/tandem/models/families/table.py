@@ -1,4 +1,4 @@
-"""The model types that Tandem runs, and how each departs from what is read off mlx-lm's own module.
+"""Supported model types, and how each differs from the defaults read off mlx-lm's module.
 
 A stage is built from mlx-lm's model (`loading/pipeline_model.py`), so most types need an empty row: it says that the type is
 held to mlx-lm's own forward pass by `tests/loading/test_loading_parity.py`. A type without a row is tried before it
@@ -7,9 +7,10 @@ is served. Plain data, no mlx.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from tandem.json_types import JsonMapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Family:
     tied: Literal["config-true", "config-false", "always", "never", "file"] = "config-true"
     """Whether the head is the embedding: config's `tie_word_embeddings` with this default, or fixed, or tied when
     the files hold no head."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: JsonMapping = field(default_factory=dict)
     """Values that mlx-lm assumes for keys that `config.json` may leave out."""
     carries: int = 0
     """Values besides the hidden states that each layer hands to the next one; they travel between stages too."""

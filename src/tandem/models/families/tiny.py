@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from tandem.json_types import JsonMapping, JsonObject
 
 EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
@@ -14,7 +13,7 @@ _LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
 WINDOW = 16
 """Attention window in tokens, so that short tests run beyond it."""
 
-BASE: dict[str, Any] = {
+BASE: JsonObject = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,
@@ -31,114 +30,112 @@ BASE: dict[str, Any] = {
 """Entries of config.json that all families have; families that do not know one ignore it."""
 
 # fmt: off
-_HEAD: dict[str, Any] = {"head_dim": 16}
-_TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-_MIXTRAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
-_GRANITE: dict[str, Any] = {
+_HEAD: JsonObject = {"head_dim": 16}
+_TIED: JsonObject = {"tie_word_embeddings": True}
+_MOE: JsonObject = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_MIXTRAL: JsonObject = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_KINDS: JsonObject = {"layer_types": ["sliding_attention", "full_attention"]}
+_GRANITE: JsonObject = {
     "logits_scaling": 3.0, "attention_multiplier": 0.2, "embedding_multiplier": 5.0, "residual_multiplier": 0.3,
 }
-_ROUTED: dict[str, Any] = {
+_ROUTED: JsonObject = {
     "moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
     "rope_scaling": None,
 }
-_BAILING: dict[str, Any] = {"num_shared_experts": 1, "first_k_dense_replace": 1, **_MOE}
-_ERNIE_MOE: dict[str, Any] = {
+_BAILING: JsonObject = {"num_shared_experts": 1, "first_k_dense_replace": 1, **_MOE}
+_ERNIE_MOE: JsonObject = {
     "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
     "moe_num_shared_experts": 1,
 }
-_PHIMOE_ROPE: dict[str, Any] = {
+_PHIMOE_ROPE: JsonObject = {
     "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2,
 }
-_MLA: dict[str, Any] = {
+_MLA: JsonObject = {
     "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16,
 }
-_YARN: dict[str, Any] = {
+_YARN: JsonObject = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
 }
-_DEEPSEEK: dict[str, Any] = {**_ROUTED, **_MLA, "moe_layer_freq": 1, "n_group": 2, "rope_scaling": _YARN}
-_DELTA: dict[str, Any] = {
+_DEEPSEEK: JsonObject = {**_ROUTED, **_MLA, "moe_layer_freq": 1, "n_group": 2, "rope_scaling": _YARN}
+_DELTA: JsonObject = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
-_EVERY_SECOND: dict[str, Any] = {"full_attention_interval": 2}
-_NEXT: dict[str, Any] = {
+_EVERY_SECOND: JsonObject = {"full_attention_interval": 2}
+_NEXT: JsonObject = {
     **_HEAD, **_DELTA, **_MOE, **_EVERY_SECOND, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5,
 }
-_KIMI_LINEAR: dict[str, Any] = {
+_KIMI_LINEAR: JsonObject = {
     **_MLA, "head_dim": 16,
     "linear_attn_config": {"num_heads": 4, "head_dim": 32, "kda_layers": [1, 3], "short_conv_kernel_size": 4},
     "model_max_length": 512, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64,
 }
-_LFM2: dict[str, Any] = {
+_LFM2: JsonObject = {
     "norm_eps": 1e-5, "full_attn_idxs": [1, 3], "conv_bias": True, "conv_L_cache": 3, "block_dim": 64,
     "block_ff_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
 }
-_LFM2_MOE: dict[str, Any] = _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True}
-_MAMBA2: dict[str, Any] = {
+_LFM2_MOE: JsonObject = _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True}
+_MAMBA2: JsonObject = {
     "num_heads": 8, "head_dim": 16, "state_size": 32, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 2,
     "use_bias": False, "use_conv_bias": True, "time_step_limit": [0.01, 10.0], "time_step_rank": "auto",
 }
-_GRANITE_HYBRID: dict[str, Any] = _GRANITE | {
+_GRANITE_HYBRID: JsonObject = _GRANITE | {
     **_MIXTRAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2,
     "mamba_proj_bias": False, "mamba_conv_bias": True, "position_embedding_type": "rope",
     "time_step_limit": [0.01, 10.0],
 }
-_NEMOTRON_H: dict[str, Any] = {
+_NEMOTRON_H: JsonObject = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 32, "conv_kernel": 4,
     "n_groups": 2, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
     "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
 }
-_STEP: dict[str, Any] = {
+_STEP: JsonObject = {
     **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
     "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
 }
-_GEMMA3: dict[str, Any] = {
+_GEMMA3: JsonObject = {
     "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
 }
-_LONGCAT: dict[str, Any] = {
+_LONGCAT: JsonObject = {
     **_MLA, "attention_method": "MLA", "zero_expert_type": "identity", "ffn_hidden_size": 64, "moe_topk": 2,
     "expert_ffn_hidden_size": 64, "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 4,
     "routed_scaling_factor": 1.5, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
 }
-_GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
-_MAMBA: dict[str, Any] = {
+_GPT2: JsonObject = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
+_MAMBA: JsonObject = {
     "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
 }
-_LING: dict[str, Any] = _BAILING | {
+_LING: JsonObject = _BAILING | {
     "layer_group_size": 2, "group_norm_size": 2, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
-_PER_LAYER: dict[str, Any] = {
+_PER_LAYER: JsonObject = {
     "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
     "final_logit_softcapping": 5.0,
 }
-_GEMMA4: dict[str, Any] = {
+_GEMMA4: JsonObject = {
     "text_config": _HEAD | _PER_LAYER | _TIED | {
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
         "global_head_dim": 32,
     },
 }
-_PHIXTRAL: dict[str, Any] = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
-_MUP: dict[str, Any] = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
-_LLAMA_4_ROPE: dict[str, Any] = {
+_PHIXTRAL: JsonObject = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
+_MUP: JsonObject = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
+_LLAMA_4_ROPE: JsonObject = {
     "rope_parameters": {
         "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 16,
     },
 }
-_NESTED_LLAMA: dict[str, Any] = {"text_config": _HEAD | {"model_type": "llama"}}
-_INDEX: dict[str, Any] = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
-_ROPES: dict[str, Any] = {
-    kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
-}
+_NESTED_LLAMA: JsonObject = {"text_config": _HEAD | {"model_type": "llama"}}
+_INDEX: JsonObject = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+_ROPES: JsonObject = {kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")}
 
-TINY: dict[str, dict[str, Any]] = {
+TINY: dict[str, JsonObject] = {
     "llama": _TIED,
     "mistral": _HEAD,
     "qwen2": _TIED,
@@ -357,7 +354,7 @@ TINY: dict[str, dict[str, Any]] = {
 # fmt: on
 
 
-def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: JsonMapping | None = None) -> JsonObject:
     """config.json of a tiny model."""
     common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
     if _OWN_NAMES & TINY[family].keys():

@@ -3,17 +3,17 @@ events."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import NAMES, chat_request
 from tandem.server.body import parse, translated
+from tandem.server.body_validation import in_words
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import plan_chat, start_chat
 from tandem.server.context import new_id
@@ -21,11 +21,9 @@ from tandem.server.failures import anthropic_envelope
 from tandem.server.generation import Delta, Generation
 from tandem.server.openapi import documented
 from tandem.server.sse import AnswerWriter, json_response, named_event, streamed
-from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
-from tandem.server.validation import in_words
+from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event, ReasoningText, merged
 
 router = APIRouter()
-Json = dict[str, Any]
 
 
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
@@ -52,7 +50,7 @@ async def count_tokens(http: Request) -> Response:
     return json_response({"input_tokens": len(plan.prompt)})
 
 
-def _message(generation: Generation) -> Json:
+def _message(generation: Generation) -> JsonObject:
     """The outside of an answer, before there is any."""
     return {
         "id": generation.request_id,
@@ -67,9 +65,9 @@ def _message(generation: Generation) -> Json:
     }
 
 
-def _usage(generation: Generation) -> Json:
+def _usage(generation: Generation) -> JsonObject:
     """Tokens so far. What came from kept prefixes is counted apart, as Anthropic does."""
-    counted: Any = generation.usage()
+    counted = generation.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counted["prompt_tokens"] - cached,
@@ -79,9 +77,9 @@ def _usage(generation: Generation) -> Json:
     }
 
 
-def _whole_blocks(reply: Reply, text: str) -> list[Json]:
+def _whole_blocks(reply: Reply, text: str) -> list[JsonObject]:
     """The blocks of a whole answer."""
-    blocks: list[Json] = []
+    blocks: list[JsonObject] = []
     for event in merged(reply.read(text, last=True)):
         if isinstance(event, CallArguments):
             blocks[-1]["input"] = _object(event.text)
@@ -92,20 +90,20 @@ def _whole_blocks(reply: Reply, text: str) -> list[Json]:
     return blocks
 
 
-_FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "thinking", CallArguments: "partial_json"}
-_DELTAS: dict[type[Event], str] = {Content: "text_delta", Reasoning: "thinking_delta", CallArguments: "input_json_delta"}
+_FIELDS: dict[type[Event], str] = {Content: "text", ReasoningText: "thinking", CallArguments: "partial_json"}
+_DELTAS: dict[type[Event], str] = {Content: "text_delta", ReasoningText: "thinking_delta", CallArguments: "input_json_delta"}
 
 
-def _block(reply: Reply, event: Event) -> Json:
+def _block(reply: Reply, event: Event) -> JsonObject:
     """The empty block that `event` opens."""
     if isinstance(event, CallStart):
         return {"type": "tool_use", "id": reply.call_id("toolu", event), "name": event.name, "input": {}}
-    if isinstance(event, Reasoning):
+    if isinstance(event, ReasoningText):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": "", "citations": None}
 
 
-def _object(text: str) -> Json:
+def _object(text: str) -> JsonObject:
     """The arguments, as far as they go: the model, or its limit, may have left them unfinished."""
     try:
         value = from_json(text, allow_partial=True)
@@ -115,7 +113,7 @@ def _object(text: str) -> Json:
 
 
 def failed_message(error: RequestError) -> bytes:
-    """The event that ends a stream that failed."""
+    """Return the event that ends a failed stream."""
     return named_event(anthropic_envelope(error))
 
 
@@ -128,7 +126,7 @@ class MessageWriter(AnswerWriter):
         self._reply = reply
         self._index = -1
         self._open: type[Event] | None = None
-        self._ending: Json = {}
+        self._ending: JsonObject = {}
 
     def whole(self, answer: Delta) -> Response:
         """Return the message in one piece."""
@@ -137,7 +135,7 @@ class MessageWriter(AnswerWriter):
         response.headers["request-id"] = self._generation.request_id
         return response
 
-    def _ending_of(self, last: Delta) -> Json:
+    def _ending_of(self, last: Delta) -> JsonObject:
         """Return why the answer ended. One ended by length short of its own limit has filled the context."""
         reason, sequence = "tool_use" if self._reply.called else "end_turn", None
         if last.finish_reason == "length":
@@ -152,7 +150,7 @@ class MessageWriter(AnswerWriter):
         start = _message(self._generation)
         return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
 
-    def delta(self, delta: Delta, extras: Json | None) -> bytes:
+    def delta(self, delta: Delta, extras: JsonObject | None) -> bytes:
         """Return the events that a text adds."""
         ended = delta.finish_reason is not None
         written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
@@ -161,7 +159,7 @@ class MessageWriter(AnswerWriter):
             self._ending = self._ending_of(delta)
         return written
 
-    def usage(self, usage: Json, extras: Json) -> bytes:
+    def usage(self, usage: JsonObject, extras: JsonObject) -> bytes:
         """The message closes."""
         end = {"type": "message_delta", "delta": self._ending, "usage": _usage(self._generation)}
         return named_event(end) + named_event({"type": "message_stop"})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, Tagged, only_type
 
@@ -18,10 +19,10 @@ SCHEMA = {"type": "object"}
 class Marked(Strict):
     """Base of objects that may be marked for Anthropic's cache. Prefixes are kept whatever is marked."""
 
-    cache_control: dict[str, Any] | None = None
+    cache_control: JsonObject | None = None
 
 
-def as_blocks(value: Any) -> Any:
+def as_blocks(value: object) -> object:
     """A text as the blocks that it stands for."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -60,8 +61,8 @@ class Block(Marked, Tagged):
     citations: None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
-    caller: dict[str, Any] | None = None
+    input: JsonObject | None = None
+    caller: JsonObject | None = None
     toolset_name: None = None
     tool_use_id: str | None = None
     content: TextBlocks | None = None
@@ -95,7 +96,7 @@ class Tool(Marked):
     """A tool of the client's."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    input_schema: Annotated[dict[str, Any], Field(json_schema_extra=SCHEMA)]
+    input_schema: Annotated[JsonObject, Field(json_schema_extra=SCHEMA)]
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
@@ -137,7 +138,7 @@ class Format(Strict):
     """The form of the answer."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Strict):

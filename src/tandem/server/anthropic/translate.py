@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
+from tandem.server.body_validation import checked
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.validation import checked
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 NAMES = {

@@ -7,12 +7,13 @@ import json
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.types import Message
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.errors import NotFoundError, OverloadedError, RequestError, UnavailableError
+from tandem.server.body_validation import parse_bytes
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.cache.warm_file import Body
 from tandem.server.cache.warming import warm
@@ -21,7 +22,6 @@ from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
 from tandem.server.quotas import Lease, Usage
 from tandem.server.store.calls import post_scope
-from tandem.server.validation import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class Warmer:
             self._api.release(scope)
 
 
-async def _silence() -> Any:
+async def _silence() -> Message:
     """A client that says nothing more, and stays."""
-    await asyncio.Event().wait()
+    silence: asyncio.Future[Message] = asyncio.Future()
+    return await silence

@@ -42,7 +42,7 @@ async def drop(
     model: Model = None,
     tier: Annotated[Literal["memory", "all"], Query(description="what to let go: memory alone, or disks too")] = "all",
 ) -> Response:
-    """Let go of the prefixes of a model at each replica; by default those on disk too, whoever wrote them."""
+    """Drop the cached prefixes of a model at each replica; by default those on disk too, of any writer."""
     require_known(http.query_params, ("model", "tier"))
     api = get_api(http)
     served = api.find(model)

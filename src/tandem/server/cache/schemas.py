@@ -12,13 +12,13 @@ from tandem.server.openai.schemas import ChatRequest, normalise_prompt
 
 
 class WarmRequest(ChatRequest):
-    """A chat request as it will be sent, of which only what makes the prompt counts; or prompts of completions."""
+    """Chat request whose prompt is to be cached; or prompts of completions."""
 
     messages: Conversation = Field(default_factory=list)
     prompt: Annotated[list[Any] | None, BeforeValidator(normalise_prompt)] = None
     """Strings or lists of token ids, as /v1/completions takes them."""
     unfinished: bool = False
-    """The last message goes on in requests to come."""
+    """True when later requests extend the last message."""
 
     @model_validator(mode="after")
     def _one_of(self) -> WarmRequest:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.config.settings import Settings
 from tandem.errors import UsageError
+from tandem.json_types import JsonObject
 from tandem.system.files import read_text
 
 Role = Literal["system", "user", "none"]
 """Role of a text: a system message, the beginning of the first user's message, or a prompt without a template."""
-Body = dict[str, Any]
+Body = JsonObject
 MOST = 256 << 20
 """Bytes of a file."""
 
@@ -55,7 +56,7 @@ def text_body(text: str, role: Role) -> Body:
 
 def _lines(text: str) -> list[Body]:
     """Raises ValueError that names the line."""
-    found: list[Any] = []
+    found: list[object] = []
     bodies: list[Body] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -73,7 +74,7 @@ def _lines(text: str) -> list[Body]:
     return [{"messages": messages}] if messages else bodies
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except RecursionError:
@@ -82,11 +83,11 @@ def _json(text: str) -> Any:
         raise ValueError(f"is not valid JSON: {error}") from None
 
 
-def _is_message(data: Any) -> bool:
+def _is_message(data: object) -> bool:
     return isinstance(data, dict) and "role" in data and "messages" not in data
 
 
-def _body(data: Any) -> Body:
+def _body(data: object) -> Body:
     """A request, a line of a batch, or messages. Raises ValueError."""
     if isinstance(data, dict) and isinstance(data.get("body"), dict):
         data = data["body"]

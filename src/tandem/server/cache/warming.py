@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
+from tandem.json_types import JsonObject
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.plan import callable_tools, template_variables
 from tandem.server.chats.prompt import too_long
@@ -21,10 +21,10 @@ from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 
 _GOES_ON = (" a", "\n1")
-"""Two ways in which a text may go on: what they share with it is certain, whatever follows."""
+"""Two possible continuations of a text: tokens common to both are certain, whatever follows."""
 
 
-async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Iterable[int] | None = None) -> dict[str, Any]:
+async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Iterable[int] | None = None) -> JsonObject:
     """Compute the prompts at all replicas that are ready, or at these; return the answer of the API.
 
     Where replicas share a disk, the first computes, and the others read. Raises RequestError.

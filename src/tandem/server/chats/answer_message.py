@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any
 
+from tandem.json_types import JsonObject
 from tandem.server.chats.plan import ChatPlan
-from tandem.server.tools.events import CallStart, Content, Event, Reasoning
+from tandem.server.tools.deltas import CallStart, Content, Event, ReasoningText
 from tandem.server.tools.scan import StreamParser
 
 
@@ -28,7 +28,7 @@ class Reply:
         events = self._parser.push(text)
         if last:
             events = events + self._parser.finish()
-        return [event for event in events if not (self._plan.hides_reasoning and isinstance(event, Reasoning))]
+        return [event for event in events if not (self._plan.hides_reasoning and isinstance(event, ReasoningText))]
 
     @property
     def called(self) -> bool:
@@ -39,11 +39,11 @@ class Reply:
         """Return OpenAI's reason: an answer that ends with calls says so."""
         return self._plan.calls_finish if self.called and reason == "stop" else reason
 
-    def delta(self, event: Event) -> dict[str, Any]:
+    def delta(self, event: Event) -> JsonObject:
         """The `delta` of a chunk."""
         if isinstance(event, Content):
             return {"content": event.text}
-        if isinstance(event, Reasoning):
+        if isinstance(event, ReasoningText):
             return {"reasoning_content": event.text}
         call: dict[str, object] = {"index": event.index}
         if isinstance(event, CallStart):
@@ -53,7 +53,7 @@ class Reply:
         return {"tool_calls": [call]}
 
     def message(self, text: str) -> dict[str, object]:
-        """The whole text as a message."""
+        """Return the message object of a whole answer."""
         whole = WholeMessage()
         for event in self.read(text, last=True):
             whole.add(self.delta(event))
@@ -78,9 +78,9 @@ class WholeMessage:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[JsonObject] = []
 
-    def add(self, delta: dict[str, Any]) -> None:
+    def add(self, delta: JsonObject) -> None:
         """The next piece, as `Reply.delta` has it."""
         self._content.append(delta.get("content", ""))
         self._reasoning.append(delta.get("reasoning_content", ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from fastapi import Request
 
@@ -23,6 +23,8 @@ from tandem.server.tools.choose import OutputFormat, OutputParser, output_parser
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
@@ -212,18 +214,21 @@ class ReasoningEffort:
 def effort_of(fields: ChatRequest) -> ReasoningEffort:
     """Read effort and thinking of a request. Raises RequestError when its fields contradict each other."""
     reasoning = fields.reasoning
-    efforts = {"reasoning_effort": fields.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort}
+    efforts: dict[str, str | None] = {
+        "reasoning_effort": fields.reasoning_effort,
+        "reasoning.effort": reasoning.effort if reasoning else None,
+    }
     thinking = fields.thinking and fields.thinking.type
-    switches = {
+    switches: dict[str, bool | None] = {
         "enable_thinking": fields.enable_thinking,
         "thinking.type": None if thinking in (None, "auto") else thinking != "disabled",
-        "reasoning.enabled": reasoning and reasoning.enabled,
+        "reasoning.enabled": reasoning.enabled if reasoning else None,
     }
     effort_field, effort = _only("reasoning_effort", efforts)
     return ReasoningEffort(effort, effort_field, _only("enable_thinking", switches)[1])
 
 
-def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
+def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
     """Return the field of `said` that has a value, and the value. Raises RequestError when two differ."""
     fields = [(name, value) for name, value in said.items() if value is not None]
     for name, value in fields[1:]:
@@ -233,7 +238,7 @@ def _only(default: str, said: Mapping[str, object]) -> tuple[str, Any]:
 
 
 def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
-    """Add what the template reads to its `variables`; what stands there already counts more.
+    """Add the template's variables for thinking to `variables`; existing entries win.
 
     Returns the fields that have no effect with this template.
     """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.server.openai.messages import Message
 from tandem.server.tools.choose import knows_tools
 from tandem.server.tools.json_calls import CLOSE, OPEN
@@ -37,7 +38,7 @@ class Rendered(NamedTuple):
     """How its text ends."""
 
 
-def rendered(tokenizer: Tokenizer, context: int, conversation: Mapping[str, Any], *, quick: bool) -> Rendered:
+def rendered(tokenizer: Tokenizer, context: int, conversation: JsonMapping, *, quick: bool) -> Rendered:
     """The prompt of a conversation: arguments of `prompt_text` by their names. Raises as it and `encode_fitting` do."""
     text = prompt_text(tokenizer, **conversation, quick=quick)
     return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-_END:])
@@ -45,10 +46,10 @@ def rendered(tokenizer: Tokenizer, context: int, conversation: Mapping[str, Any]
 
 def prompt_text(
     tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[JsonMapping],
     *,
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
+    tools: Sequence[JsonMapping],
+    variables: JsonMapping,
     add_generation_prompt: bool,
     quick: bool,
 ) -> str:
@@ -66,11 +67,11 @@ def prompt_text(
     )
 
 
-def template_input(message: Message) -> dict[str, Any]:
+def template_input(message: Message) -> JsonObject:
     """Return a message for chat templates, with the arguments of calls as texts; OpenAI's `developer` is `system`."""
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
-    shown: dict[str, Any] = {"role": role, "content": message.content or ""}
+    shown: JsonObject = {"role": role, "content": message.content or ""}
     shown |= {name: value for name, value in extras.items() if value is not None}
     if message.tool_calls:
         shown["tool_calls"] = [
@@ -80,7 +81,7 @@ def template_input(message: Message) -> dict[str, Any]:
     return shown
 
 
-def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_objects(message: JsonMapping) -> JsonMapping:
     """The message with the arguments of its calls as objects where they are such: chat templates expect them so."""
     if "tool_calls" not in message:
         return message
@@ -91,7 +92,7 @@ def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _object(arguments: Any) -> Any:
+def _object(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -137,9 +138,9 @@ def encode_fitting(
     return tokenizer.encode_closed(text) if closed else tokenizer.encode(text, special)
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> list[JsonObject]:
     """Return the conversation in terms that any template knows: tools and calls as text, in hermes' format."""
-    plain: list[dict[str, Any]] = []
+    plain: list[JsonObject] = []
     for results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         if results:
             texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
@@ -157,6 +158,6 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
     return plain
 
 
-def _call_text(call: Mapping[str, Any]) -> str:
+def _call_text(call: JsonMapping) -> str:
     function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
     return f"{OPEN}\n{json.dumps(function, ensure_ascii=False)}\n{CLOSE}"

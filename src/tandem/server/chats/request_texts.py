@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic_core import to_json
 
-from tandem.guided.check import GrammarCheck
+from tandem.guided.accept import GrammarCheck
+from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
+from tandem.server.body_validation import LARGE_BODY
 from tandem.server.chats.prompt import Rendered, check_bytes, encode_fitting, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import Message
-from tandem.server.validation import LARGE_BODY
 from tandem.text.template_sandbox import TooExpensive
 from tandem.text.tokenizer import Tokenizer
 
@@ -77,9 +78,9 @@ class RequestTexts:
     async def render(
         self,
         messages: Sequence[Message],
-        variables: dict[str, Any],
+        variables: JsonObject,
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[JsonObject] = (),
         add_generation_prompt: bool = True,
     ) -> Rendered:
         """The prompt of a conversation in the model's chat template, which is told of the `tools`.
@@ -88,7 +89,7 @@ class RequestTexts:
         """
         context = self.status.max_context
 
-        def conversation() -> dict[str, Any]:
+        def conversation() -> JsonObject:
             return {
                 "messages": [template_input(message) for message in messages],
                 "tools": tools,

@@ -15,7 +15,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, Settings
 from tandem.config.several import settings_of
 from tandem.errors import TandemError, UnavailableError
-from tandem.guided.check import GrammarCheck
+from tandem.guided.accept import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
 from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer

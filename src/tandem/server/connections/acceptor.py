@@ -1,4 +1,4 @@
-"""Takes connections from the listening socket, and no more of them than there is room for.
+"""Acceptor of connections from the listening socket, up to the limit of open sockets.
 
 asyncio's own server knows no limits, and when descriptors run out it logs a traceback for each connection that waits.
 """
@@ -75,7 +75,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Accept no more."""
+        """Stop accepting connections."""
         if self._resume is not None:
             self._resume.cancel()
         self._loop.remove_reader(self._listener.fileno())

@@ -10,9 +10,9 @@ import asyncio
 import math
 import re
 import sys
-from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
@@ -55,7 +55,7 @@ def slice_end(data: bytes) -> int:
 class _Requests(h11.Connection):
     """h11's end of a connection, with checks of each header that h11 leaves to its user."""
 
-    def next_event(self) -> Any:
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return h11's next event. Raises h11.RemoteProtocolError."""
         before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
         event = super().next_event()
@@ -226,10 +226,10 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def refusing(error: RequestError) -> Any:
+def refusing(error: RequestError) -> ASGIApp:
     """Return an ASGI application that answers every request with `error` and closes the connection."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         response = error_response(error, scope["path"])
         response.headers["connection"] = "close"
         await response(scope, receive, send)

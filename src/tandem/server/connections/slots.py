@@ -51,7 +51,7 @@ class ConnectionSlot:
             self._slots.idle[key].pop(self, None)
 
     def leave(self) -> None:
-        """Count it no more. Safe to call again."""
+        """Release the slot. Safe to call again."""
         self.work()
         for key in self._keys:
             self._slots.open[key] -= 1

@@ -28,7 +28,7 @@ class Certificate:
         self.context = self._load()
 
     def look(self) -> None:
-        """Take the files anew if they have changed; where they cannot be used, what was in use stays."""
+        """Reload the files if they changed; on failure keep the certificate in use."""
         state = self._state()
         if state == self._seen:
             return

@@ -22,8 +22,8 @@ from tandem.protocol.control import Output
 from tandem.protocol.events import History
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.supervisor import NoteEvent
-from tandem.server.engines.client import NOBODY, Departed, EngineLost, Member, Stranded, why_none
+from tandem.protocol.supervisor_messages import NoteEvent
+from tandem.server.engines.engine_client import NOBODY, Departed, EngineLost, Member, Stranded, why_none
 from tandem.server.engines.router import Placement, Router
 
 logger = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tandem.crash_guard import start_task
 from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.json_types import JsonObject
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
-from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
-from tandem.server.engines.client import ReplicaState
+from tandem.protocol.supervisor_messages import LoadModel, ModelInfo, ReplicaList, UnloadModel
+from tandem.server.engines.engine_client import ReplicaState
 from tandem.server.engines.model_slots import ModelSlot, decide
 from tandem.server.engines.replicas import merged_metrics, merged_status
 from tandem.server.engines.served_model import Served
@@ -36,7 +36,7 @@ LOOK_S, IDLE_LOOK_S = 0.05, 1.0
 FAILED_S = 10.0
 """Seconds until a model that could not be loaded is tried again."""
 LOAD_FAILED = "model_load_failed"
-"""Code of the error that its requests end with."""
+"""Error code of requests to a model that cannot be loaded."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -210,7 +210,7 @@ class ModelPool:
             return state, ""
         return served.state
 
-    def facts(self, served: Served) -> dict[str, Any]:
+    def facts(self, served: Served) -> JsonObject:
         """Return the memory that a model needs on each machine, whether it is pinned, seconds of idleness after which
         it is unloaded, and its requests."""
         place = self._places[served.name]

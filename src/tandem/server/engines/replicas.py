@@ -19,8 +19,8 @@ from tandem.errors import UnavailableError
 from tandem.protocol.cached_prefixes import CacheReport
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
-from tandem.protocol.supervisor import ReplicaInfo
-from tandem.server.engines.client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
+from tandem.protocol.supervisor_messages import ReplicaInfo
+from tandem.server.engines.engine_client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
 from tandem.server.engines.inflight import Dispatcher
 from tandem.server.engines.router import Router
 from tandem.server.engines.supervisor import SupervisorLink

@@ -16,7 +16,7 @@ import zmq
 from tandem.crash_guard import start_task
 from tandem.errors import TransportError
 from tandem.log import Seldom
-from tandem.protocol import supervisor
+from tandem.protocol import supervisor_messages as messages
 from tandem.protocol.codec import Decoder
 from tandem.protocol.events import KEPT, Event
 from tandem.server.waiting import end_tasks
@@ -29,7 +29,7 @@ INTERVAL_S, BEGIN_S = 1.0, 0.1
 ANSWER_S = 0.05
 """Seconds after a question at which the answer is looked for."""
 
-OnReplicas = Callable[[supervisor.ReplicaList], Awaitable[None]]
+OnReplicas = Callable[[messages.ReplicaList], Awaitable[None]]
 Reached = Callable[[], int]
 """Says how many engines are connected and take requests."""
 
@@ -56,7 +56,7 @@ class SupervisorLink:
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(f"ipc://{self._path}")
-        self._decode = Decoder[supervisor.SupervisorReply](supervisor.SupervisorReply).decode
+        self._decode = Decoder[messages.SupervisorReply](messages.SupervisorReply).decode
         self._task = start_task(self._run(on_replicas, reached), name="supervisor-link")
 
     async def close(self) -> None:
@@ -68,10 +68,10 @@ class SupervisorLink:
         self._context.term()
         self._task = None
 
-    def tell(self, request: supervisor.LoadModel | supervisor.UnloadModel | supervisor.NoteEvent) -> None:
+    def tell(self, request: messages.LoadModel | messages.UnloadModel | messages.NoteEvent) -> None:
         """Send a command. The next list that is handed on shows its effect."""
         self._send(request)
-        if not isinstance(request, supervisor.NoteEvent):
+        if not isinstance(request, messages.NoteEvent):
             self._fresh_from = self._number + 1
         self._awake.set()
 
@@ -80,9 +80,7 @@ class SupervisorLink:
         while True:
             self._awake.clear()
             self._number += 1
-            self._send(
-                supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0, self._number)
-            )
+            self._send(messages.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0, self._number))
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
@@ -93,16 +91,16 @@ class SupervisorLink:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._awake.wait(), (INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
 
-    def _send(self, request: supervisor.SupervisorRequest) -> None:
+    def _send(self, request: messages.SupervisorRequest) -> None:
         try:
             # The empty frame is what a REP socket expects before the message.
             self._socket.send_multipart([b"", msgspec.msgpack.encode(request)], zmq.NOBLOCK)
         except zmq.Again:
             return
 
-    def _answer(self) -> supervisor.ReplicaList | None:
+    def _answer(self) -> messages.ReplicaList | None:
         """The latest list that is here."""
-        latest: supervisor.ReplicaList | None = None
+        latest: messages.ReplicaList | None = None
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -113,9 +111,9 @@ class SupervisorLink:
             except TransportError as error:
                 seldom.error("unreadable message from the supervisor: %s; it is asked again", error)
                 continue
-            if isinstance(message, supervisor.ReplicaList):
+            if isinstance(message, messages.ReplicaList):
                 latest = message if message.number >= self._fresh_from else latest
                 known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
                 self.events.extend(event for event in message.events if event.number > known)
-            elif isinstance(message, supervisor.ControlRefused):
+            elif isinstance(message, messages.ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonObject
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse, read_body, understood
@@ -26,7 +26,6 @@ from tandem.server.sse import ChunkWriter, encode_json, streamed
 
 router = APIRouter()
 _INSTRUCTIONS = ("system", "developer")
-Json = dict[str, Any]
 
 
 @router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest, streams=True))
@@ -75,14 +74,14 @@ async def chat_completions(http: Request) -> Response:
 class ChatWriter(ChunkWriter):
     """A chat in chunks in OpenAI's order: role, text and calls, finish, usage."""
 
-    def __init__(self, generation: Generation, replies: list[Reply], turn: Turn, fields: ChatRequest) -> None:
+    def __init__(self, generation: Generation, replies: list[Reply], turn: ConversationTurn, fields: ChatRequest) -> None:
         """`replies` read the choices."""
         super().__init__("chat.completion.chunk", generation, fields)
         self._replies, self._turn, self._fields = replies, turn, fields
         self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._said = WholeMessage() if turn.kept else None
 
-    def _logprobs(self, entries: list[TokenLogprob]) -> Json | None:
+    def _logprobs(self, entries: list[TokenLogprob]) -> JsonObject | None:
         return chat_logprobs(self._generation.tokenizer, entries) if self._fields.logprobs else None
 
     def head(self) -> bytes:
@@ -125,7 +124,7 @@ def _choice(
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class Turn:
+class ConversationTurn:
     """The part of one request in its conversation."""
 
     def __init__(
@@ -135,7 +134,7 @@ class Turn:
         self._name = owner, given or str(uuid.uuid4())
         self._carried = given is not None
         self._store, self._asked = store, asked
-        self.shown: Json = {"conversation_id": self._name[1]}
+        self.shown: JsonObject = {"conversation_id": self._name[1]}
         """Fields of the answer."""
         if store is not None:
             self.shown["conversation_messages"] = past
@@ -145,26 +144,26 @@ class Turn:
         """True if conversations are kept."""
         return self._store is not None
 
-    def answered(self, message: Json) -> None:
+    def answered(self, message: JsonObject) -> None:
         """Add `message` to the conversation, if that is kept."""
         if self._store is not None:
             self._store.put(self._name, self._asked[:-1] + b"," + encode_json(message) + b"]", carried=self._carried)
 
 
-async def parse_turn(http: Request) -> tuple[ChatRequest, Turn]:
+async def parse_turn(http: Request) -> tuple[ChatRequest, ConversationTurn]:
     """Read the request's body, after the messages that are kept of its conversation. Raises RequestError."""
     api = get_api(http)
     store = api.conversations
     if store is None or "tandem.seed" in http.scope:  # from the journal, which outlives what is kept here
         fields = await parse(http, ChatRequest)
-        return fields, Turn(fields.conversation_id)
+        return fields, ConversationTurn(fields.conversation_id)
     raw = await read_body(http, api.max_body)
     fields = await understood(http, raw, ChatRequest)
     given, owner = fields.conversation_id, get_group(http)
     past = store.get((owner, given)) if given is not None else None
     if past is None or any(message.role == "assistant" for message in fields.messages):
         asked = await off_loop(len(raw) > LARGE, lambda: encode_json(from_json(raw)["messages"]))
-        return fields, Turn(given, store, owner, asked)
+        return fields, ConversationTurn(given, store, owner, asked)
     whole, asked, count = await off_loop(len(past) + len(raw) > LARGE, _joined, past, raw)
     if len(whole) > api.max_body:
         raise RequestError(
@@ -174,7 +173,7 @@ async def parse_turn(http: Request) -> tuple[ChatRequest, Turn]:
             code="context_length_exceeded",
         )
     http.scope.pop("tandem.ignored", None)  # its fields are read once more
-    return await understood(http, whole, ChatRequest), Turn(given, store, owner, asked, count)
+    return await understood(http, whole, ChatRequest), ConversationTurn(given, store, owner, asked, count)
 
 
 def _joined(past: bytes, raw: bytes) -> tuple[bytes, bytes, int]:
@@ -182,9 +181,9 @@ def _joined(past: bytes, raw: bytes) -> tuple[bytes, bytes, int]:
 
     Instructions in the request replace those before.
     """
-    body: Json = from_json(raw)
-    before: list[Json] = from_json(past)
-    asked: list[Json] = body["messages"]
+    body: JsonObject = from_json(raw)
+    before: list[JsonObject] = from_json(past)
+    asked: list[JsonObject] = body["messages"]
     instructions = [message for message in asked if message["role"] in _INSTRUCTIONS]
     if instructions:
         asked = [message for message in asked if message["role"] not in _INSTRUCTIONS]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -110,12 +109,12 @@ class _Writing:
         self._fields, self._prompt, self._tokenizer = fields, prompt, tokenizer
         self._logprobs = CompletionLogprobs(tokenizer) if fields.logprobs is not None else None
 
-    def of_prompt(self, places: PromptLogprobs) -> dict[str, list[Any]] | None:
+    def of_prompt(self, places: PromptLogprobs) -> dict[str, list[object]] | None:
         """`logprobs` of the prompt that is echoed."""
         assert self._logprobs is not None
         return self._logprobs.echoed(self.echo, self._prompt, places, self._fields.logprobs or 0)
 
-    def of_output(self, entries: list[TokenLogprob]) -> dict[str, list[Any]] | None:
+    def of_output(self, entries: list[TokenLogprob]) -> dict[str, list[object]] | None:
         """`logprobs` of what comes after it."""
         return self._logprobs.format(entries) if self._logprobs is not None else None
 

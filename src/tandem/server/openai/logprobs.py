@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from msgspec import Raw
 from msgspec.json import encode
@@ -69,13 +68,13 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, list[Any]]:
+    def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, list[object]]:
         """Return the object for a prompt that the answer begins with, as `text`; its first token has no probability."""
         whole = self._object((token, place.logprob, place.top[:count]) for token, place in zip(tokens[1:], places, strict=True))
         whole["tokens"].insert(0, self._name(tokens[0]))
         for values in (whole["token_logprobs"], whole["top_logprobs"]):
             values.insert(0, None)
-        whole["text_offset"] = self._offsets(text, tokens)
+        whole["text_offset"] = [*self._offsets(text, tokens)]
         self._offset = len(text)
         return whole
 
@@ -91,7 +90,7 @@ class CompletionLogprobs:
             place = min(place + len(piece), len(text))
         return offsets
 
-    def format(self, entries: list[TokenLogprob]) -> dict[str, list[Any]]:
+    def format(self, entries: list[TokenLogprob]) -> dict[str, list[object]]:
         """Return the object for the next tokens."""
         whole = self._object((entry.token, entry.logprob, entry.top) for entry in entries)
         whole["text_offset"] = []
@@ -100,9 +99,9 @@ class CompletionLogprobs:
             self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(entry.token)))
         return whole
 
-    def _object(self, entries: Iterable[tuple[int, float, Sequence[tuple[int, float]]]]) -> dict[str, list[Any]]:
+    def _object(self, entries: Iterable[tuple[int, float, Sequence[tuple[int, float]]]]) -> dict[str, list[object]]:
         """The object without offsets, for tokens with their log probabilities and the likeliest in their place."""
-        whole: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        whole: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for token, logprob, top in entries:
             name = self._name(token)
             likeliest = {self._name(other): _finite(value) for other, value in top}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from tandem.json_types import JsonObject
 
 NAMED_FORM = {"type": "function", "function": {"name": "..."}}
 TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
@@ -33,7 +35,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, data: Any) -> Any:
+    def _few_fields(cls, data: object) -> object:
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
             context = {"limit": MAX_FIELDS, "count": len(data)}
             raise PydanticCustomError("too_many_fields", "at most {limit} fields, not {count}", context)
@@ -59,7 +61,7 @@ class Tagged(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, data: Any) -> Any:
+    def _known(cls, data: object) -> object:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in cls.needs:
             context = {"noun": cls.noun, "type": kind[:40]}
@@ -88,7 +90,7 @@ def _required(model: type[BaseModel]) -> frozenset[str]:
 def at_most(limit: int) -> BeforeValidator:
     """For an object with names of the client's: each entry could be an error of its own."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
             context = {"limit": limit, "count": len(value)}
             raise PydanticCustomError("too_many_entries", "at most {limit} entries, not {count}", context)
@@ -97,7 +99,7 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def only_type(kind: str, data: Any) -> Any:
+def only_type(kind: str, data: object) -> object:
     """A tool as it came. Raises PydanticCustomError when it is of another type: its other fields are others as well."""
     given = data.get("type", kind) if isinstance(data, dict) else kind
     if isinstance(given, str) and given != kind:
@@ -135,7 +137,7 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _flatten(cls, data: Any) -> Any:
+    def _flatten(cls, data: object) -> object:
         """Join text parts, and drop what OpenAI's answers carry as empty when a client sends them back."""
         if not isinstance(data, dict):
             return data
@@ -171,7 +173,7 @@ class Message(Strict):
         return self
 
 
-def _part_text(index: int, part: Any) -> str:
+def _part_text(index: int, part: object) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise PydanticCustomError("content_part", "content part {index} is not an object with a 'type'", {"index": index})
     if part["type"] != "text":
@@ -188,7 +190,7 @@ class FunctionSpec(Strict):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     """JSON schema of the arguments; without one there are none."""
     strict: bool | None = None
     """Arguments fit the schema whenever a call is forced; otherwise the model is free."""

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, fie
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Conversation, Strict, Tool, ToolChoice, Tools, at_most
@@ -66,7 +67,7 @@ class JsonSchema(Strict):
     """Schema of OpenAI's format `json_schema`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
     """Accepted for OpenAI's clients; the schema always holds."""
@@ -103,7 +104,7 @@ Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail
 class StructuredFields(Strict):
     """vLLM's `structured_outputs`."""
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_: str | JsonObject | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
@@ -151,14 +152,14 @@ class SamplingFields(Strict):
     prompt_cache_retention: Retention | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | JsonObject | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
+    def _one_or_many(cls, value: object) -> object:
         stops = [value] if isinstance(value, str) else value
         if isinstance(stops, list) and len(stops) > MAX_STOPS:
             context = {"limit": MAX_STOPS, "count": len(stops)}
@@ -201,7 +202,7 @@ class SamplingFields(Strict):
         return next(iter(response_formats.items()), None)
 
     @property
-    def caching(self) -> dict[str, Any]:
+    def caching(self) -> JsonObject:
         """Fields of an engine request about the prefix cache."""
         return {
             "cache_key": self.prompt_cache_key or "",
@@ -226,7 +227,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
@@ -239,7 +240,7 @@ class ChatRequest(SamplingFields):
 
     @field_validator("reasoning", mode="before")
     @classmethod
-    def _switch(cls, value: Any) -> Any:
+    def _switch(cls, value: object) -> object:
         return {"enabled": value} if isinstance(value, bool) else value
 
     @property
@@ -258,7 +259,7 @@ class ChatRequest(SamplingFields):
 
     @field_validator("tool_choice", mode="before")
     @classmethod
-    def _one_form(cls, value: Any) -> Any:
+    def _one_form(cls, value: object) -> object:
         if value is None or value in ("auto", "none", "required"):
             return value and {"mode": value}
         function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -329,7 +330,7 @@ class TokenizeRequest(Strict):
     """By default true for a prompt; a chat template writes its own special tokens."""
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:

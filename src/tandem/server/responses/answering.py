@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
 
 from starlette.responses import Response
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonObject
 from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import envelope
 from tandem.server.generation import Delta, Generation
 from tandem.server.responses.schemas import Function, ResponsesRequest, qualified
 from tandem.server.sse import AnswerWriter, json_response, named_event
-from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
-
-Json = dict[str, Any]
+from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event, ReasoningText
 
 
-def empty_response(fields: ResponsesRequest, response_id: str, model: str, created: int, status: str) -> Json:
+def empty_response(fields: ResponsesRequest, response_id: str, model: str, created: int, status: str) -> JsonObject:
     """A response that has no output (yet); what was asked for stands in it, with the defaults."""
     form = fields.text.format if fields.text is not None else None
     return {
@@ -51,7 +49,7 @@ def empty_response(fields: ResponsesRequest, response_id: str, model: str, creat
     }
 
 
-def error_event(error: RequestError) -> Json:
+def error_event(error: RequestError) -> JsonObject:
     """The event that ends a stream that failed, but for its number."""
     fields = envelope(error)["error"]
     return {"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}
@@ -90,7 +88,7 @@ class Answering(AnswerWriter):
         kinds = ("response.created", "response.in_progress")
         return self._events([{"type": kind, "response": self.response()} for kind in kinds])
 
-    def take(self, delta: Delta) -> list[Json]:
+    def take(self, delta: Delta) -> list[JsonObject]:
         """Events for new text."""
         ended = delta.finish_reason is not None
         events = self._output.read(delta.text, last=ended)
@@ -101,16 +99,16 @@ class Answering(AnswerWriter):
         return events
 
     async def end(self) -> None:
-        """The response is over, and about to be told: write it down, if it is to be stored."""
+        """Store the finished response, if asked to, before the client gets its last event."""
         self.stored = self.keep is not None
         if self.keep is not None:
             await self.keep()
 
-    def delta(self, delta: Delta, extras: Json | None) -> bytes:
+    def delta(self, delta: Delta, extras: JsonObject | None) -> bytes:
         """Return the events that a text adds."""
         return self._events(self.take(delta))
 
-    def usage(self, usage: Json, extras: Json) -> bytes:
+    def usage(self, usage: JsonObject, extras: JsonObject) -> bytes:
         """The response closes."""
         return self._events([{"type": f"response.{self._status}", "response": self.response()}])
 
@@ -127,7 +125,7 @@ class Answering(AnswerWriter):
         """The stream fails."""
         return self._events([error_event(error)])
 
-    def response(self) -> Json:
+    def response(self) -> JsonObject:
         """The response object as it is now."""
         cut, over = self._status == "incomplete", self._status != "in_progress"
         return {
@@ -140,9 +138,9 @@ class Answering(AnswerWriter):
             "usage": self._usage() if over else None,
         }
 
-    def _usage(self) -> Json:
+    def _usage(self) -> JsonObject:
         """Tokens; those of the reasoning are counted from its text."""
-        counted: Any = self.generation.usage()
+        counted = self.generation.usage()
         output = counted["completion_tokens"]
         thought = self.generation.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
         return {
@@ -153,7 +151,7 @@ class Answering(AnswerWriter):
             "total_tokens": counted["total_tokens"],
         }
 
-    def _events(self, events: list[Json]) -> bytes:
+    def _events(self, events: list[JsonObject]) -> bytes:
         written = b""
         for event in events:
             written += named_event({**event, "sequence_number": self._sent})
@@ -168,27 +166,27 @@ class OutputItems:
         """`tools` may be called. `ids` makes the ids of items, of 32 hex digits; by default they are random."""
         self._spaces = {qualified(tool.namespace, tool.name): tool for tool in tools if tool.namespace}
         self._ids = ids or (lambda: uuid.uuid4().hex)
-        self.items: list[Json] = []
+        self.items: list[JsonObject] = []
         self.reasoning = ""
         """All of the reasoning."""
         self._reply = reply
         self._open: type[Event] | None = None
 
-    def read(self, text: str, *, last: bool) -> list[Json]:
+    def read(self, text: str, *, last: bool) -> list[JsonObject]:
         """Events for new text of the model; with `last` also for what was held back."""
         return [event for read in self._reply.read(text, last=last) for event in self.add(read)]
 
-    def add(self, event: Event) -> list[Json]:
+    def add(self, event: Event) -> list[JsonObject]:
         """Take what the model wrote."""
         if isinstance(event, CallStart):
             return self._start(event)
         events = [] if isinstance(event, self._open or ()) else self._start(event)
         self._part[_FIELDS[type(event)]] += event.text
-        if isinstance(event, Reasoning):
+        if isinstance(event, ReasoningText):
             self.reasoning += event.text
         return [*events, self._event(f"{_NAMES[type(event)]}.delta", delta=event.text, **self._logprobs)]
 
-    def close(self, status: str = "completed") -> list[Json]:
+    def close(self, status: str = "completed") -> list[JsonObject]:
         """The last item ends."""
         if self._open is None:
             return []
@@ -202,20 +200,20 @@ class OutputItems:
         return [*events, self._item_event("response.output_item.done")]
 
     @property
-    def _part(self) -> Json:
+    def _part(self) -> JsonObject:
         """The part of an item that holds the text that grows."""
-        item: Json = self.items[-1]
+        item: JsonObject = self.items[-1]
         return item["content"][0] if "content" in item else item
 
     @property
-    def _logprobs(self) -> Json:
+    def _logprobs(self) -> JsonObject:
         return {"logprobs": []} if self._open is Content else {}
 
-    def _start(self, event: Event) -> list[Json]:
+    def _start(self, event: Event) -> list[JsonObject]:
         events = self.close()
         fresh = self._ids()
-        part: Json | None = None
-        item: Json
+        part: JsonObject | None = None
+        item: JsonObject
         if isinstance(event, CallStart):
             self._open = CallArguments
             item = {
@@ -225,8 +223,8 @@ class OutputItems:
                 **self._named(event.name),
                 "arguments": "",
             }
-        elif isinstance(event, Reasoning):
-            self._open, part = Reasoning, {"type": "reasoning_text", "text": ""}
+        elif isinstance(event, ReasoningText):
+            self._open, part = ReasoningText, {"type": "reasoning_text", "text": ""}
             item = {"type": "reasoning", "id": f"rs_{fresh}", "summary": [], "content": []}
         else:
             self._open, part = Content, {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -238,25 +236,25 @@ class OutputItems:
             events.append(self._event("response.content_part.added", part=dict(part)))
         return events
 
-    def _named(self, name: str) -> Json:
+    def _named(self, name: str) -> JsonObject:
         """The function that the model calls `name`, as its client calls it."""
         tool = self._spaces.get(name)
         return {"name": name} if tool is None else {"name": tool.name, "namespace": tool.namespace}
 
-    def _item_event(self, kind: str) -> Json:
+    def _item_event(self, kind: str) -> JsonObject:
         item = dict(self.items[-1])
         if "content" in item:
             item["content"] = [dict(part) for part in item["content"]]
         return {"type": kind, "output_index": len(self.items) - 1, "item": item}
 
-    def _event(self, kind: str, **fields: Any) -> Json:
+    def _event(self, kind: str, **fields: object) -> JsonObject:
         event = {"type": kind, "output_index": len(self.items) - 1, "item_id": self.items[-1]["id"], **fields}
         return event if self._open is CallArguments else {**event, "content_index": 0}
 
 
-_FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "text", CallArguments: "arguments"}
+_FIELDS: dict[type[Event], str] = {Content: "text", ReasoningText: "text", CallArguments: "arguments"}
 _NAMES: dict[type[Event], str] = {
     Content: "response.output_text",
-    Reasoning: "response.reasoning_text",
+    ReasoningText: "response.reasoning_text",
     CallArguments: "response.function_call_arguments",
 }

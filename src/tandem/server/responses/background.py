@@ -1,4 +1,4 @@
-"""Responses that nobody waits for: jobs of the journal, which keep their events.
+"""Background responses: jobs of the journal that keep their events.
 
 A job that is begun again, after a crash of the server say, draws the same tokens under the same ids, so that a client
 can follow its events from where it was.
@@ -16,10 +16,11 @@ from pydantic_core import from_json
 from starlette.responses import Response, StreamingResponse
 
 from tandem.errors import NotFoundError, RequestError
+from tandem.json_types import JsonObject
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
 from tandem.server.failures import CANCELLED
-from tandem.server.responses.answering import Answering, Json, empty_response
+from tandem.server.responses.answering import Answering, empty_response
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
@@ -71,7 +72,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
     entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline), counted=True)
     api.release(http.scope)  # the job counts from here on, and could not begin where its client may run but one request
-    stored = Stored(jobs, entry, jobs.job(entry))
+    stored = StoredResponse(jobs, entry, jobs.job(entry))
     if fields.stream:
         return stored.stream(http, -1)
     return json_response(await stored.response(http))
@@ -106,16 +107,16 @@ def wanted_events(http: Request) -> int | None:
     return -1 if after is None else int(after)
 
 
-async def kept(http: Request, name: str) -> Stored | None:
+async def kept(http: Request, name: str) -> StoredResponse | None:
     """Return a response of this client that is kept, or None."""
     jobs = get_jobs(http)
     if jobs is None or not name.startswith(_PREFIX):
         return None
     entry = await jobs.find(get_group(http), job_id(name))
-    return Stored(jobs, entry, jobs.job(entry)) if entry is not None and entry.route == ROUTE else None
+    return StoredResponse(jobs, entry, jobs.job(entry)) if entry is not None and entry.route == ROUTE else None
 
 
-async def find(http: Request, name: str) -> Stored:
+async def find(http: Request, name: str) -> StoredResponse:
     """Return a response of this client that is kept. Raises NotFoundError."""
     if (stored := await kept(http, name)) is not None:
         return stored
@@ -128,7 +129,7 @@ async def find(http: Request, name: str) -> Stored:
 
 
 @dataclass
-class Stored:
+class StoredResponse:
     """One response that is kept."""
 
     jobs: Jobs
@@ -140,16 +141,16 @@ class Stored:
         """Body of the request. Raises JournalError, and ServerError when it is damaged."""
         return await self.jobs.write(self.jobs.journal.request, self.entry)
 
-    async def response(self, http: Request) -> Json:
+    async def response(self, http: Request) -> JsonObject:
         """The response object as it is now. Raises RequestError when the server ends."""
         return self._response(await self.jobs.reply(self.entry, self.job), http)
 
-    def _response(self, reply: StoredReply | None, http: Request) -> Json:
+    def _response(self, reply: StoredReply | None, http: Request) -> JsonObject:
         if reply is None:
             return self._empty("in_progress" if response_id(self.entry) in get_api(http).live else "queued")
         if reply.status == 200:
             last = reply.body[reply.body.rindex(b"\ndata: ") + len(b"\ndata: ") :]
-            response: Json = from_json(last)["response"]
+            response: JsonObject = from_json(last)["response"]
             return response
         error = from_json(reply.body)["error"]
         if error["code"] == CANCELLED:
@@ -157,7 +158,7 @@ class Stored:
         code = error["code"] or ("server_error" if reply.status >= 500 else "invalid_prompt")
         return self._empty("failed") | {"error": {"code": code, "message": error["message"]}}
 
-    def _empty(self, status: str) -> Json:
+    def _empty(self, status: str) -> JsonObject:
         outline = from_json(self.entry.outline)
         return {**outline, "id": response_id(self.entry), "created_at": int(self.entry.created), "status": status}
 

@@ -15,8 +15,10 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError, UnavailableError
+from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.body import read_body, translated, understood
+from tandem.server.body_validation import in_words
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
@@ -25,13 +27,12 @@ from tandem.server.engines.served_model import Served
 from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background
-from tandem.server.responses.answering import Answering, Json, OutputItems, error_event
+from tandem.server.responses.answering import Answering, OutputItems, error_event
 from tandem.server.responses.schemas import ResponsesRequest, as_parts
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import encode_json, json_response, named_event, streamed
 from tandem.server.store.jobs import Job, get_jobs, request_digest
 from tandem.server.store.journal import Entry
-from tandem.server.validation import in_words
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -69,7 +70,8 @@ async def responses(http: Request) -> Response:
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
-    """Submit the request; what a job has begun before is begun again alike. Raises RequestError."""
+    """Submit the request. A `job` keeps its response id and time of creation when it runs again after a crash. Raises
+    RequestError."""
     ids = background.Ids(job.entry.id) if job is not None else None
     response_id = background.response_id(job.entry) if job is not None else new_id("resp", "_")
     created = time.time() if job is None else job.entry.created
@@ -149,13 +151,13 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
     return await understood(http, whole, ResponsesRequest), whole
 
 
-def _joined(past: bytes, output: list[Json], raw: bytes) -> bytes:
-    body: Json = from_json(raw)
+def _joined(past: bytes, output: list[JsonObject], raw: bytes) -> bytes:
+    body: JsonObject = from_json(raw)
     body["input"] = [*_items(from_json(past)["input"]), *output, *_items(body["input"])]
     return encode_json(body)
 
 
-def _items(content: str | list[Json]) -> list[Json]:
+def _items(content: str | list[JsonObject]) -> list[JsonObject]:
     return [{"type": "message", "role": "user", "content": content}] if isinstance(content, str) else content
 
 
@@ -197,7 +199,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
         answer.stored = False
 
 
-def _shown(entry: Entry, body: bytes) -> list[Json]:
+def _shown(entry: Entry, body: bytes) -> list[JsonObject]:
     shown = []
     for index, item in enumerate(_items(from_json(body)["input"])):
         kind = item.get("type") or "message"

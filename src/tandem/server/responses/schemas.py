@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, Tagged, at_most, only_type
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
@@ -22,11 +23,11 @@ class TextPart(Strict):
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
 
 
-def as_parts(value: Any) -> Any:
+def as_parts(value: object) -> object:
     """A text as the parts that it stands for."""
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
@@ -64,9 +65,10 @@ class Item(Tagged):
 
     @model_validator(mode="before")
     @classmethod
-    def _message_by_role(cls, data: Any) -> Any:
-        whole = not isinstance(data, dict) or "type" in data or "role" not in data
-        return data if whole else {**data, "type": "message"}
+    def _message_by_role(cls, data: object) -> object:
+        if isinstance(data, dict) and "type" not in data and "role" in data:
+            return {**data, "type": "message"}
+        return data
 
 
 class Function(FunctionSpec):
@@ -84,11 +86,11 @@ def qualified(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-def flattened(tools: Any) -> Any:
+def flattened(tools: object) -> object:
     """Tools with the functions of namespaces among the others, each saying where it came from."""
     if not isinstance(tools, list):
         return tools
-    flat: list[Any] = []
+    flat: list[object] = []
     for tool in tools:
         inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
         if isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
@@ -103,7 +105,7 @@ class Form(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
     """Accepted: the schema always holds."""
@@ -146,7 +148,7 @@ class ResponsesRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] | None = None
+    tool_choice: Annotated[object, WithJsonSchema(CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: ReasoningEffort | None = None
@@ -163,15 +165,19 @@ class ResponsesRequest(Strict):
 
     @field_validator("input", mode="before")
     @classmethod
-    def _items(cls, value: Any) -> Any:
+    def _items(cls, value: object) -> object:
         return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
     @field_validator("tool_choice")
     @classmethod
-    def _one_form(cls, value: Any) -> Any:
+    def _one_form(cls, value: object) -> object:
         if value is None or value in ("auto", "none", "required"):
             return value
-        named = isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function"
-        if named and isinstance(value["name"], str):
+        if (
+            isinstance(value, dict)
+            and set(value) == {"type", "name"}
+            and value["type"] == "function"
+            and isinstance(value["name"], str)
+        ):
             return value
         raise PydanticCustomError("tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
+from tandem.json_types import JsonObject
+from tandem.server.body_validation import checked, in_words
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.responses.schemas import Form, Function, Item, ResponsesRequest, TextPart, qualified
-from tandem.server.validation import checked, in_words
 
 NAMES = {
     "messages": "input",
@@ -18,13 +18,12 @@ NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
 }
 """Names of fields of a chat request in this API."""
-Json = dict[str, Any]
 
 
 def chat_request(fields: ResponsesRequest) -> ChatRequest:
     """Return a request as one of chat completions. Raises RequestError."""
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention")
-    data: Json = {name: getattr(fields, name) for name in same}
+    data: JsonObject = {name: getattr(fields, name) for name in same}
     data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens}
     data["tool_choice"] = fields.tool_choice
     if isinstance(fields.tool_choice, dict):
@@ -39,7 +38,7 @@ def chat_request(fields: ResponsesRequest) -> ChatRequest:
         return checked(data, ChatRequest)
 
 
-def _conversation(fields: ResponsesRequest) -> list[Json]:
+def _conversation(fields: ResponsesRequest) -> list[JsonObject]:
     messages: list[_Message] = []
     if fields.instructions:
         _last(messages, "system").add("content", fields.instructions)
@@ -64,7 +63,7 @@ class _Message:
     """One message of a template, made of all items that stand together."""
 
     role: str
-    others: Json
+    others: JsonObject
     texts: dict[str, list[str]] = field(default_factory=lambda: {"content": []})
     """By field; joined at the end, as many may come."""
 
@@ -73,14 +72,15 @@ class _Message:
         if text:
             self.texts.setdefault(name, []).append(text)
 
-    def whole(self) -> Json:
+    def whole(self) -> JsonObject:
         """Return the message of a chat request."""
         between = "\n\n" if self.role == "system" else "\n"
         return {"role": self.role, **{name: between.join(texts) for name, texts in self.texts.items()}, **self.others}
 
 
 def _last(messages: list[_Message], role: str) -> _Message:
-    """The last message if it has this role, else a new one: what stands together is one message in a template."""
+    """Return the last message if it has this role, else append a new one: templates expect adjacent parts of a role as
+    one message."""
     if not messages or messages[-1].role != role:
         messages.append(_Message(role, {}))
     return messages[-1]
@@ -101,12 +101,12 @@ def _text(parts: Iterable[TextPart] | None) -> str:
     return "".join(part.text for part in parts or ())
 
 
-def _tool(tool: Function) -> Json:
+def _tool(tool: Function) -> JsonObject:
     function = tool.model_dump(exclude={"type", "namespace"})
     return {"type": "function", "function": {**function, "name": qualified(tool.namespace, tool.name)}}
 
 
-def _format(form: Form) -> Json:
+def _format(form: Form) -> JsonObject:
     if form.type != "json_schema":
         return {"type": form.type}
     return {"type": "json_schema", "json_schema": {"name": form.name or "output", "schema": form.schema_}}

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import read_body
+from tandem.server.body_validation import parse_bytes
 from tandem.server.context import get_api, get_group, new_id, note_ignored
 from tandem.server.failures import error_response, refused
 from tandem.server.lists import page
@@ -22,7 +23,6 @@ from tandem.server.openapi import documented
 from tandem.server.sse import json_response
 from tandem.server.store.batches import Batches, BatchRecord
 from tandem.server.store.files import KEEP_S, LONGEST_S, SHORTEST_S, File, on_disk
-from tandem.server.validation import parse_bytes
 
 router = APIRouter()
 MAX_BODY = 65536
@@ -168,7 +168,7 @@ async def file_content(http: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(http: Request, file_id: str) -> Response:
-    """Keep nothing of a file; a batch that runs over it goes on."""
+    """Delete a file; a running batch over it continues."""
     file = _file(http, file_id)
     with on_disk():
         await _batches(http).files.drop(file.id)

@@ -37,9 +37,9 @@ Result = TypeVar("Result")
 
 MOST_LINES = 50_000
 MOST_ERRORS = 100
-"""Faults of its file that a batch tells."""
+"""Most errors of its input file that a batch object lists."""
 MOST_OPEN, MOST_KEPT = 100, 1000
-"""Batches of one client that are not over, and all of its batches."""
+"""Most unfinished batches of one client, and most batches of it in all."""
 DISK_POLL_S = 1.0
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _ENDINGS = {

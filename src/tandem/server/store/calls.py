@@ -14,7 +14,7 @@ from tandem.server.engines.model_pool import LOAD_FAILED
 from tandem.server.failures import error_response, internal_error
 
 LONGEST_PAUSE_S = 10.0
-"""Seconds between two tries of a request that is refused for now: what refused it may be over sooner than it said."""
+"""Most seconds between two attempts of a refused request, even if the refusal names a longer wait."""
 
 
 class StoredReply(Struct, frozen=True):

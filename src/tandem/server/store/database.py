@@ -135,7 +135,7 @@ def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
 
 
 def _wrong_header(path: Path) -> bool:
-    """A file of ours whose header has wrong constants. Raises OSError."""
+    """True for a journal whose header has wrong constants. Raises OSError."""
     if (page := _own_first_page(path)) is None:
         return False
     with path.open("rb") as file:
@@ -153,7 +153,8 @@ def _own_first_page(path: Path) -> bytes | None:
 
 
 def _mend(path: Path, old: sqlite3.Connection | None) -> None:
-    """`old` is None when not even its tables can be read."""
+    """Repair a damaged journal, after a copy of it, with the readable rows of `old`; None when not even its tables can
+    be read."""
     wal, new = path.with_name(path.name + "-wal"), path.with_name("journal.new")
     copy = path.with_name("journal.damaged")
     with contextlib.closing(old) if old is not None else contextlib.nullcontext():

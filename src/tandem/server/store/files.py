@@ -242,7 +242,7 @@ class Files(Records[File]):
                 await self.in_thread(self.path(file_id).unlink, True)
 
     async def drop_expired(self) -> None:
-        """Drop files whose time is over, as far as the disk allows."""
+        """Delete expired files, as far as the disk allows."""
         now = time.time()
         for file in [file for file in self._records.values() if file.expires_at < now]:
             with contextlib.suppress(OSError, UnavailableError):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request
 from msgspec import DecodeError, Struct
@@ -103,11 +102,11 @@ def _wants_async(prefer: str) -> bool:
 
 
 class _Asked(Struct):
-    stream: Any = None
+    stream: object = None
 
 
 def _streams(body: bytes) -> bool:
-    """Reads that field alone: whatever else is in the body is not made into objects."""
+    """Read only the field `stream`, without parsing the rest of the body."""
     try:
         return bool(decode_json(body, type=_Asked).stream)
     except (DecodeError, UnicodeDecodeError, RecursionError):
@@ -115,7 +114,7 @@ def _streams(body: bytes) -> bool:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """The body once more, then what comes."""
+    """Return a `receive` that repeats the body, then continues with `receive`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def first() -> Message:

@@ -38,7 +38,7 @@ MOST_OPEN = 2048
 their bytes and --journal-max-gb."""
 READY_POLL_S = 0.2
 EVERY_S = 1.0
-"""Seconds between two looks at what has expired, two syncs of `everysec`, and two tries to write an answer down."""
+"""Interval in seconds of expiry checks, of syncs with `everysec`, and of retried writes."""
 LINES_AT_ONCE = 32
 """Lines of all batches that are asked for at once, shared among clients."""
 MOST_WAITING = 100 * LINES_AT_ONCE
@@ -53,7 +53,7 @@ class EventLog:
         self._change = asyncio.Event()
 
     def restart(self, events: bytes) -> None:
-        """Replace all events, as the job begins anew."""
+        """Replace all events, because the job restarts."""
         self.events.clear()
         self.add(events)
 
@@ -84,7 +84,7 @@ class Job:
     reply: asyncio.Future[StoredReply]
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     waited_for: bool = False
-    """All its clients are told of a failure, and may try again."""
+    """True while clients wait for the reply: they get a failure and may retry, so the job does not."""
     task: asyncio.Task[None] | None = None
     log: EventLog = field(default_factory=EventLog)
     """Events of routes that write some while they work on a job."""
@@ -280,7 +280,7 @@ class Jobs:
         await self._settle(job, reply)
 
     async def _outcome(self, job: Job) -> StoredReply:
-        """The final reply: a refusal is tried again unless a client waits that can do so itself."""
+        """Return the final reply. Refusals are retried unless a connected client can retry itself."""
         while True:
             if not job.waited_for and job.entry.background != LINE:
                 await self._until_ready(job)
@@ -330,7 +330,7 @@ class Jobs:
             job.reply.set_result(reply)
 
     async def _call(self, job: Job) -> StoredReply:
-        """The routes' response to the request. Raises whatever they raise."""
+        """Run the request through the routes and return its response. Raises their errors."""
         entry = job.entry
         assert self.app is not None
         line = entry.background == LINE

@@ -16,7 +16,7 @@ Special = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
-class Format:
+class CallFormat:
     """How one family writes tool calls."""
 
     read: Callable[[Feed, Tools], Steps[None]]
@@ -28,20 +28,20 @@ class Format:
     """Signs of the family in a template: all of one of these, or one of `starts` if there are none."""
 
 
-def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> Format:
-    return Format(lambda feed, tools: read(feed), starts, others, signs)
+def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> CallFormat:
+    return CallFormat(lambda feed, tools: read(feed), starts, others, signs)
 
 
-def _tokens(tokens: Tokens) -> Format:
+def _tokens(tokens: Tokens) -> CallFormat:
     return _plain(partial(token_calls, tokens=tokens), (tokens.all, tokens.one), tokens.separator, tokens.one_end,
                   tokens.all_end)  # fmt: skip
 
 
-def _tagged(tags: tagged.Tags, *signs: str) -> Format:
-    return Format(partial(tagged.tagged, tags=tags), tags.starts, tags.others, (signs,) if signs else ())
+def _tagged(tags: tagged.Tags, *signs: str) -> CallFormat:
+    return CallFormat(partial(tagged.tagged, tags=tags), tags.starts, tags.others, (signs,) if signs else ())
 
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, CallFormat] = {
     "harmony": _plain(harmony.harmony, (), harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.CONSTRAIN,
                       *harmony.ENDS, signs=((harmony.CHANNEL, harmony.MESSAGE),)),
     "mistral": _plain(json_calls.mistral, (json_calls.CALLS,), json_calls.ARGS, json_calls.CALL_ID),
@@ -152,7 +152,7 @@ class OutputParser:
 
 
 def output_parser(output_format: OutputFormat, special: Special) -> OutputParser | None:
-    """How to read what is written so; None when all of it is content."""
+    """Return the reader for this tool-call format; None when all text is content."""
     tools = output_format.tools
     calls = output_format.format if tools is not None else ""
     if "harmony" in (output_format.reasoning, calls):

@@ -22,7 +22,7 @@ Literal = Callable[[str], str]
 
 
 @dataclass(frozen=True)
-class Frame:
+class CallGrammar:
     """How a format writes calls, as pieces of a grammar."""
 
     call: Callable[[str, Literal], tuple[str, str]]
@@ -115,13 +115,13 @@ def _hermes(tool: str, text: Literal) -> tuple[str, str]:
     return f'{text(json_calls.OPEN)} "\\n" {head}', f'{tail} "\\n" {text(json_calls.CLOSE)}'
 
 
-def _tokens(tokens: Tokens, before: str, after: str, between: tuple[str, ...]) -> Frame:
+def _tokens(tokens: Tokens, before: str, after: str, between: tuple[str, ...]) -> CallGrammar:
     """`before` and the regular expression `after` stand around the name."""
 
     def call(tool: str, text: Literal) -> tuple[str, str]:
         return f"{text(tokens.one)} {_string(before + tool)} {after} {text(tokens.separator)}", text(tokens.one_end)
 
-    return Frame(call, (tokens.all,), between, (tokens.all_end,))
+    return CallGrammar(call, (tokens.all,), between, (tokens.all_end,))
 
 
 def _harmony(tool: str, text: Literal) -> tuple[str, str]:
@@ -129,15 +129,15 @@ def _harmony(tool: str, text: Literal) -> tuple[str, str]:
     return f'{text(harmony.CHANNEL)} {to} {text(harmony.CONSTRAIN)} "json" {text(harmony.MESSAGE)}', ""
 
 
-_FRAMES: dict[str, Frame] = {
-    "hermes": Frame(_hermes),
-    "llama3": Frame(_named("parameters"), between=("; ",)),
-    "mistral": Frame(_named("arguments"), before=(json_calls.CALLS, "["), between=(", ",), after=("]",)),
-    "cohere": Frame(
+_FRAMES: dict[str, CallGrammar] = {
+    "hermes": CallGrammar(_hermes),
+    "llama3": CallGrammar(_named("parameters"), between=("; ",)),
+    "mistral": CallGrammar(_named("arguments"), before=(json_calls.CALLS, "["), between=(", ",), after=("]",)),
+    "cohere": CallGrammar(
         _named("parameters", "tool_name"), before=(json_calls.ACTION, "["), between=(", ",), after=("]", json_calls.ACTION_END)
     ),
     "deepseek": _tokens(DEEPSEEK, "", "", ("\n",)),
     "kimi": _tokens(KIMI, "functions.", '":" /[0-9]{1,3}/', ()),
-    "harmony": Frame(_harmony, between=None),
-    "generic": Frame(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
+    "harmony": CallGrammar(_harmony, between=None),
+    "generic": CallGrammar(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
 }

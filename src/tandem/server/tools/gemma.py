@@ -22,7 +22,7 @@ def gemma(feed: Feed) -> Steps[None]:
 
 
 def _calls(body: str) -> Calls:
-    """Name and arguments of a call; nothing if it is none."""
+    """Return name and arguments of a call; empty for other text."""
     try:
         call = _CALL.fullmatch(body)
         return [(call[1], dumped(loads(_PART.sub(_as_json, call[2]))))] if call else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from tandem.server.tools.events import CallArguments, CallStart, Content, Reasoning
+from tandem.server.tools.deltas import CallArguments, CallStart, Content, ReasoningText
 from tandem.server.tools.scan import Feed, Steps, held, next_visible, passed_on
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
@@ -32,4 +32,4 @@ def harmony(feed: Feed) -> Steps[None]:
             yield from passed_on(feed, ENDS, partial(CallArguments, index))
             index += 1
         else:
-            yield from passed_on(feed, ENDS, Reasoning if channel.strip().startswith("analysis") else Content)
+            yield from passed_on(feed, ENDS, ReasoningText if channel.strip().startswith("analysis") else Content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tandem.server.tools.events import CallStart, Content
+from tandem.server.tools.deltas import CallStart, Content
 from tandem.server.tools.json_text import json_object, named_calls
 from tandem.server.tools.scan import Feed, Reader, Steps, everything, followed, next_visible, passed_on
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.server.tools.deltas import CallArguments, CallStart, Content
 from tandem.server.tools.scan import SPACE, Feed, Steps, followed, held, next_visible, passed_on, space
 
 Calls = list[tuple[str, str]]
@@ -37,7 +36,7 @@ class JsonMender:
         self.text = ""
         """Mended text so far."""
         self.over = False
-        """The value is complete, or what comes next is no JSON."""
+        """True when the value is complete, or the next text is not JSON."""
         self._depth, self._quoted = 0, False
 
     def read(self, text: str, start: int, last: bool) -> int:
@@ -72,14 +71,14 @@ class JsonMender:
         return part
 
 
-def loads(text: str) -> Any:
+def loads(text: str) -> object:
     """The value of a complete JSON text, mended. Raises ValueError or RecursionError."""
     mender = JsonMender()
     end = mender.read(text, 0, True)
     return json.loads(mender.text + text[end:])
 
 
-def dumped(value: Any) -> str:
+def dumped(value: object) -> str:
     """A value that a model wrote as JSON that can be sent. Raises ValueError for numbers that are not finite."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
 
@@ -181,8 +180,8 @@ def whole_calls(text: str) -> Calls:
         return []
 
 
-def _whole_call(call: Any) -> tuple[str, str]:
-    """Raises ValueError for what is no call, such as an answer in JSON that has a name."""
+def _whole_call(call: object) -> tuple[str, str]:
+    """Return name and arguments of a call. Raises ValueError for other JSON, such as an answer with a name."""
     if not isinstance(call, dict):
         raise ValueError("not an object")
     inner = call.get("function")

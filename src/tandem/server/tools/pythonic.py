@@ -66,7 +66,7 @@ def _python_calls(text: str) -> Calls:
 
 
 def _python_call(call: ast.expr, names: list[str]) -> tuple[str, str]:
-    """Raises ValueError for what is no call with plain values."""
+    """Return name and arguments of a call. Raises ValueError unless all values are literals."""
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("not a call with named arguments")
     arguments = {names[int(word.arg[1:])]: ast.literal_eval(word.value) for word in call.keywords if word.arg}

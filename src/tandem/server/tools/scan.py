@@ -6,13 +6,14 @@ A reader yields events, and None when it can say no more until there is more tex
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from tandem.server.tools.events import CallStart, Content, Event, Reasoning, merged
+from tandem.json_types import JsonMapping
+from tandem.server.tools.deltas import CallStart, Content, Event, ReasoningText, merged
 
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
-Tools = Mapping[str, Mapping[str, Any]]
+Tools = Mapping[str, JsonMapping]
 """The JSON schema of each tool's arguments, by the tool's name."""
 SPACE = " \t\r\n"
 
@@ -160,7 +161,7 @@ def thinking(tags: tuple[str, str], answer: Reader, *, begun: bool, ends: tuple[
         before = "" if begun else (yield from space(feed))
         if begun or (yield from followed(feed, opening)):
             yield from next_visible(feed)
-            end = yield from passed_on(feed, (closing, *ends), Reasoning)
+            end = yield from passed_on(feed, (closing, *ends), ReasoningText)
             if end in ends:
                 feed.text, feed.dropped = end + feed.text, (*feed.dropped, closing)
             yield from next_visible(feed)

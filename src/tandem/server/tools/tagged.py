@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import unescape
-from typing import Any
 
-from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.json_types import JsonMapping
+from tandem.server.tools.deltas import CallArguments, CallStart, Content
 from tandem.server.tools.json_text import dumped, json_object, loads
 from tandem.server.tools.scan import Feed, Steps, Tools, first, followed, held, next_visible, passed_on, space
 
@@ -71,7 +71,7 @@ def nested_arguments(call: TypedCall, body: str, mark: str) -> Steps[None]:
         yield call.value(key, value)
 
 
-def _members(element: _Element, schema: Any, root: Any) -> dict[str, str]:
+def _members(element: _Element, schema: object, root: object) -> dict[str, str]:
     """JSON of what an object holds, by key; a key that comes several times is a list."""
     found: dict[str, list[str]] = {}
     for member in element.inside:
@@ -79,7 +79,7 @@ def _members(element: _Element, schema: Any, root: Any) -> dict[str, str]:
     return {name: values[0] if len(values) == 1 else f"[{', '.join(values)}]" for name, values in found.items()}
 
 
-def _json(element: _Element, schema: Any, root: Any) -> str:
+def _json(element: _Element, schema: object, root: object) -> str:
     types, _ = allowed_types(schema, root)
     empty = not (element.inside or element.text.strip() or "string" in types)
     if ("array" in types and (element.inside or empty)) or (
@@ -93,14 +93,14 @@ def _json(element: _Element, schema: Any, root: Any) -> str:
     return typed_value(element.text, schema, root)
 
 
-def part_of(schema: Any, root: Any, *path: str) -> Any:
+def part_of(schema: object, root: object, *path: str) -> object:
     """Return the value at `path` in a schema, or in one that it is put together from; None if there is none."""
     return next((part for choice in _alternatives(schema, root) if (part := _at(choice, path)) is not None), None)
 
 
-def allowed_types(schema: Any, root: Any) -> tuple[set[str], list[Any]]:
+def allowed_types(schema: object, root: object) -> tuple[set[str], list[object]]:
     """JSON types that `schema`, a part of `root`, allows, and the values if it lists them."""
-    types, choices = set[str](), list[Any]()
+    types, choices = set[str](), list[object]()
     for part in _alternatives(schema, root):
         kind = part.get("type")
         types.update(kind if isinstance(kind, list) else [kind] if kind else ())
@@ -108,12 +108,12 @@ def allowed_types(schema: Any, root: Any) -> tuple[set[str], list[Any]]:
     return types | {_TYPES.get(type(choice), "") for choice in choices}, choices
 
 
-def typed_value(text: str, schema: Any, root: Any) -> str:
+def typed_value(text: str, schema: object, root: object) -> str:
     """JSON of a value whose `schema`, a part of `root`, tells numbers and the like from text that looks like them."""
     allowed, choices = allowed_types(schema, root)
     if allowed == {"string"} or text in choices:
         return dumped(text)
-    parsers: tuple[Callable[[str], Any], ...] = (json.loads, loads, ast.literal_eval) if allowed else (json.loads,)
+    parsers: tuple[Callable[[str], object], ...] = (json.loads, loads, ast.literal_eval) if allowed else (json.loads,)
     for parse in parsers:
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes in a model's strings
@@ -126,7 +126,7 @@ def typed_value(text: str, schema: Any, root: Any) -> str:
     return dumped(text)
 
 
-def _alternatives(schema: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+def _alternatives(schema: object, root: object, depth: int = 0) -> Iterator[JsonMapping]:
     """A schema, and those that it is put together from."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return
@@ -138,7 +138,7 @@ def _alternatives(schema: Any, root: Any, depth: int = 0) -> Iterator[Mapping[st
         yield from _alternatives(_at(root, reference.removeprefix("#/").split("/")), root, depth + 1)
 
 
-def _at(value: Any, path: Iterable[str]) -> Any:
+def _at(value: object, path: Iterable[str]) -> object:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

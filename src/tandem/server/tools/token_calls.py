@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.server.tools.deltas import CallArguments, CallStart, Content
 from tandem.server.tools.json_text import json_object
 from tandem.server.tools.scan import Feed, Steps, held, next_visible, passed_on
 

@@ -20,13 +20,13 @@ from tandem.planner.presets import planned_files
 from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
+from tandem.server.body_validation import parse_bytes
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.server.validation import parse_bytes
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
@@ -47,7 +47,7 @@ _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
 def load(model: TextsOf, **_: object) -> None:
-    """Load the model's tokenizer, whatever memory that takes: it is none of the client's. Raises RequestError."""
+    """Load the model's tokenizer, outside of the client's memory limit. Raises RequestError."""
     try:
         _tokenizer(model)
     except UsageError as error:

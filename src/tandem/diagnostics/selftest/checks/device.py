@@ -46,7 +46,7 @@ def threads(task: Task) -> Figures:
 
 
 def _elsewhere() -> bool:
-    """A thread that makes its own stream computes as the first one does."""
+    """True when a thread with a stream of its own computes the same as the first thread."""
     sums: list[object] = []
 
     def compute() -> None:
@@ -61,7 +61,7 @@ def _elsewhere() -> bool:
 
 
 def broken_kernel(task: Task) -> Figures:
-    """A kernel that cannot run raises an exception that Python sees, and the device goes on."""
+    """Check that a kernel that cannot run raises a Python exception and leaves the device usable."""
     choose_device("auto")
     if not on_gpu():
         raise NotApplicable("kernels are compiled at run time on GPUs alone")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.diagnostics.collectives.comm import measure
+from tandem.diagnostics.collectives.measure import measure
 from tandem.diagnostics.selftest.check import Differs, judged
 from tandem.diagnostics.tasks import Figures, Task, TaskProcess, check_parts, local_group
 from tandem.errors import TandemError
@@ -23,7 +23,7 @@ SIZES = (4096, 65_536, 1 << 20, 16 << 20)
 """Bytes."""
 ROUNDS = 10
 LATE = (2.0, 4.0, 6.0, 8.0) if sys.platform == "darwin" else (1.0,)
-"""Seconds. Metal ends what waits for some seconds; elsewhere nothing does."""
+"""Seconds of waiting to try. Metal ends work that waits for some seconds; other backends do not."""
 
 
 def fence(task: Task) -> Figures:

@@ -95,7 +95,7 @@ def layouts(task: Task) -> Figures:
 
 
 def deaths(task: Task) -> Figures:
-    """A rank is killed under load and the group is made anew, three times, over the hosts file's own backend."""
+    """Check that killing a rank under load is recovered from, three times, over the hosts file's own backend."""
     file = read_hostfile(task.hostfile)
     backend = "jaccl" if _has_rdma(file) else "ring"
     count = len(file.hosts)

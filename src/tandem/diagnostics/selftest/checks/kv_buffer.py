@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,7 @@ from tandem.runner.ragged_attention import decode_attention
 
 VOCAB = 61
 CLOSE = 0.02
-"""Share of the largest logit by which a GPU's may differ; a row that sees one position too many is off by far more."""
+"""Tolerance of GPU logits, as a share of the largest logit; one position too many exceeds it by far."""
 Logits = npt.NDArray[np.float32]
 
 
@@ -69,7 +69,7 @@ class Compared:
         self._rng = random.Random(11)
         self._steps: list[tuple[str, str, int, Logits]] = []
 
-    def _caches(self) -> list[Any]:
+    def _caches(self) -> list[KVCache]:
         if hasattr(self.model, "make_cache"):
             return list(self.model.make_cache())
         return [KVCache() for _ in self.model.layers]
@@ -77,7 +77,7 @@ class Compared:
     def _alone(self, name: str, positions: int) -> Logits:
         """Return the logits [positions, V] of a sequence's last positions, with all of its tokens in one call."""
         with mx.stream(mx.cpu):
-            logits: Any = self.model(mx.array([self.tokens[name]]))[0, -positions:]
+            logits: mx.array = self.model(mx.array([self.tokens[name]]))[0, -positions:]
             return np.array(logits)
 
     def _see(self, what: str, expected: Logits, seen: Logits) -> None:
@@ -157,7 +157,7 @@ def _rows(model: nn.Module, lengths: tuple[int, ...]) -> Figures:
 
 
 def drafts(task: Task) -> Figures:
-    """Several tokens a row, of which some are taken back, as speculation does."""
+    """Check steps of several tokens a row, some of which are taken back, as in speculation."""
     choose_device("auto")
     figures: Figures = {}
     for name, model in (("all positions", small_llama()), ("windows", small_gemma())):
@@ -173,7 +173,7 @@ def drafts(task: Task) -> Figures:
 
 
 ATTENTION_CLOSE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
-"""How far attention may be apart from that in float32."""
+"""Tolerance of attention against float32, by type."""
 
 
 class _Side(NamedTuple):
@@ -276,7 +276,7 @@ def donation(task: Task) -> Figures:
 
 
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
-    """Return (milliseconds of the fastest step, bytes beside what was held before, bytes of the KV buffer)."""
+    """Return the fastest step in milliseconds, the additional bytes it needs, and the KV buffer's bytes."""
     mx.clear_cache()
     model = random_llama(
         hidden=shape.hidden,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.config.loading import load
-from tandem.diagnostics.parity.comparison import Options, prepare
+from tandem.diagnostics.parity.comparison import ParityOptions, prepare
 from tandem.diagnostics.selftest.check import Differs, NotApplicable
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.env import variables
@@ -46,7 +46,7 @@ def parity(model: str, **layout: str) -> Figures:
     """Compare logits and tokens with those of one process, for settings by name; their environment counts too."""
     settings = load({"model": [model], **{name: [value] for name, value in layout.items()}}, environment=variables())
     remarks: list[str] = []
-    verdict = prepare(settings.settings, Options(), note=remarks.append).run()
+    verdict = prepare(settings.settings, ParityOptions(), note=remarks.append).run()
     figures: Figures = {"largest difference of a logit": float(f"{verdict.max_abs_diff:.3e}")}
     if not verdict.passed:
         raise Differs(

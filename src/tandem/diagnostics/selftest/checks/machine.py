@@ -17,7 +17,7 @@ from tandem.diagnostics.selftest.check import NotApplicable, judged
 from tandem.diagnostics.selftest.report import facts
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.env import machine_memory, runtime_dir
-from tandem.launchers.facts import address_towards
+from tandem.launchers.host_facts import address_towards
 from tandem.launchers.hostfile import read_hostfile
 from tandem.system.privacy import connect_trouble
 from tandem.system.tools import output_of, sysctl
@@ -27,7 +27,7 @@ MULTICAST = ("224.0.0.251", 5353)
 LONGEST_SOCKET = 103
 """Bytes of a Unix socket's path that macOS takes."""
 OUTSIDE = "192.0.2.1"
-"""An address of TEST-NET-1 (RFC 5737): nobody has it, but the way to it leads through the local network."""
+"""Address of TEST-NET-1 (RFC 5737), unused, but routed through the local network."""
 CONTEXT = 8192
 """Context of the random model."""
 FOLDERS = ("Documents", "Desktop", "Downloads")

@@ -19,7 +19,8 @@ MOST = 4
 
 
 def memory(task: Task) -> Figures:
-    """More is asked of the GPU than it has: an exception that Tandem knows for what it is, and the device goes on."""
+    """Check that allocating more than the GPU has raises an exception that Tandem recognises, and leaves the device
+    usable."""
     import mlx.core as mx
 
     from tandem.loading.memory import choose_device, memory_bytes, on_gpu

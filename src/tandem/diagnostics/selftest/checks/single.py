@@ -43,7 +43,7 @@ class Reference:
 
 
 def pace(task: Task) -> Figures:
-    """Greedy tokens are mlx-lm's and, with a real model, about as fast."""
+    """Check that greedy tokens are mlx-lm's and, with a real model, come about as fast."""
     prompt = prompt_of(PROMPT)
     reference = mlx_lm_answer(task.model, prompt)
     with serving(task.model, "--prefix-cache", "0") as server:

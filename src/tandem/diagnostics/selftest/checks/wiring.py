@@ -15,7 +15,7 @@ SIDE, WARM = 4096, 5
 """Side of a matrix; products before the pauses."""
 ROUND_S = 60.0
 SLACK, SLACK_MS = 3.0, 20.0
-"""Wired and refreshed weights may take so many times as long after a pause as warm ones, and so much more."""
+"""Slowdown allowed to weights after a pause: a factor, and milliseconds."""
 PAUSES = [0.0, 1.5, 5.0] if sys.platform == "darwin" else [0.0, 1.5]
 COMBINATIONS = {"not wired": (False, "0"), "wired": (True, "0"), "wired and refreshed": (True, REFRESH_MS)}
 

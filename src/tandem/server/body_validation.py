@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tandem.errors import RequestError
+from tandem.json_types import JsonObject
 from tandem.server.fields import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
@@ -49,9 +50,10 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
         return checked(kept, model, unknown, left_out), left_out
 
 
-def _count(data: Any) -> None:
+def _count(data: JsonObject | list[object]) -> None:
     """Raises RequestError when there is more in it than a request can need."""
-    values, numbers, left = MAX_VALUES, MAX_NUMBERS, [data]
+    values, numbers = MAX_VALUES, MAX_NUMBERS
+    left: list[JsonObject | list[object]] = [data]
     while left:
         container = left.pop()
         if isinstance(container, dict):
@@ -72,7 +74,7 @@ def _count(data: Any) -> None:
         left += [part for part in parts if isinstance(part, dict | list)]
 
 
-def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse", left_out: list[str] | None = None) -> Model:
+def checked(data: JsonObject, model: type[Model], unknown: Unknown = "refuse", left_out: list[str] | None = None) -> Model:
     """Return `data` as `model`; unknown fields within others are left out where wanted, and added to `left_out`.
 
     Raises RequestError naming the first field at fault.

@@ -11,17 +11,17 @@ import ssl
 import time
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from tandem.config.keys import ClientLimits
+from tandem.config.api_keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.env import engine_socket_path
 from tandem.errors import UnavailableError, UsageError
+from tandem.json_types import JsonObject
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
 from tandem.server.connections.connection import Connection
@@ -71,7 +71,7 @@ class ApiServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start taking connections; where is said when requests can be served."""
+        """Start taking connections; the address is logged once requests can be served."""
         asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup([])  # connections are taken by our own acceptor
         most = most_connections(self._api.settings.server.max_connections)
@@ -194,7 +194,7 @@ def run_api(
 
 
 def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: float) -> None:
-    """Answer each request on the listening socket `fd` with status 503 for so long, since the api cannot start.
+    """Answer each request on the listening socket `fd` with status 503 for `seconds`, since the api cannot start.
 
     Names the setting; the log has the whole `error`, which may quote a path.
     """
@@ -237,7 +237,7 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
             time.sleep(seconds)
 
 
-def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _report(_: asyncio.AbstractEventLoop, context: JsonObject) -> None:
     """Log what a callback of the event loop raises."""
     message = str(context.get("message", "an error")).partition("(")[0]
     unexpected(

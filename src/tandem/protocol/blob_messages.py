@@ -1,4 +1,4 @@
-"""Messages by which files go from one machine to another (transport/blobs.py)."""
+"""Messages that transfer files between machines (transport/blobs.py)."""
 
 from __future__ import annotations
 

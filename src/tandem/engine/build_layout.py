@@ -19,10 +19,10 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
 from tandem.errors import ConfigError, LayoutError, UnsupportedModel
-from tandem.executors.base import Executor
+from tandem.executors.executor import Executor
 from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
-from tandem.launchers.machines import role_of, stage_memory, told_memory, with_layout
+from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
@@ -58,7 +58,7 @@ class RankGroupLayout:
     pooling: Pooling | None = "last"
     """How prompts become vectors; None where the model asks for what is not supported."""
     defaults: SamplingDefaults = SamplingDefaults()
-    """For requests that do not say otherwise."""
+    """Sampling defaults of requests."""
     profile: Profile | None = None
     """Measured speeds of the machines, for layouts over fewer of them."""
 
@@ -215,7 +215,7 @@ def kv_space(model: ModelSettings, files: ModelFiles) -> str:
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
-    """Raises UsageError for a LoRA adapter that is none, or not one for this model."""
+    """Raise UsageError for a directory that holds no LoRA adapter, or one of another model."""
     if model.adapter_path is None:
         return
     if model.weights_from == "head":
@@ -345,7 +345,7 @@ def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterK
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:
-    """Layers in proportion to the memory of the machines that have come, where it is known and differs."""
+    """Divide layers by the memory of the machines that joined, where it is known and differs."""
     memory = [place.memory_bytes for place in places]
     if specs[0].stages == 1 or not all(memory) or max(memory) < ALIKE * min(memory):
         return specs

@@ -25,7 +25,7 @@ from tandem.protocol import control
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.codec import Decoder
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.supervisor import ReplicaInfo
+from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.server.failures import internal_error
 from tandem.server.waiting import end_tasks
 
@@ -174,7 +174,7 @@ class EngineClient:
         self._send(control.Abort(request_id, answered))
 
     def hand_over(self) -> None:
-        """Have the engine let go of its requests: each fails with `Departed`, unless it is finished there."""
+        """Have the engine hand over its requests: each fails with `Departed`, unless it finishes there first."""
         self._send(control.HandOver())
 
     async def metrics(self, timeout: float = 2.0) -> bytes:

@@ -15,9 +15,9 @@ from types import FrameType
 import msgspec
 
 from tandem.config.settings import Settings
+from tandem.engine.build_layout import plan_layout, say_what_is_idle
 from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.ipc_server import Client, Inbound, IPCServer
-from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline

@@ -7,7 +7,6 @@ import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -19,12 +18,13 @@ from tandem.cli.address import api_key, named_url, record_url, started
 from tandem.cli.arguments import DEFAULT_URL, fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.screen import screen
-from tandem.cli.talk.backends import Loaded, Model, Served, Speed
-from tandem.cli.talk.conversation import KEYS, Conversation, Ended
+from tandem.cli.talk.backends import LocalModel, Model, RemoteModel, Speed
+from tandem.cli.talk.conversation import KEYS, Conversation, Quit
 from tandem.cli.talk.line_editor import Interrupts, make_prompt
 from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
+from tandem.json_types import JsonMapping, JsonObject
 from tandem.log import set_up
 from tandem.printable import printable
 from tandem.system.http_client import ServerClient
@@ -151,7 +151,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
                     print(printable(told))
                 elif said:
                     _answer(talk, said, console if terminal else None, interrupts)
-            except (EOFError, Ended):
+            except (EOFError, Quit):
                 return 0
             except KeyboardInterrupt:
                 if interrupted or not terminal:
@@ -211,7 +211,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
         url, name = server
         client = ServerClient(url, api_key(arguments, url))
         try:
-            model = Served(client, name, defaults)
+            model = RemoteModel(client, name, defaults)
         except UsageError as error:
             if url != DEFAULT_URL or named_url(arguments) is not None:
                 raise
@@ -219,7 +219,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
             raise UsageError(f"no model is given, and {why}; {NAME_ONE}", param="model") from None
         if sys.stderr.isatty():
             print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
-        yield model, lambda other: Served(client, other, defaults)
+        yield model, lambda other: RemoteModel(client, other, defaults)
         return
     if "model" not in options:
         raise UsageError(f"no model is given: {NAME_ONE}", param="model")
@@ -235,7 +235,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
         yield load(options["model"]), load
 
 
-def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: Mapping[str, Any]) -> tuple[str, str | None] | None:
+def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: JsonMapping) -> tuple[str, str | None] | None:
     """Return the address of the server to talk to, and its name of the model (None: its first); None where the model
     is to be loaded here. Raises UsageError.
 
@@ -264,7 +264,7 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: Mapp
     return (record_url(record), asked) if record is not None and model in record.model.split(", ") else None
 
 
-def _load(options: dict[str, Any], defaults: Mapping[str, float]) -> Loaded:
+def _load(options: JsonObject, defaults: Mapping[str, float]) -> LocalModel:
     """Return the model, and show live lines while it is loaded."""
     from tandem.cli.startup import progress_lines
     from tandem.llm import LLM
@@ -280,4 +280,4 @@ def _load(options: dict[str, Any], defaults: Mapping[str, float]) -> Loaded:
             show({0: argparse.Namespace(loading=list(ranks.values()), detail="")})
 
         llm = LLM(progress=report, **options)
-    return Loaded(llm, name_of(name), defaults)
+    return LocalModel(llm, name_of(name), defaults)

@@ -23,12 +23,12 @@ class RunningBatches:
         """`requeue` puts a preempted sequence back into the queue, before all others."""
         self._requeue = requeue
         self.pressed = False
-        """A device's memory is nearly full: nobody joins a running sequence, and no prefix is kept."""
+        """True while a device's memory is nearly full: no sequence joins a batch, and no prefix is cached."""
         self.preemptions = 0
         self.resize(limits)
 
     def resize(self, limits: Limits) -> None:
-        """Begin anew, with empty batches and no prefixes, within these limits."""
+        """Reset to empty batches and no prefixes, within `limits`."""
         self.limits = limits
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.restart()
@@ -40,7 +40,7 @@ class RunningBatches:
         self.micro_batches = [MicroBatch(i, step) for i in range(self.limits.micro_batches)]
 
     def widen(self, limits: Limits) -> None:
-        """Take limits none of which is tighter than before, with all that is there."""
+        """Raise the limits; batches and prefixes stay."""
         assert limits.micro_batches == self.limits.micro_batches and limits.kv_tokens >= self.limits.kv_tokens
         self.limits = limits
         self.prefixes.widen(limits.prefix_tokens)
@@ -79,7 +79,7 @@ class RunningBatches:
         return len(sequence.tokens) + min(rest, HEADROOM) + self._drafts
 
     def preempt(self, sequences: Iterable[Sequence]) -> None:
-        """Take the youngest of these out of its batch; it starts again later, before what came after it."""
+        """Preempt the youngest of `sequences`; it resumes before requests that came after it."""
         youngest = max(sequences, key=lambda sequence: sequence.number)
         self.micro_batches[youngest.micro_batch or 0].drop(youngest)
         self.preemptions += 1

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
-from tandem.engine.layout import RankGroupLayout
+from tandem.engine.build_layout import RankGroupLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import RankGroup
 from tandem.executors.watchdog import Slowness
-from tandem.kv.disk import Pace
+from tandem.kv.disk import DiskSpeed
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
 from tandem.scheduler.scheduler import Scheduler
@@ -61,12 +61,12 @@ class StageLatency:
             del self._done[next(iter(self._done))]
 
     def seconds(self, rank: int) -> float:
-        """Median from the stage before to this rank; 0 where there is none, or too little was seen."""
+        """Median seconds of the transfer from the previous stage to `rank`; 0 without enough samples."""
         seconds = self._seconds.get(rank, ())
         return median(seconds) if len(seconds) >= FEWEST else 0.0
 
 
-class Report:
+class StatusReport:
     """Keeps the last reports of ranks."""
 
     def __init__(self, rank_group: RankGroup, metrics: EngineMetrics) -> None:
@@ -195,7 +195,7 @@ class Report:
         return slowdown
 
     def _note_slowness(self, rank: int, slowdown: float) -> None:
-        """Write slowness into the history, once when it begins to last and once when it is over."""
+        """Record in the history when a slowdown lasts, and when it ends."""
         slowness, note = self._slowness.setdefault(rank, Slowness()), self._rank_group.history.note
         if slowness.turned(slowdown, time.monotonic()):
             if slowness.told:
@@ -224,7 +224,7 @@ def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
     return f"{asked} in layers {named}{others}"
 
 
-def _proven(pace: Pace) -> float:
+def _proven(pace: DiskSpeed) -> float:
     """Prompt tokens a second; 0 before `PROOF` tokens were computed."""
     return pace.tokens_s if pace.seen >= PROOF else 0.0
 

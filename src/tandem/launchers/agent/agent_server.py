@@ -25,7 +25,7 @@ from tandem.launchers.agent.pairing import LIFE_S, AgentSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.log import Seldom
 from tandem.processes.interpreter import module_command
-from tandem.protocol import agent
+from tandem.protocol import agent_messages as messages
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import RANK_HOST
 from tandem.transport.bus import HubSocket
@@ -46,10 +46,10 @@ UNPAIRED = "it is not paired with this head any more"
 END_S = 3.0
 """Seconds that a program gets to end by itself once its input is closed."""
 MOST_UNREAD = 8 * 2**20
-"""Bytes kept for a program that does not read; what is beyond is a reason to end it."""
+"""Most bytes queued for a program that does not read; beyond that it is ended."""
 
 
-class Session:
+class AgentSession:
     """A running program, with a thread for each of its pipes. A program that does not read, or does not end, delays no
     other head."""
 
@@ -111,7 +111,7 @@ class Session:
         return self._queued - self._written <= MOST_UNREAD
 
     def end(self, reason: str) -> None:
-        """Close its input; from now on `ended` tells when it is over. The first reason counts."""
+        """Close the program's standard input and keep the first `reason`; `ended` then reports its exit code."""
         if self.reason is None:
             self.reason, self._deadline = reason, time.monotonic() + END_S
             with contextlib.suppress(queue.Empty):
@@ -120,7 +120,7 @@ class Session:
             self.write(b"")
 
     def ended(self) -> int | None:
-        """Return its exit code when it is over. Kill it when it was told to end and did not in time."""
+        """Return its exit code, None while it runs. Kill a program that did not end in time."""
         if self.drained:
             self.end("")
         code = self._process.poll()
@@ -129,10 +129,10 @@ class Session:
         return None if self.reason is None else code
 
 
-class _SessionSocket(HubSocket[agent.SessionReply, agent.SessionRequest]):
+class _SessionSocket(HubSocket[messages.SessionReply, messages.SessionRequest]):
     """The socket at which paired heads open sessions."""
 
-    def take(self) -> tuple[bytes, str, agent.SessionRequest] | None:
+    def take(self) -> tuple[bytes, str, messages.SessionRequest] | None:
         """Next message as (connection, the head's public key, message); None when there is none. Raises TransportError
         for bytes that are no message."""
         try:
@@ -151,7 +151,7 @@ class Agent:
         self.name, self.public = name, identity.public
         self.pairing = AgentSide(name, identity.public)
         self._trust = trust
-        self._sessions: dict[bytes, Session] = {}
+        self._sessions: dict[bytes, AgentSession] = {}
         self._trusted: tuple[set[str], tuple[int, int]] = set(), (-1, 0)
         """Keys, and as of what change; assigned at once, as two threads look."""
         self._look_at_keys()
@@ -159,7 +159,7 @@ class Agent:
         keys = ClusterKeys(identity.public, identity.secret, "", "")
         try:
             self._commands = _SessionSocket(
-                agent.SessionRequest,
+                messages.SessionRequest,
                 keys,
                 host,
                 port,
@@ -169,8 +169,8 @@ class Agent:
                 admits=self.admits,
             )
             try:
-                self._pairs = HubSocket[agent.PairReply, agent.PairRequest](
-                    agent.PairRequest,
+                self._pairs = HubSocket[messages.PairReply, messages.PairRequest](
+                    messages.PairRequest,
                     None,
                     host,
                     port + 1 if port else 0,
@@ -214,21 +214,21 @@ class Agent:
                 self._pair(*request)
             self._watch()
 
-    def _obey(self, identity: bytes, owner: str, message: agent.SessionRequest) -> None:
+    def _obey(self, identity: bytes, owner: str, message: messages.SessionRequest) -> None:
         session = self._sessions.get(identity)
         if owner not in self._trusted[0] and owner not in self._look_at_keys():  # it may be paired since a moment ago
             if session is None:  # else its end is reported
-                self._commands.post(identity, agent.Ended(255, UNPAIRED))
-        elif isinstance(message, agent.OpenSession):
+                self._commands.post(identity, messages.Ended(255, UNPAIRED))
+        elif isinstance(message, messages.OpenSession):
             self._open(identity, owner, message)
         elif session is None or session.owner != owner:
-            self._commands.post(identity, agent.Ended(255, "there is no such session"))
+            self._commands.post(identity, messages.Ended(255, "there is no such session"))
         elif session.reason is None:
             session.heard = time.monotonic()
-            if isinstance(message, agent.Data) and not session.write(message.data):
+            if isinstance(message, messages.Data) and not session.write(message.data):
                 session.end("it does not read what it is sent")
 
-    def _open(self, identity: bytes, owner: str, message: agent.OpenSession) -> None:
+    def _open(self, identity: bytes, owner: str, message: messages.OpenSession) -> None:
         program = PROGRAMS.get(message.program)
         reason = ""
         if program is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
@@ -236,31 +236,32 @@ class Agent:
         else:
 
             def pass_on(data: bytes) -> None:
-                self._commands.post(identity, agent.Data(data) if data else agent.Beat())  # either wakes this thread
+                # Either wakes this thread.
+                self._commands.post(identity, messages.Data(data) if data else messages.Beat())
 
             try:
-                session = self._sessions[identity] = Session(owner, program, pass_on)
+                session = self._sessions[identity] = AgentSession(owner, program, pass_on)
             except OSError as error:
                 reason = f"{message.program} cannot be started: {error.strerror}"
         if reason:
-            self._commands.post(identity, agent.Ended(255, reason))
+            self._commands.post(identity, messages.Ended(255, reason))
             return
         log.info("a head has started a %s (process %d)", message.program, session.pid)
-        self._commands.post(identity, agent.Beat())
+        self._commands.post(identity, messages.Beat())
 
-    def _pair(self, identity: bytes, request: agent.PairRequest) -> None:
-        if isinstance(request, agent.PairHello) and not NAME.fullmatch(request.name):
+    def _pair(self, identity: bytes, request: messages.PairRequest) -> None:
+        if isinstance(request, messages.PairHello) and not NAME.fullmatch(request.name):
             return
         reply, head = self.pairing.answer(identity, request)
         if head is not None:
             try:
                 self._trust.add(head.name, Peer(head.public))
             except (OSError, ConfigError) as error:
-                reply = agent.PairRefused(f"{self.name} cannot write down whom it trusts: {error}")
+                reply = messages.PairRefused(f"{self.name} cannot write down whom it trusts: {error}")
             else:
                 self._look_at_keys()
                 log.info("paired with %s: it may run ranks here", head.name)
-        if isinstance(reply, agent.PairRefused):
+        if isinstance(reply, messages.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again", reply.reason)
         with contextlib.suppress(TransportError):  # whoever asked has gone
             self._pairs.send(identity, reply)
@@ -277,14 +278,14 @@ class Agent:
             elif now - session.heard > SILENCE_S:
                 session.end("nothing was heard of the head")
             if not self._reported(identity, session) and session.reason is None and beat:
-                self._commands.post(identity, agent.Beat())
+                self._commands.post(identity, messages.Beat())
 
-    def _reported(self, identity: bytes, session: Session) -> bool:
+    def _reported(self, identity: bytes, session: AgentSession) -> bool:
         """Report how a session has ended, if it has."""
         if (code := session.ended()) is None:
             return False
         del self._sessions[identity]
-        self._commands.post(identity, agent.Ended(code, session.reason or ""))
+        self._commands.post(identity, messages.Ended(code, session.reason or ""))
         log.info("process %d has ended with %d%s", session.pid, code, f": {session.reason}" if session.reason else "")
         return True
 

@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.crash_guard import start_thread
 from tandem.diagnostics.doctor.evidence import Host
-from tandem.diagnostics.doctor.messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
+from tandem.diagnostics.doctor.probe_messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
 from tandem.diagnostics.tasks import RankTimes, TimingTask, timing_group
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
@@ -98,7 +98,7 @@ class Probes:
     """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
 
     def __init__(self, most: int) -> None:
-        """Ask at most so many side by side; starts none."""
+        """Store the limit of `most` parallel requests; starts no probe."""
         self.links: dict[str, ProbeLink] = {}
         self._pool = ThreadPoolExecutor(most)
 

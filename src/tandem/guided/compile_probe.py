@@ -15,17 +15,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 STACK_BYTES = 8 * 1024**2
 WALK = 16
-"""Steps whose masks are measured. What lexemes cost later shows at the first: all of them are prepared."""
+"""Number of steps whose masks are measured. The first steps already show the later cost of lexemes, as all are
+prepared."""
 FURTHER, FURTHER_SECONDS = 400, 1.2
 """Steps more, and processor time for them, in which rules that can be read in ever more ways show what they cost."""
 BYTES_A_MASK = 16
-"""Bytes of tokens that a mask may follow on ranks, each of which costs as much as a step here. There may be more."""
+"""Bytes assumed for a token when the cost of a mask on ranks is estimated from steps by byte; tokens may have more."""
 MASK_SECONDS = 0.05
 """Processor seconds that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
 TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
 
 
-class _Bytes:
+class _ByteVocabulary:
     """A vocabulary with a token for each byte, and the model's special tokens at their places."""
 
     bos_token_id = None
@@ -49,14 +50,14 @@ def limits() -> LLParserLimits:
 
 def trouble(grammar: str, special: dict[str, int]) -> str:
     """Return what is wrong with the grammar; empty if nothing."""
-    vocabulary = _Bytes(special)
+    vocabulary = _ByteVocabulary(special)
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
     error, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
     if error:
         return error
     if not any(mask):
         return "nothing matches it"
-    # Once more, as whatever else the machine does may have been the reason.
+    # Try again: other load on the machine may have been the reason.
     if seconds > MASK_SECONDS and _walk(tokenizer, grammar, vocabulary.eos_token_id)[2] > MASK_SECONDS:
         return TOO_COSTLY
     return ""

@@ -11,8 +11,8 @@ from itertools import combinations
 
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.examine import addressed
-from tandem.diagnostics.doctor.messages import RunRank
-from tandem.diagnostics.doctor.session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_messages import RunRank
+from tandem.diagnostics.doctor.probe_session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, Row, TimingTask, local_group, run_ranks, timing_group
 from tandem.errors import ConfigError, RankFailure
 from tandem.launchers.hostfile import LOCAL_NAMES, HostEntry, Hostfile
@@ -177,7 +177,8 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
 
 
 def _rate(rows: Sequence[Row]) -> float:
-    """Return the 10**9 bytes a second by which larger messages take longer; of the largest if they do not."""
+    """Return the bandwidth in 10**9 bytes a second, from how times grow with size; of the largest message if they do
+    not."""
     first, last = rows[0], rows[-1]
     more = last.median_us - first.median_us
     return (last.bytes - first.bytes) / more / 1e3 if more > 0 and last.bytes > first.bytes else last.gb_per_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.resolve import resolve
@@ -12,7 +12,10 @@ from tandem.errors import ConfigError, ModelNotFound, UnsupportedModel
 from tandem.models.description import describe
 from tandem.models.dry_run import require_dry_run
 
-Check = tuple[Callable[[Any], bool], str]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Check = tuple["Callable[[VllmConfig], bool]", str]
 
 _CHECKS: tuple[Check, ...] = (
     (lambda c: c.lora_config is not None, "LoRA adapters are not supported; merge the adapter into the model"),
@@ -85,12 +88,12 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def _replicas_by_ray(config: Any) -> bool:
+def _replicas_by_ray(config: VllmConfig) -> bool:
     parallel = config.parallel_config
     return bool(parallel.data_parallel_size > 1 and parallel.data_parallel_backend == "ray")
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ConfigError with every reason for which this configuration cannot run. (A ValueError would come out as
     pydantic's, in four lines that end with an address.)"""
     reasons = [reason for applies, reason in _CHECKS if applies(vllm_config)]
@@ -99,8 +102,8 @@ def refuse_unsupported(vllm_config: Any) -> None:
 
 
 def refuse_model(model: str, revision: str | None, multimodal: Callable[[str], bool]) -> None:
-    """Raise UnsupportedModel for a model that workers could not load, before vLLM looks at it: minutes earlier, and
-    without the packages that vLLM wants for looking. `multimodal` says it of an architecture.
+    """Raise UnsupportedModel for a model that workers cannot load. Called before vLLM inspects the model, which takes
+    minutes and more packages. `multimodal` is true for architectures that take images or sound.
 
     A model that is not found is left to vLLM, which has more ways of finding one. Raises BrokenModel.
     """

@@ -1,4 +1,4 @@
-"""Interface of the engine to whatever executes its plans."""
+"""Interface between the engine and the executors of its plans."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     """Text of the thinking before the answer."""
 
     text: str
@@ -38,7 +38,7 @@ class CallArguments:
     text: str
 
 
-Event = Content | Reasoning | CallStart | CallArguments
+Event = Content | ReasoningText | CallStart | CallArguments
 
 
 def merged(events: list[Event]) -> list[Event]:

@@ -16,7 +16,7 @@ from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-PROBE = "tandem.guided.probe"
+PROBE = "tandem.guided.compile_probe"
 CPU_S = 5
 MEMORY_BYTES = 2 * 1024**3
 TIMEOUT_S = 30.0
