@@ -127,7 +127,7 @@ waited for another rank until the system ended that; a rank raised."""
 
 
 class RankFailure(TandemError):
-    """A rank died, hung or raised. The rank group of ranks ends and is replaced.
+    """A rank died, hung or raised. The rank group ends and is replaced.
 
     `cause` is one of `CAUSES`, for metrics.
     """

@@ -197,10 +197,10 @@ def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
         messages: list[Any] = [{"role": "user", "content": "Hello from distributed inference!"}]
         answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8)
         assert answer.choices[0].message.content is not None
-        disk_blocks = list(
+        pieces = list(
             client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True, temperature=0.7)
         )
-        assert disk_blocks[-1].choices[0].finish_reason in ("stop", "length")
+        assert pieces[-1].choices[0].finish_reason in ("stop", "length")
     finally:
         end(process)
 

@@ -48,7 +48,7 @@ def test_another_split_over_the_machines_finds_what_they_kept(machines: Machines
         assert len(list(disks[0].glob("*/*.kv"))) == 16 and not list(directory.iterdir())
 
 
-class EnginePool:
+class Fleet:
     """Replicas of one server, each on a machine of its own with a disk of its own."""
 
     def __init__(self, server: Served, disks: dict[str, Path]) -> None:
@@ -130,19 +130,19 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
     hosts = hostfile(machines, ["h1", "h2", {"ssh": "localhost"}])
     common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout", "200"]
     with serving(machines, *common) as server:
-        engine_pool = EnginePool(server, disks)
-        engine_pool.lent_to_all(2)
+        fleet = Fleet(server, disks)
+        fleet.lent_to_all(2)
         # A prompt that one has computed is brought to the other.
-        expected = engine_pool.ask("0", prompts[0])
-        engine_pool.written("h1", 8)
-        assert engine_pool.ask("1", prompts[0]) == expected
-        assert engine_pool.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
-        assert engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
+        expected = fleet.ask("0", prompts[0])
+        fleet.written("h1", 8)
+        assert fleet.ask("1", prompts[0]) == expected
+        assert fleet.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
+        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
         assert len(list(disks["h2"].glob("*/*.kv"))) == 8, "it is kept there too"
         # One that joins later, on the server's own machine, takes over what runs at one that drains.
-        engine_pool.command("add")
-        engine_pool.lent_to_all(3)
-        undisturbed = engine_pool.ask("1", prompts[1], 400)
+        fleet.command("add")
+        fleet.lent_to_all(3)
+        undisturbed = fleet.ask("1", prompts[1], 400)
         body = {
             "model": "default",
             "prompt": prompts[1],
@@ -150,15 +150,15 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
-            "prompt_cache_key": engine_pool.key_of("0"),
+            "prompt_cache_key": fleet.key_of("0"),
         }
         text = ""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
             for _ in range(40):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
-            before = sum(engine_pool.counted("tandem_kv_disk_brought_bytes_total").values())
-            engine_pool.command("drain", "0")
+            before = sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values())
+            fleet.command("drain", "0")
             eventually(
                 lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
                 what=lambda: server.log,
@@ -166,18 +166,18 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             while len(text) < len(undisturbed):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
         assert text.startswith(undisturbed)
-        assert sum(engine_pool.counted("tandem_kv_disk_brought_bytes_total").values()) > before
-        eventually(lambda: "0" not in engine_pool.counted("tandem_kv_disk_brought_bytes_total"), what=lambda: server.log)
+        assert sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values()) > before
+        eventually(lambda: "0" not in fleet.counted("tandem_kv_disk_brought_bytes_total"), what=lambda: server.log)
         # What is on the server's own machine is brought to others too.
-        expected = engine_pool.ask("2", prompts[2])
+        expected = fleet.ask("2", prompts[2])
         assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
-        before = engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"]
-        assert engine_pool.ask("1", prompts[2]) == expected
-        assert engine_pool.counted("tandem_kv_disk_brought_bytes_total")["1"] > before
+        before = fleet.counted("tandem_kv_disk_brought_bytes_total")["1"]
+        assert fleet.ask("1", prompts[2]) == expected
+        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > before
         # A cable that is pulled while KV comes over it: it is computed.
-        expected = engine_pool.ask("1", prompts[3])
+        expected = fleet.ask("1", prompts[3])
         assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
-        key, answers = engine_pool.key_of("2"), queue.SimpleQueue[str]()
+        key, answers = fleet.key_of("2"), queue.SimpleQueue[str]()
         machines.slow("h2", rate="1mbit")
         sent = machines.sent("h2")
         thread = threading.Thread(
@@ -218,13 +218,13 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         "40000",
     ]
     with serving(machines, *common) as server, ThreadPoolExecutor(2) as pool:
-        engine_pool = EnginePool(server, disks)
-        engine_pool.lent_to_all(2)
-        engine_pool.hands_over()
-        before, brought = engine_pool.handed_over, engine_pool.counted("tandem_kv_disk_brought_bytes_total")
+        fleet = Fleet(server, disks)
+        fleet.lent_to_all(2)
+        fleet.hands_over()
+        before, brought = fleet.handed_over, fleet.counted("tandem_kv_disk_brought_bytes_total")
         assert [server.complete(tokens, prompt=prompt) for prompt in prompts[:2]] == expected[:2]
-        assert engine_pool.handed_over == before + 1, "a short prompt stays where its answer is"
-        after = engine_pool.counted("tandem_kv_disk_brought_bytes_total")
+        assert fleet.handed_over == before + 1, "a short prompt stays where its answer is"
+        after = fleet.counted("tandem_kv_disk_brought_bytes_total")
         assert after["1"] > brought["1"] and after["0"] == brought["0"] == 0
         # The machine for prompts dies while one of them comes from it over its cable, and another is computed there.
         disk_blocks = len(list(disks["h1"].glob("*/*.kv")))
@@ -232,7 +232,7 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         sent = machines.sent("h1")
         answers = [pool.submit(server.complete, tokens, prompt=prompt) for prompt in prompts[2:]]
         eventually(lambda: machines.sent("h1") > sent + 100_000, what=lambda: server.log)
-        engine_pool.written("h1", disk_blocks + 2000 // 64 + 1)
+        fleet.written("h1", disk_blocks + 2000 // 64 + 1)
         machines.cut("h1")
         try:
             for pid in machines.processes("h1", "tandem"):
@@ -243,4 +243,4 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         finally:
             machines.heal("h1")
         server.wait_for(r"\[engine 0\].* Ranks ready again")
-        engine_pool.hands_over()
+        fleet.hands_over()

@@ -139,11 +139,11 @@ def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
 def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     alpha, beta = (server.complete(name, max_tokens=200) for name in ("alpha", "beta"))
     assert server.loaded() == {"alpha", "beta"}
-    disk_blocks: list[str] = []
+    pieces: list[str] = []
     again: list[str] = []
 
     def follow() -> None:
-        disk_blocks.extend(
+        pieces.extend(
             chunk.choices[0].text for chunk in server.client.completions.create(model="beta", prompt=PROMPT, stream=True, **LONG)
         )
 
@@ -156,7 +156,7 @@ def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     psutil.Process(victim).kill()
     other.join()
     streaming.join()
-    assert again == [alpha] and "".join(disk_blocks) == beta
+    assert again == [alpha] and "".join(pieces) == beta
     # What /health tells of an engine may be a second old.
     wait_until(lambda: sum(one["restarts"] for one in server.get("/health")["replicas"]) == 1)
     assert server.get("/health")["status"] == "healthy" and server.loaded() == {"alpha", "beta"}

@@ -163,7 +163,7 @@ class Server:
         return httpx.get(self.url + path, timeout=240, headers={"Authorization": f"Bearer {SECRET}"}).json()
 
     def stream(self, on_text: Callable[[], None] = lambda: None) -> str:
-        """A greedy answer; `on_text` is called at its first disk block."""
+        """A greedy answer; `on_text` is called at its first piece."""
         text = ""
         for chunk in self.client.completions.create(
             model="default", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stream=True, extra_body={"ignore_eos": True}

@@ -134,14 +134,14 @@ def test_a_killed_engine_costs_a_stream_a_pause(two: Replicas, options: dict[str
     stream = two.client.completions.create(
         model="default", prompt="go on", stream=True, stream_options={"include_usage": True}, **{**LONG, **options}
     )
-    disk_blocks, victim, usage = [], -1, None
+    pieces, victim, usage = [], -1, None
     for i, chunk in enumerate(stream):
-        disk_blocks += [choice.text for choice in chunk.choices]
+        pieces += [choice.text for choice in chunk.choices]
         usage = chunk.usage or usage
         if i == 20:
             [victim] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]]
             engines[victim].kill()
-    assert "".join(disk_blocks) == undisturbed
+    assert "".join(pieces) == undisturbed
     assert two.moved() == moved + 1, "the engine died too late to matter"
     assert usage is not None and usage.completion_tokens == 300
     wait_until(lambda: not engines[victim].is_running() and two.replicas()[victim]["state"] == "ready")
@@ -239,12 +239,12 @@ def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path)
         with server.client.completions.create(
             model="default", prompt=prompts[2], stream=True, **{**LONG, "max_tokens": 7000}
         ) as stream:
-            disk_blocks = [next(stream).choices[0].text for _ in range(20)]
+            pieces = [next(stream).choices[0].text for _ in range(20)]
             [victim] = [index for index, one in server.replicas().items() if one["outstanding_tokens"]]
             assert server.command("drain", str(victim)).returncode == 0
             wait_until(server.moved)  # it is not finished where it was
-            disk_blocks += [next(stream).choices[0].text for _ in range(300)]
-        text = "".join(disk_blocks)[: len(undisturbed)]
+            pieces += [next(stream).choices[0].text for _ in range(300)]
+        text = "".join(pieces)[: len(undisturbed)]
         assert undisturbed.startswith(text)
         wait_until(lambda: victim not in server.replicas())
         assert server.counted("tandem_kv_disk_hit_tokens_total")[str(1 - victim)] >= 512

@@ -39,7 +39,7 @@ PROMPTS = {name: [random.Random(name).randrange(3, 500) for _ in range(length)] 
 TOKENS = 48
 
 
-class EnginePool(Server):
+class Fleet(Server):
     """A server with roles, and what it has on its disk."""
 
     disk: Path
@@ -97,7 +97,7 @@ def expected(model: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def engine_pool(model: Path, expected: dict[str, str]) -> Iterator[EnginePool]:
+def fleet(model: Path, expected: dict[str, str]) -> Iterator[Fleet]:
     disk, log = model.parent / "kv", model.parent / "log"
     with (
         log.open("w") as errors,
@@ -115,7 +115,7 @@ def engine_pool(model: Path, expected: dict[str, str]) -> Iterator[EnginePool]:
             "cluster",
             "--prefill-chunk",
             "64",
-            kind=EnginePool,
+            kind=Fleet,
             errors=errors,
         ) as server,
     ):
@@ -123,91 +123,91 @@ def engine_pool(model: Path, expected: dict[str, str]) -> Iterator[EnginePool]:
         yield server
 
 
-def test_answers_are_those_without_roles_and_each_replica_does_its_own(engine_pool: EnginePool, expected: dict[str, str]) -> None:
-    assert engine_pool.complete("short").choices[0].text == expected["short"]
-    assert engine_pool.complete("two").choices[0].text == expected["two"]
-    assert engine_pool.handed_over == 0 == engine_pool.counted("tandem_prompt_tokens_total", PREFILL)
+def test_answers_are_those_without_roles_and_each_replica_does_its_own(fleet: Fleet, expected: dict[str, str]) -> None:
+    assert fleet.complete("short").choices[0].text == expected["short"]
+    assert fleet.complete("two").choices[0].text == expected["two"]
+    assert fleet.handed_over == 0 == fleet.counted("tandem_prompt_tokens_total", PREFILL)
     names = [*("long", "longer") * 2, *("short", "two") * 2]
     with ThreadPoolExecutor(len(names)) as pool:
-        answers = list(pool.map(engine_pool.complete, names))
+        answers = list(pool.map(fleet.complete, names))
     assert [one.choices[0].text for one in answers] == [expected[name] for name in names]
     assert all(one.usage.completion_tokens == TOKENS for one in answers)
-    assert 1 <= engine_pool.handed_over <= 4  # some may be computed where they are answered, if too much waits
-    assert engine_pool.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= 512, "it read what the other had computed"
-    before = engine_pool.handed_over
-    again = engine_pool.complete("longer")
-    assert again.choices[0].text == expected["longer"] and engine_pool.handed_over == before
+    assert 1 <= fleet.handed_over <= 4  # some may be computed where they are answered, if too much waits
+    assert fleet.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= 512, "it read what the other had computed"
+    before = fleet.handed_over
+    again = fleet.complete("longer")
+    assert again.choices[0].text == expected["longer"] and fleet.handed_over == before
     assert again.usage.prompt_tokens_details.cached_tokens >= 1280, "it is in the memory of whoever decoded it"
-    assert engine_pool.counted("tandem_requests_moved_total") == 0
-    assert "goes on at replica" not in engine_pool.log.read_text(), "it is what roles are for"
+    assert fleet.counted("tandem_requests_moved_total") == 0
+    assert "goes on at replica" not in fleet.log.read_text(), "it is what roles are for"
 
 
-def test_what_stays_is_answered_too(engine_pool: EnginePool) -> None:
-    before = engine_pool.handed_over, engine_pool.disk_blocks()
-    found = engine_pool.client.completions.create(
+def test_what_stays_is_answered_too(fleet: Fleet) -> None:
+    before = fleet.handed_over, fleet.disk_blocks()
+    found = fleet.client.completions.create(
         model="default", prompt=PROMPTS["alone"], max_tokens=3, echo=True, logprobs=1
     ).choices[0]
     assert found.logprobs is not None and len(found.logprobs.token_logprobs) == len(PROMPTS["alone"]) + 3
     secret = [5, *PROMPTS["alone"]]
-    answer = engine_pool.client.completions.create(
+    answer = fleet.client.completions.create(
         model="default", prompt=secret, max_tokens=3, extra_body={"prompt_cache_retention": "in_memory"}
     )
     assert answer.usage.completion_tokens == 3
-    assert engine_pool.client.embeddings.create(model="default", input=PROMPTS["alone"]).data[0].embedding
-    assert engine_pool.handed_over == before[0]
+    assert fleet.client.embeddings.create(model="default", input=PROMPTS["alone"]).data[0].embedding
+    assert fleet.handed_over == before[0]
 
 
-def test_roles_are_shown(engine_pool: EnginePool) -> None:
-    assert {number: one["role"] for number, one in engine_pool.replicas().items()} == {0: "prefill", 1: "decode"}
-    listed = engine_pool.command("replica", "list", "--port", engine_pool.port).stdout.splitlines()
+def test_roles_are_shown(fleet: Fleet) -> None:
+    assert {number: one["role"] for number, one in fleet.replicas().items()} == {0: "prefill", 1: "decode"}
+    listed = fleet.command("replica", "list", "--port", fleet.port).stdout.splitlines()
     assert listed[0].split()[:3] == ["replica", "role", "state"]
     assert [line.split()[:3] for line in listed[1:]] == [["0", "prefill", "ready"], ["1", "decode", "ready"]]
-    [look] = json.loads(engine_pool.command("status", "--port", engine_pool.port, "--interval", "0", "--json").stdout)
+    [look] = json.loads(fleet.command("status", "--port", fleet.port, "--interval", "0", "--json").stdout)
     assert [one["role"] for one in look["replicas"]] == ["prefill", "decode"]
 
 
 @pytest.mark.parametrize("who", ["rank", "engine"])
-def test_what_dies_in_the_middle_of_a_prompt_costs_a_pause(engine_pool: EnginePool, expected: dict[str, str], who: str) -> None:
-    wait_until(engine_pool.all_ready)
-    before, read = engine_pool.disk_blocks(), engine_pool.counted("tandem_kv_disk_hit_tokens_total", DECODE)
+def test_what_dies_in_the_middle_of_a_prompt_costs_a_pause(fleet: Fleet, expected: dict[str, str], who: str) -> None:
+    wait_until(fleet.all_ready)
+    before, read = fleet.disk_blocks(), fleet.counted("tandem_kv_disk_hit_tokens_total", DECODE)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(engine_pool.complete, who)
-        wait_until(lambda: engine_pool.disk_blocks() >= before + 12, "disk blocks are written while the prompt is computed")
+        answer = pool.submit(fleet.complete, who)
+        wait_until(lambda: fleet.disk_blocks() >= before + 12, "disk blocks are written while the prompt is computed")
         if who == "engine":
-            engine_pool.engine(PREFILL).kill()
+            fleet.engine(PREFILL).kill()
         else:
-            os.kill(next(one["pid"] for one in engine_pool.get("/health")["ranks"] if one["replica"] == PREFILL), signal.SIGKILL)
+            os.kill(next(one["pid"] for one in fleet.get("/health")["ranks"] if one["replica"] == PREFILL), signal.SIGKILL)
         assert answer.result().choices[0].text == expected[who]
-    assert engine_pool.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= read + 512
-    wait_until(engine_pool.all_ready)
+    assert fleet.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= read + 512
+    wait_until(fleet.all_ready)
 
 
-def test_a_stream_whose_replica_dies_goes_on_at_the_one_for_prompts(engine_pool: EnginePool, expected: dict[str, str]) -> None:
-    moved, handed = engine_pool.counted("tandem_requests_moved_total"), engine_pool.handed_over
-    with engine_pool.client.completions.create(
+def test_a_stream_whose_replica_dies_goes_on_at_the_one_for_prompts(fleet: Fleet, expected: dict[str, str]) -> None:
+    moved, handed = fleet.counted("tandem_requests_moved_total"), fleet.handed_over
+    with fleet.client.completions.create(
         model="default", prompt=PROMPTS["decode"], max_tokens=5000, temperature=0, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
         text = next(stream).choices[0].text
-        wait_until(lambda: engine_pool.handed_over > handed and engine_pool.replicas()[DECODE]["running"])
-        engine_pool.engine(DECODE).kill()
-        wait_until(lambda: engine_pool.counted("tandem_requests_moved_total") > moved)
+        wait_until(lambda: fleet.handed_over > handed and fleet.replicas()[DECODE]["running"])
+        fleet.engine(DECODE).kill()
+        wait_until(lambda: fleet.counted("tandem_requests_moved_total") > moved)
         while len(text) < len(expected["decode"]):
             text += next(stream).choices[0].text
     assert text.startswith(expected["decode"])
-    wait_until(engine_pool.all_ready)
+    wait_until(fleet.all_ready)
 
 
-def test_roles_come_and_go_while_it_serves(engine_pool: EnginePool, expected: dict[str, str]) -> None:
-    command = partial(engine_pool.command, "replica")
-    handed = engine_pool.handed_over
-    assert command("drain", str(PREFILL), "--port", engine_pool.port).returncode == 0
-    wait_until(lambda: PREFILL not in engine_pool.replicas())
-    assert engine_pool.complete("alone").choices[0].text == expected["alone"] and engine_pool.handed_over == handed
-    assert command("add", "--role", "prefill", "--port", engine_pool.port).returncode == 0
-    wait_until(lambda: len(engine_pool.replicas()) == 2 and engine_pool.all_ready())
-    assert [one["role"] for one in engine_pool.replicas().values()] == ["decode", "prefill"]
-    assert engine_pool.complete("again").choices[0].text == expected["again"] and engine_pool.handed_over == handed + 1
-    wrong = command("add", "--role", "reader", "--port", engine_pool.port)
+def test_roles_come_and_go_while_it_serves(fleet: Fleet, expected: dict[str, str]) -> None:
+    command = partial(fleet.command, "replica")
+    handed = fleet.handed_over
+    assert command("drain", str(PREFILL), "--port", fleet.port).returncode == 0
+    wait_until(lambda: PREFILL not in fleet.replicas())
+    assert fleet.complete("alone").choices[0].text == expected["alone"] and fleet.handed_over == handed
+    assert command("add", "--role", "prefill", "--port", fleet.port).returncode == 0
+    wait_until(lambda: len(fleet.replicas()) == 2 and fleet.all_ready())
+    assert [one["role"] for one in fleet.replicas().values()] == ["decode", "prefill"]
+    assert fleet.complete("again").choices[0].text == expected["again"] and fleet.handed_over == handed + 1
+    wrong = command("add", "--role", "reader", "--port", fleet.port)
     assert wrong.returncode == 2 and "decode" in wrong.stderr and "Traceback" not in wrong.stderr
 
 

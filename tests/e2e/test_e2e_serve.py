@@ -152,13 +152,13 @@ class TestServer:
         options = {"max_tokens": 300, "extra_body": {"ignore_eos": True}}
         undisturbed = answer(tiny, "go on", **options).choices[0].message.content
         stream = answer(tiny, "go on", stream=True, **options)
-        disk_blocks = []
+        pieces = []
         for i, chunk in enumerate(stream):
-            disk_blocks.append(chunk.choices[0].delta.content or "")
+            pieces.append(chunk.choices[0].delta.content or "")
             if i == 20:
                 health = httpx.get(f"{tiny.url}/health", headers={"x-api-key": "secret"}, timeout=240).json()
                 os.kill(health["ranks"][1]["pid"], signal.SIGKILL)
-        assert "".join(disk_blocks) == undisturbed
+        assert "".join(pieces) == undisturbed
 
     def test_idle_ranks_cost_no_cpu(self, tiny: Server) -> None:
         answer(tiny, "hello", max_tokens=2)

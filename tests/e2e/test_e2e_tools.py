@@ -67,14 +67,14 @@ def test_forced_calls(client: OpenAI, choice: Any) -> None:
 def test_streamed_calls_add_up_to_the_whole_ones(client: OpenAI) -> None:
     fields = {**CHAT, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 5}
     whole = client.chat.completions.create(**fields).choices[0].message.tool_calls[0].function
-    name, arguments, disk_blocks = "", "", 0
+    name, arguments, pieces = "", "", 0
     for chunk in client.chat.completions.create(**fields, stream=True):
         for call in chunk.choices[0].delta.tool_calls or ():
             name += call.function.name or ""
             arguments += call.function.arguments
-            disk_blocks += 1
+            pieces += 1
     assert (name, arguments) == (whole.name, whole.arguments)
-    assert disk_blocks > 3, "arguments stream"
+    assert pieces > 3, "arguments stream"
 
 
 def test_structured_output(client: OpenAI) -> None:

@@ -96,7 +96,7 @@ def test_an_unlisted_type_is_tried_in_a_process_of_its_own(tmp_path: Path, caplo
 
 def test_a_trial_that_takes_much_memory_is_ended(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(UNLISTED))
-    program = "from tandem.loading import dry_run; trial.MOST_BYTES = 10**6; dry_run.tried(__import__('sys').argv[1])"
+    program = "from tandem.loading import dry_run; dry_run.MOST_BYTES = 10**6; dry_run.tried(__import__('sys').argv[1])"
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert done.stdout == "it takes more than 0.001 GB, cut down as it is\n"
     assert done.returncode == EXIT_MEMORY

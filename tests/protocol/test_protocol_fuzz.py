@@ -132,9 +132,9 @@ Edit = st.tuples(st.integers(0, 10**6), st.integers(0, 4), st.binary(max_size=6)
 
 def damaged(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
     """`data` with some bytes put in, replaced and left out."""
-    for place, length, disk_block in edits:
+    for place, length, piece in edits:
         at = place % (len(data) + 1)
-        data = data[:at] + disk_block + data[at + length :]
+        data = data[:at] + piece + data[at + length :]
     return data
 
 

@@ -249,7 +249,7 @@ def test_a_cached_prefix_costs_what_its_states_take() -> None:
         assert sum(len(plan.saves) - len(plan.evicts) for plan in plans if plan is not None) == kept
 
 
-def test_a_prefix_that_no_cached_prefix_holds_is_computed_again_in_bounded_disk_blocks() -> None:
+def test_a_prefix_that_no_cached_prefix_holds_is_computed_again_in_bounded_parts() -> None:
     one = adapter()
     plan = one.plan(first_step("b", list(range(230)), computed=128))  # type: ignore[arg-type]
     assert plan is not None and not plan.restores

@@ -44,9 +44,9 @@ async def _all(model: Path, prompts: list[list[int]], stops: list[int | None], *
     try:
         tasks = [_one(llm, f"r{i}", prompt, stop) for i, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))]
         found = await asyncio.wait_for(asyncio.gather(*tasks), 400)
-        from vllm.v1.metrics.reader import get_metrics_cached_prefix
+        from vllm.v1.metrics.reader import get_metrics_snapshot
 
-        preempted = sum(int(one.value) for one in get_metrics_cached_prefix() if one.name == "vllm:num_preemptions")
+        preempted = sum(int(one.value) for one in get_metrics_snapshot() if one.name == "vllm:num_preemptions")
         return found, preempted
     finally:
         llm.shutdown()

@@ -76,7 +76,7 @@ class EngineMetrics:
         self.disk_written_seconds = counter("kv_disk_write_seconds", "What writing took, of all ranks together.")
         self.disk_failures = counter("kv_disk_failures", "Prefixes on disk that could not be used.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
-        self.failures = counter("gang_failures", "Failures of a rank group of ranks by what was found.", "cause")
+        self.failures = counter("gang_failures", "Failures of a rank group by what was found.", "cause")
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
         self.degraded = gauge("degraded", "1 while fewer machines serve than the layout names.")
         self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")

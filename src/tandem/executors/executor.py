@@ -21,7 +21,7 @@ def do_nothing() -> None:
 
 
 class Executor(ABC):
-    """A rank group of ranks, or one in this process. Used by one thread."""
+    """A rank group, or one in this process. Used by one thread."""
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Called about every 0.1 s while `start` and `close` wait for ranks."""

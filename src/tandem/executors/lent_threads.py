@@ -23,7 +23,7 @@ _unused: list[queue.SimpleQueue[_Work]] = []
 
 
 class LentThread:
-    """Does one disk block of work, as a thread of `start_thread` does."""
+    """Does one piece of work, as a thread of `start_thread` does."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Begins at once."""

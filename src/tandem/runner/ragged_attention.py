@@ -18,7 +18,7 @@ import mlx.core as mx
 from tandem.loading.quantized_kv import Quantized
 from tandem.runner.kv_buffer import Attention
 
-WARPS, MICRO_BATCHES = 4, 32
+WARPS, LANES = 4, 32
 BLOCKS = 264
 """Blocks that fill a GPU: two for each processor of the largest."""
 PART = 2048
@@ -40,7 +40,7 @@ _ATTEND = r"""
     constexpr int W = 4, E = D / 32;
     const int parts = gridDim.y, part = blockIdx.y;
     const int head = blockIdx.x % KVH, row = blockIdx.x / KVH;
-    const int warp = threadIdx.x / 32, micro-batch = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int length = lengths[row] + 1;
     const int each = (length + parts - 1) / parts;
     const int begin = part * each, end = min(length, begin + each);
@@ -48,7 +48,7 @@ _ATTEND = r"""
     float qr[G][E], acc[G][E], top[G], sum[G];
     for (int g = 0; g < G; g++) {
         top[g] = -1e30f; sum[g] = 0.f;
-        const T* qp = q + (long)row * q_strides[0] + (long)(head * G + g) * q_strides[1] + micro-batch * E;
+        const T* qp = q + (long)row * q_strides[0] + (long)(head * G + g) * q_strides[1] + lane * E;
         for (int e = 0; e < E; e++) { qr[g][e] = float(qp[e]) * scale[0]; acc[g][e] = 0.f; }
     }
     for (int p = begin + warp; p < end; p += W) {
@@ -64,9 +64,9 @@ _ATTEND = r"""
         }
     }
     __shared__ float tops[W][G], sums[W][G], accs[W][D];
-    for (int g = 0; g < G; g++) if (!micro-batch) { tops[warp][g] = top[g]; sums[warp][g] = sum[g]; }
+    for (int g = 0; g < G; g++) if (!lane) { tops[warp][g] = top[g]; sums[warp][g] = sum[g]; }
     for (int g = 0; g < G; g++) {
-        for (int e = 0; e < E; e++) accs[warp][micro-batch * E + e] = acc[g][e];
+        for (int e = 0; e < E; e++) accs[warp][lane * E + e] = acc[g][e];
         __syncthreads();
         const long at = ((long)row * KVH + head) * G + g;
         for (int d = threadIdx.x; d < D; d += W * 32) {
@@ -79,8 +79,8 @@ _ATTEND = r"""
 """
 _FULL = {
     "BEGIN": r"""
-    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + micro-batch * E;
-    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + micro-batch * E;
+    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
+    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
 """,
     "READ": r"""
         for (int e = 0; e < E; e++) {
@@ -103,7 +103,7 @@ _GROUPED = {
         const uint32_t* kw = kp + (long)p * k_strides[2], * vw = vp + (long)p * v_strides[2];
         const T* kc = ksp + (long)p * ks_strides[2], * ka = kbp + (long)p * kb_strides[2];
         const T* vc = vsp + (long)p * vs_strides[2], * va = vbp + (long)p * vb_strides[2];
-        const int d = micro-batch * E;
+        const int d = lane * E;
         if constexpr (SIZE % E == 0) {  // all of one group, in whole words or within one
             constexpr int FIT = E < EACH ? E : EACH;
             const int g = d / SIZE;
@@ -211,7 +211,7 @@ def attend(
     template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
     template += [("BITS", keys.groups.bits), ("SIZE", keys.groups.size)] if isinstance(keys, Quantized) else []
     inputs = [queries, *_arrays(keys), *_arrays(values), lengths, _number(scale)]
-    launch = {"grid": (rows * kv_heads * WARPS * MICRO_BATCHES, parts, 1), "threadgroup": (WARPS * MICRO_BATCHES, 1, 1)}
+    launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
     out: mx.array
     if parts == 1:
         [out] = _kernel("whole", grouped)(
@@ -228,8 +228,8 @@ def attend(
     [out] = _kernel("join")(
         inputs=[partial, stats],
         template=[("T", queries.dtype), ("D", dim)],
-        grid=(rows * heads * MICRO_BATCHES * WARPS, 1, 1),
-        threadgroup=(MICRO_BATCHES * WARPS, 1, 1),
+        grid=(rows * heads * LANES * WARPS, 1, 1),
+        threadgroup=(LANES * WARPS, 1, 1),
         output_shapes=[(rows, heads, 1, dim)],
         output_dtypes=[queries.dtype],
     )

@@ -49,7 +49,7 @@ class Guard:
         self._most = MOST if soft == resource.RLIM_INFINITY else max(min(MOST, soft // 8), 4)
         self._strangers: dict[int, tuple[str, float]] = {}
         """Address and time of each connection that counts, by descriptor, the oldest first."""
-        self._standby: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._spare_fd: int | None = os.open(os.devnull, os.O_RDONLY)
         """A descriptor for a connection that waits when there is no other: it is accepted and closed. ZeroMQ would
         try again without a pause."""
         self._monitor = bound.get_monitor_socket(_EVENTS)
@@ -60,8 +60,8 @@ class Guard:
         with contextlib.suppress(zmq.ZMQError):
             self._bound.disable_monitor()
         self._thread.join()
-        if self._standby is not None:
-            os.close(self._standby)
+        if self._spare_fd is not None:
+            os.close(self._spare_fd)
 
     def _run(self) -> None:
         while True:
@@ -85,9 +85,9 @@ class Guard:
                 self._name,
                 os.strerror(number),
             )
-            if self._standby is not None:
-                os.close(self._standby)
-                self._standby = None
+            if self._spare_fd is not None:
+                os.close(self._spare_fd)
+                self._spare_fd = None
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._keyless_s is None and self._strangers:
                 self._strangers.popitem()
@@ -100,15 +100,15 @@ class Guard:
                 self._endpoint,
                 kind=self._endpoint,
             )
-        if self._standby is None and event != zmq.EVENT_ACCEPT_FAILED:
+        if self._spare_fd is None and event != zmq.EVENT_ACCEPT_FAILED:
             with contextlib.suppress(OSError):  # there is still none
-                self._standby = os.open(os.devnull, os.O_RDONLY)
+                self._spare_fd = os.open(os.devnull, os.O_RDONLY)
 
     def _admit(self, number: int) -> None:
         """Count a connection. Above a quarter of the limit for its address it is closed; above the limit in all the
         address with the most loses its oldest. Ended ones are skipped."""
         address = self._peer(number)
-        if self._standby is None:
+        if self._spare_fd is None:
             self._peer(number, shut=True)
             return
         self._strangers[number] = (address or "", time.monotonic())

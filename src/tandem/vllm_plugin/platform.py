@@ -14,6 +14,7 @@ from vllm.utils.network_utils import get_ip
 
 from tandem.env import machine_memory, variable
 from tandem.launchers.ray.nodes import UNIT
+from tandem.protocol.disk_blocks import BLOCK_SIZE
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.params import check
 from tandem.vllm_plugin.rendezvous import add_keys
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.tandem")
-
-BLOCK = 32
-"""Positions in a KV block: those of a hashed block of our prefix cache."""
 
 
 class TandemPlatform(Platform):
@@ -148,7 +146,7 @@ class TandemPlatform(Platform):
             parallel.distributed_executor_backend = TandemRayExecutor
         cache = vllm_config.cache_config
         if not cache.user_specified_block_size:
-            cache.block_size = BLOCK
+            cache.block_size = BLOCK_SIZE
         add_keys(vllm_config)
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -44,7 +44,7 @@ logger = init_logger("vllm.tandem")
 
 KV_SHARE = 0.5
 """Share of the memory beside the weights that vLLM may hand out as blocks. Rows are as long as the longest of their
-batch, where blocks are exact, and cached prefixes of prefixes lie beside the rows."""
+batch, where blocks are exact, and cached prefixes lie beside the rows."""
 STOP_S = 2.0
 
 

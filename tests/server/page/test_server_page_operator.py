@@ -151,7 +151,7 @@ def test_downloads_and_loading_are_shown_with_progress(page: Window, engine: Any
     page.until(lambda: page.run("return document.querySelector('progress').position") == 0.5, "it goes on")
 
 
-def test_a_request_in_inflight_can_be_cancelled(page: Window, engine: Any, scripted: Any) -> None:
+def test_a_request_in_flight_can_be_cancelled(page: Window, engine: Any, scripted: Any) -> None:
     engine.hold = True
     try:
         page.view("chat")

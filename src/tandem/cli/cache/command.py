@@ -18,7 +18,7 @@ from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
 from tandem.json_types import JsonObject
 from tandem.kv.files import ABOUT, MARK
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.disk_blocks import BLOCK_SIZE, DISK_BLOCK
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 
@@ -217,7 +217,7 @@ def _warm(arguments: argparse.Namespace) -> int:
             )
             kept &= bool(one["memory_tokens"] or one["disk_tokens"])
     if not kept:
-        print("Not all is kept: a prompt has fewer than 32 tokens, or there is no room (`tandem cache info`).")
+        print(f"Not all is kept: a prompt has fewer than {BLOCK_SIZE} tokens, or there is no room (`tandem cache info`).")
     return 0 if kept else 1
 
 

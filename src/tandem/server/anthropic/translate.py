@@ -47,8 +47,8 @@ def _conversation(fields: CountRequest) -> list[Json]:
     messages: list[Json] = []
     if fields.system:
         messages.append({"role": "system", "content": _text(fields.system)})
-    for role, fair_semaphore in groupby(fields.messages, key=lambda turn: turn.role):
-        blocks = [block for turn in fair_semaphore for block in turn.content]
+    for role, turns in groupby(fields.messages, key=lambda turn: turn.role):
+        blocks = [block for turn in turns for block in turn.content]
         if role == "assistant":
             messages.append(_assistant(blocks))
         else:
