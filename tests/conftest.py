@@ -28,7 +28,7 @@ LONGEST = {
     "test_pages_commands.py",
     "test_e2e_ray.py",
     "test_selftest_served.py",
-    "test_engine_soak_kinds.py",
+    "test_engine_soak.py",
     "test_e2e_kinds.py",
     "test_faults_ranks.py",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -9,6 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -65,6 +67,75 @@ def api_of(server: psutil.Process) -> psutil.Process:
     """The process that serves HTTP, among those that this one has started."""
     [api] = [one for one in server.children(recursive=True) if {"tandem.cli.processes", "api"} <= set(one.cmdline())]
     return api
+
+
+class Call:
+    """One HTTP request in a thread of its own."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        self.chunks = 0
+        self.result: dict[str, Any] = {}
+        self.error: Exception | None = None
+        self.status = 0
+        self._url, self._body = url, {"model": "default", "ignore_eos": True, **body}
+        if body.get("stream"):
+            self._body["stream_options"] = {"include_usage": True}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with httpx.Client(timeout=PATIENCE_S, verify=TLS) as client:
+                if self._body.get("stream"):
+                    self._stream(client)
+                else:
+                    reply = client.post(f"{self._url}/v1/completions", json=self._body)
+                    self.status = reply.status_code
+                    if reply.status_code == 200:
+                        whole = reply.json()
+                        self._add(whole)
+                        self.result["usage"] = whole["usage"]
+                    else:
+                        self.result = reply.json()
+        except (httpx.HTTPError, ValueError) as error:
+            self.error = error
+
+    def _stream(self, client: httpx.Client) -> None:
+        with client.stream("POST", f"{self._url}/v1/completions", json=self._body) as reply:
+            self.status = reply.status_code
+            for line in reply.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    self.result["done"] = True
+                    break
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    self.result["error"] = chunk["error"]
+                elif chunk.get("choices"):
+                    self._add(chunk)
+                if chunk.get("usage"):
+                    self.result["usage"] = chunk["usage"]
+
+    def _add(self, reply: dict[str, Any]) -> None:
+        self.chunks += 1
+        [choice] = reply["choices"]
+        self.result["text"] = self.result.get("text", "") + choice["text"]
+        if choice.get("logprobs"):
+            self.result.setdefault("logprobs", []).extend(choice["logprobs"]["token_logprobs"])
+        if choice["finish_reason"]:
+            self.result["finish_reason"] = choice["finish_reason"]
+
+    @property
+    def running(self) -> bool:
+        """No answer yet, or not all of it."""
+        return self._thread.is_alive()
+
+    def join(self) -> Call:
+        """Wait for its end."""
+        self._thread.join(PATIENCE_S)
+        assert not self.running, f"no end of {self._body}"
+        return self
 
 
 def start(*arguments: str | Path, errors: Any = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +15,13 @@ import httpx
 import psutil
 import pytest
 
-from served import wait_until
+import served
+from served import TLS, Call, assert_gone, wait_until
 from tandem.launchers.process_groups import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-LAYOUTS = {"one rank": [], "stages": ["-pp", "2"], "replicas": ["-dp", "2"]}
+LAYOUTS = {"stages": ["-pp", "2"], "replicas": ["-dp", "2"]}
 ENDLESS = 25_000
 
 
@@ -36,75 +33,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def command(*arguments: str, ready: str | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A tandem command, and its address when `ready`; afterwards nothing of it is left."""
+def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A tandem command; afterwards nothing of it is left."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "tandem", *arguments], text=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     family: list[psutil.Process] = []
     try:
-        found = None
-        if ready is not None:
-            assert process.stdout is not None
-            readable, _, _ = select.select([process.stdout], [], [], 240)
-            found = re.search(ready, process.stdout.readline() if readable else "")
-            assert found, "not ready"
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield process, found[1] if found else ""
+        yield process
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=240)
-        assert not alive, "a child outlived the server"
+        assert_gone(family)
 
 
 @contextmanager
 def serving(model: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    options = ["--kv-tokens", "60000", "--port", "0", *arguments]
-    with command("serve", model, *options, ready=r"Tandem is ready: (\S+)") as started:
-        wait_until(lambda: ready(started[1]))
-        yield started
+    with served.serving(model, "--kv-tokens", "60000", *arguments) as server:
+        wait_until(lambda: ready(server.url))
+        yield server.process, server.url
 
 
-class Stream:
-    """A streamed completion, read by a thread."""
-
-    def __init__(self, url: str, max_tokens: int) -> None:
-        self.chunks: list[Any] = []
-        self.done = False
-        self._body = {"prompt": "go on", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        self._url = url
-        self.thread = threading.Thread(target=self._read)
-        self.thread.start()
-
-    def _read(self) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=300) as response:
-            assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    self.done = True
-                elif line.startswith("data: "):
-                    self.chunks.append(json.loads(line.removeprefix("data: ")))
-
-    @property
-    def error(self) -> Any:
-        return self.chunks[-1].get("error")
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
-        return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-
-
-def streams(url: str, count: int, max_tokens: int) -> list[Stream]:
+def streams(url: str, count: int, max_tokens: int) -> list[Call]:
     """Streams that have begun."""
-    started = [Stream(url, max_tokens) for _ in range(count)]
+    body = {"prompt": "go on", "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    started = [Call(url, body) for _ in range(count)]
     wait_until(lambda: all(one.chunks for one in started))
     return started
 
 
 def ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready", timeout=240).status_code == 200
+    return httpx.get(f"{url}/health/ready", timeout=240, verify=TLS).status_code == 200
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,18 +74,17 @@ def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str)
         running = streams(url, 3, 1000)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
-        assert not any(one.done for one in running), "not ready before anything has ended"
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240)
+        assert all(one.running for one in running), "not ready before anything has ended"
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240, verify=TLS)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert int(refused.headers["retry-after"]) > 0
-        assert httpx.get(f"{url}/health/live", timeout=240).status_code == 200
+        assert httpx.get(f"{url}/health/live", timeout=240, verify=TLS).status_code == 200
         for one in running:
-            one.thread.join(300)
-            assert one.done and one.finish_reasons == ["length"]
+            assert (result := one.join().result)["done"] and result["finish_reason"] == "length"
         assert process.wait(240) == 0
 
 
-@pytest.mark.parametrize(("how", "layout"), [("deadline", "replicas"), ("second signal", "one rank")])
+@pytest.mark.parametrize(("how", "layout"), [("deadline", "replicas"), ("second signal", "stages")])
 def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str) -> None:
     timeout = "2" if how == "deadline" else "600"
     with serving(model, *LAYOUTS[layout], "--drain-timeout", timeout) as (process, url):
@@ -134,9 +94,9 @@ def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str)
             wait_until(lambda: not ready(url))
             process.send_signal(signal.SIGTERM)
         for one in running:
-            one.thread.join(240)
-            assert one.error["code"] == "shutting_down" and one.error["type"] == "server_error"
-            assert one.done and not one.finish_reasons
+            result = one.join().result
+            assert result["error"]["code"] == "shutting_down" and result["error"]["type"] == "server_error"
+            assert result["done"] and "finish_reason" not in result
         assert process.wait(240) == 0
 
 
@@ -145,17 +105,14 @@ def apart(model: str, socket_path: Path, timeout: str) -> Iterator[tuple[subproc
     port = str(free_ports(1)[0])
     common = ["--engine-socket", str(socket_path), "--drain-timeout", timeout]
     url = f"http://127.0.0.1:{port}"
-    with (
-        command("engine", model, "--kv-tokens", "60000", *common) as (engine, _),
-        command("api", "--port", port, *common) as (api, _),
-    ):
+    with command("engine", model, "--kv-tokens", "60000", *common) as engine, command("api", "--port", port, *common) as api:
         wait_until(lambda: _answers(url) and ready(url))
         yield engine, api, url
 
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/live", timeout=240).status_code == 200
+        return httpx.get(f"{url}/health/live", timeout=240, verify=TLS).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -166,11 +123,10 @@ def test_apart(model: str, tmp_path: Path, who: str) -> None:
         running = streams(url, 2, 1000)
         (engine if who == "engine" else api).send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
-        assert not any(one.done for one in running)
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240).status_code == 503
+        assert all(one.running for one in running)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240, verify=TLS).status_code == 503
         for one in running:
-            one.thread.join(300)
-            assert one.done and one.finish_reasons == ["length"]
+            assert (result := one.join().result)["done"] and result["finish_reason"] == "length"
         assert (engine if who == "engine" else api).wait(240) == 0
         other = api if who == "engine" else engine
         assert other.poll() is None, "the other one stays"
@@ -181,8 +137,8 @@ def test_an_engine_apart_at_its_deadline(model: str, tmp_path: Path) -> None:
     with apart(model, tmp_path / "e.sock", "3") as (engine, _, url):
         [running] = streams(url, 1, ENDLESS)
         engine.send_signal(signal.SIGTERM)
-        running.thread.join(240)
-        assert running.done and running.error["code"] == "shutting_down"
+        result = running.join().result
+        assert result["done"] and result["error"]["code"] == "shutting_down"
         assert engine.wait(240) == 0
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240)
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240, verify=TLS)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0

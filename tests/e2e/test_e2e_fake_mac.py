@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,6 +18,7 @@ import pytest
 
 from macs import TOOLS, answers, mac_environment
 from pids import gone
+from served import wait_until
 from tandem.testing import tiny_model
 
 BODY = {"model": "default", "prompt": [7, 8, 9], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -83,13 +83,6 @@ def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mac]:
     one("down", "--now")
 
 
-def eventually(condition: Callable[[], object], what: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
     up = mac("up", mac.model, "--port", "0", "-pp", "2", "--fast-sync", "on", "--wired", "1GB")
@@ -98,7 +91,7 @@ def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
     [server] = json.loads(mac("status", "--json", "--interval", "0").stdout)
     ranks = [rank["pid"] for rank in server["replicas"][0]["ranks"]]
     assert all(rank["wired_bytes"] == 0 for rank in server["replicas"][0]["ranks"])  # it computes on the CPU
-    eventually(lambda: {*ranks, server["replicas"][0]["pid"]} <= mac.caffeinated(), "sleep is held off for all")
+    wait_until(lambda: {*ranks, server["replicas"][0]["pid"]} <= mac.caffeinated(), "sleep is held off for all")
     assert all(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256 for pid in ranks)
     url = f"{server['address']}/v1/completions"
     calm = httpx.post(url, json=BODY, timeout=240).json()["choices"][0]["text"]
@@ -109,7 +102,7 @@ def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
         assert gone(victim)
     assert mac("down").returncode == 0
     holders = [int(line.split()[0]) for line in (mac.said / "caffeinate.log").read_text().splitlines()]
-    eventually(lambda: all(map(gone, holders)), "something holds sleep off, though nothing runs")
+    wait_until(lambda: all(map(gone, holders)), "something holds sleep off, though nothing runs")
 
 
 @pytest.mark.slow

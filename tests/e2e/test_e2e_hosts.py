@@ -24,12 +24,6 @@ def test_the_demo_model_in_a_pipeline_over_two_machines_and_ctrl_c(machines: Mac
         assert server.stop(signal.SIGINT) == 0
 
 
-def test_tensor_parallel_over_two_machines(machines: Machines, tiny: Path, expected: str) -> None:
-    path = hostfile(machines, ["h1", "h2"], backend="ring", envs=["TANDEM_TEST_WORD=1"])
-    with serving(machines, str(tiny), "--hostfile", path, "--tensor-parallel-size", "2") as server:
-        assert server.complete() == expected
-
-
 def test_two_stages_over_three_machines_with_weights_from_the_head(
     machines: Machines, tiny: Path, expected: str, tmp_path: Path
 ) -> None:
@@ -41,28 +35,11 @@ def test_two_stages_over_three_machines_with_weights_from_the_head(
         assert all(any((tmp_path / name).rglob("*.safetensors")) for name in machines.names)
 
 
-def test_replicas_on_machines_of_their_own(machines: Machines, tiny: Path, expected: str) -> None:
-    path = hostfile(machines, ["h1", "h2"])
-    with serving(machines, str(tiny), "--hostfile", path, "--data-parallel-size", "2") as server:
-        assert "2 rank(s), 1 stage(s), 2 replicas" in server.log
-        assert all(len(machines.processes(name, "tandem.executors.worker")) == 1 for name in ("h1", "h2"))
-        assert server.complete() == expected
-
-
 def fails(machines: Machines, tiny: Path, *arguments: str, code: int = 2) -> str:
     """The last line of a server that cannot start."""
     with serving(machines, str(tiny), *arguments, ready=False) as server:
         assert server.process.wait(240) == code, server.log
         return [line for line in server.log.splitlines() if "tandem: " in line][-1]
-
-
-def test_a_machine_that_is_off_is_named(machines: Machines, tiny: Path) -> None:
-    path = hostfile(machines, ["h1", "h2"])
-    machines.cut("h2")
-    try:
-        assert "host h2: it cannot be reached; ping -c 3 h2   (is it on" in fails(machines, tiny, "--hostfile", path)
-    finally:
-        machines.heal("h2")
 
 
 def test_a_name_that_nobody_knows(machines: Machines, tiny: Path) -> None:
@@ -90,30 +67,6 @@ def test_a_machine_whose_host_key_is_not_known_is_named(machines: Machines, tiny
         known.write_text(before)
 
 
-def test_another_version_is_named_with_its_machine(machines: Machines, tiny: Path, tmp_path: Path) -> None:
-    old = tmp_path / "mlx-0.1.0.dist-info"
-    old.mkdir()
-    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx\nVersion: 0.1.0\n")
-    before = machines.variables["h2"]["PYTHONPATH"]
-    machines.set_variables("h2", {"PYTHONPATH": f"{tmp_path}:{before}"})
-    try:
-        line = fails(machines, tiny, "--hostfile", hostfile(machines, ["h1", "h2"]))
-    finally:
-        machines.set_variables("h2", {"PYTHONPATH": before})
-    assert "h2 has mlx 0.1.0 (here " in line and "install the same versions" in line
-
-
 def test_a_machine_without_tandem_is_named(machines: Machines, tiny: Path) -> None:
     path = hostfile(machines, ["h1", {"ssh": "h2", "python": "/nowhere/python"}])
     assert "host h2: no Python with Tandem was found there" in fails(machines, tiny, "--hostfile", path)
-
-
-def test_an_address_that_the_machine_does_not_have_is_named(machines: Machines, tiny: Path) -> None:
-    path = hostfile(machines, ["h1", {"ssh": "h2", "ips": [machines["h1"].address]}])
-    line = fails(machines, tiny, "--hostfile", path)
-    assert f"host h2: h2 has no address {machines['h1'].address}" in line
-
-
-def test_more_ranks_than_hosts(machines: Machines, tiny: Path) -> None:
-    line = fails(machines, tiny, "--hostfile", hostfile(machines, ["h1", "h2"]), "-pp", "3")
-    assert "the layout has 3 ranks" in line and "has 2 hosts" in line

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hosts import Served, eventually, serving
+from hosts import eventually, serving
 from netns import Machines
 
 pytestmark = pytest.mark.slow
@@ -86,32 +86,8 @@ def test_who_may_not_join_is_told_why_and_disturbs_nobody(machines: Machines, ti
             join(machines, name)
         server.wait_ready()
         assert "rank 0 is taken" in refused(machines, "h2", "--rank", "0")
-        assert "layout has 2 ranks" in refused(machines, "h2", "--rank", "7")
-        token = machines["h2"].home / "token"
-        token.chmod(0o644)
-        assert "chmod 600" in refused(machines, "h2")
-        token.write_text('{"no": "token"}')
-        token.chmod(0o600)
-        assert "is not a token file" in refused(machines, "h2")
-        token.unlink()
+        (machines["h2"].home / "token").unlink()
         machines.run("h2", ["python", "-c", "from tandem.launchers.manual import make_token; make_token('token')"])
         assert "refused: the token is not that of this head" in refused(machines, "h2", "--join-timeout", "4")
         assert server.log.count("refused a peer at the join socket") == 1
         assert server.complete() == expected
-
-
-def test_the_join_port_is_taken(machines: Machines, tiny: Path) -> None:
-    listener = [
-        "python",
-        "-c",
-        "import socket, time; s = socket.create_server(('0.0.0.0', 29650)); print('up', flush=True); time.sleep(100)",
-    ]
-    holder = machines.start("h0", listener, stdout=subprocess.PIPE)
-    assert holder.stdout is not None and holder.stdout.readline() == "up\n"
-    try:
-        server = Served(machines, "h0", manual(machines, tiny, "-pp", "2"))
-        assert server.process.wait(240) == 2
-        assert "cannot join at 0.0.0.0:29650: Address already in use; choose another --join-port" in server.log
-    finally:
-        machines.signal(holder, 9)
-        holder.wait(240)

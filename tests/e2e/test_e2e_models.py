@@ -108,12 +108,11 @@ def test_models_come_and_go_with_requests(server: Models) -> None:
     assert beta != alpha and server.loaded() == {"alpha", "beta"}, "both fit"
     assert server.complete("gamma") == alpha, "the same weights under another layout"
     assert server.loaded() == server.serving_processes() == {"gamma"}, "it fits alone"
-    for _ in range(2):
-        assert server.complete("alpha") == alpha and server.loaded() == {"alpha"}
-        assert server.complete("gamma") == alpha and server.loaded() == {"gamma"}
+    assert server.complete("alpha") == alpha and server.loaded() == {"alpha"}
+    assert server.complete("gamma") == alpha and server.loaded() == {"gamma"}
     assert server.complete("beta") == beta and server.loaded() == {"beta"}
     metrics = httpx.get(f"{server.url}/metrics", timeout=240).text
-    assert 'tandem_model_loads_total{model="gamma"} 3.0' in metrics
+    assert 'tandem_model_loads_total{model="gamma"} 2.0' in metrics
     assert re.search(r'^tandem_generation_tokens_total{model="beta",replica="\d+"} 12.0$', metrics, re.M)
     assert not re.search(r'^tandem_generation_tokens_total{model="gamma"', metrics, re.M)
 
@@ -124,7 +123,7 @@ def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
     answers: list[tuple[str, str]] = []
     threads = [
         threading.Thread(target=lambda name=name: answers.append((name, server.complete(name))))
-        for name in ("alpha", "gamma", "beta") * 3
+        for name in ("alpha", "gamma", "beta") * 2
     ]
     for thread in threads:
         thread.start()
@@ -132,7 +131,7 @@ def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
     while any(thread.is_alive() for thread in threads):
         seen.add(frozenset(server.loaded()))
         time.sleep(0.05)
-    assert len(answers) == 9 and all(text == expected[name] for name, text in answers)
+    assert len(answers) == 6 and all(text == expected[name] for name, text in answers)
     assert all(not ({"gamma"} < one) for one in seen), f"more than fits at once: {seen}"
 
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from openai import OpenAI
 
 from netns import Machines, sh
+from served import wait_until
 from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
@@ -71,13 +71,6 @@ class Cluster:
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
         return line
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

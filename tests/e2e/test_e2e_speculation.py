@@ -18,11 +18,6 @@ from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-LAYOUTS = {
-    "pp 2": ("--pipeline-parallel-size", "2"),
-    "tp 2": ("--tensor-parallel-size", "2"),
-    "dp 2": ("--data-parallel-size", "2"),
-}
 FEW = {11: 40.0, 12: 40.0, 13: 38.0}
 """Texts of three tokens: about half of what stood before comes again."""
 TOKENS = 120
@@ -41,10 +36,11 @@ def expected(model: Path) -> list[list[str]]:
         return [[output.text for output in llm.generate(prompts(), one)] for one in params]
 
 
-@pytest.fixture(params=LAYOUTS)
-def url(request: pytest.FixtureRequest, model: Path) -> Iterator[str]:
+@pytest.fixture
+def url(model: Path) -> Iterator[str]:
+    """Two replicas of two stages; tests/engine/test_engine_speculation.py has the other layouts."""
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
-    with served(str(model), *LAYOUTS[request.param], "--speculative-config", config) as address:
+    with served(str(model), "-dp", "2", "-pp", "2", "--speculative-config", config) as address:
         yield address
 
 

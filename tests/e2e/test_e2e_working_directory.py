@@ -15,14 +15,8 @@ from hostile import imported, plant
 from hosts import hostfile
 from netns import Machines
 from tandem.launchers.manual import make_token
-from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", "llama")
 
 
 @pytest.fixture

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
+from engines import settings_of
 from scheduler_invariants import check_invariants
-from tandem.config.settings import ModelSettings, SchedulerSettings, Settings
 from tandem.engine import engine
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
-from tandem.testing import tiny_model
 
 SLOW, QUICK = StructuredOutputs(regex="[ab]{30}"), StructuredOutputs(regex="[cd]{20}")
 
@@ -35,7 +34,7 @@ class Served:
             return real(vocabulary, form, produced)
 
         monkeypatch.setattr(Vocabulary, "_matcher", compiled)
-        settings = Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=16))
+        settings = settings_of(model, kv_tokens=4000, prefill_chunk=16)
         self.engine = Engine(settings, plan_layout(settings))
         self.engine.start()
         self.tokens: dict[str, list[int]] = {}
@@ -70,11 +69,6 @@ class Served:
                     self.ended.add(message.request_id)
             check_invariants(self.engine.scheduler)
         raise AssertionError("it does not come about")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

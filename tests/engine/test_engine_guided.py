@@ -22,7 +22,6 @@ from tandem.testing import tiny_model
 pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp2 tcp": {"pipeline_parallel_size": 2},
     "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
     "tp2": {"tensor_parallel_size": 2},
     "tp1,2": {"parallel": (1, 2)},

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from engines import ready, settings_of, stepped
 from scheduler_invariants import check_invariants
-from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.errors import RankFailure
 from tandem.executors.executor import Executor, Progress
 from tandem.protocol.control import Output, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
 
 MINUTES = 10
@@ -62,20 +62,7 @@ class Killed(Executor):
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         self._pass(self.start_s)
-        return [
-            Ready(
-                rank=rank,
-                weight_bytes=10**6,
-                kv_bytes_per_token=256,
-                memory_bytes=2**30,
-                peak_bytes=0,
-                gpu=False,
-                host="host",
-                pid=1,
-                trimmable=True,
-            )
-            for rank in range(2)
-        ]
+        return [ready(rank) for rank in range(2)]
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -89,12 +76,7 @@ class Killed(Executor):
         if self.killers & {*plan.decode, *(op.request_id for op in plan.prefill)}:
             self._die()
         self.plans.popleft()
-        return [
-            Stepped(
-                RankStep(0, plan.step_id, 0.0, 0), result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))
-            ),
-            Stepped(RankStep(1, plan.step_id, 0.0, 0)),
-        ]
+        return stepped(plan, 2)
 
     def close(self) -> None:
         self.plans.clear()
@@ -114,10 +96,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def an_engine(model: Path, executor: Killed) -> Engine:
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(pipeline_parallel_size=2),
-        scheduler=SchedulerSettings(self_check=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20),
+    settings = settings_of(
+        model, pipeline_parallel_size=2, self_check=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20
     )
     engine = Engine(settings, plan_layout(settings), executor)
     engine.start()
@@ -150,8 +130,7 @@ def serve(engine: Engine, clock: Clock, until: float, rng: random.Random) -> tup
     return answered, refused
 
 
-@pytest.mark.parametrize("start_s", [0.5, 2.0, 4.0])
-@pytest.mark.parametrize("step_s", [0.1, 0.5])
+@pytest.mark.parametrize(("step_s", "start_s"), [(0.1, 0.5), (0.1, 4.0), (0.5, 2.0)])
 def test_a_kill_every_six_seconds_for_ten_minutes_refuses_nobody(
     model: Path, clock: Clock, step_s: float, start_s: float
 ) -> None:
@@ -162,7 +141,7 @@ def test_a_kill_every_six_seconds_for_ten_minutes_refuses_nobody(
     assert refused == [] and executor.deaths > 3 * MINUTES and answered > 10
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_kills_at_random_times_less_than_ten_seconds_apart_refuse_nobody(model: Path, clock: Clock, seed: int) -> None:
     rng = random.Random(seed)
     times = [clock.now + 10]

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import permutations
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from served import wait_until
 from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.build_layout import plan_layout
@@ -72,13 +72,6 @@ def asked(llm: LLM, query: QueryCache) -> CacheReport:
     return reports.get(timeout=120)
 
 
-def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def files(directory: Path) -> list[Path]:
     return sorted((directory / "kv").glob("*/*.kv"))
 
@@ -87,7 +80,7 @@ def files(directory: Path) -> list[Path]:
 def test_a_prefix_outlives_its_server(serve, expected, tmp_path):
     with serve("tp2") as llm:
         assert answers(llm, expected) == 0
-        wait(lambda: len(files(tmp_path)) == 2 * 2)
+        wait_until(lambda: len(files(tmp_path)) == 2 * 2)
     assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
     with serve("one") as llm:
         assert answers(llm, expected) == 2 * DISK_BLOCK
@@ -98,7 +91,7 @@ def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
     before = set(threading.enumerate())
     with serve("one") as llm:
         assert answers(llm, expected) == 0
-    wait(lambda: not any(thread.name == "kv disk" for thread in set(threading.enumerate()) - before))
+    wait_until(lambda: not any(thread.name == "kv disk" for thread in set(threading.enumerate()) - before))
     assert len(files(tmp_path)) == 2  # that thread ends with the engine, and has written all before
     first, second = files(tmp_path)
     data = bytearray(first.read_bytes())
@@ -115,7 +108,7 @@ def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
         for path in files(tmp_path):
             path.unlink()
         assert answers(llm, expected) == 0
-        wait(lambda: len(files(tmp_path)) == 2)  # and kept anew
+        wait_until(lambda: len(files(tmp_path)) == 2)  # and kept anew
     with serve("one") as llm:
         assert answers(llm, expected) == 2 * DISK_BLOCK
 
@@ -123,7 +116,7 @@ def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
 def test_another_model_or_type_finds_nothing(serve, expected, model, tmp_path):
     with serve("one") as llm:
         answers(llm, expected)
-        wait(lambda: len(files(tmp_path)) == 2)
+        wait_until(lambda: len(files(tmp_path)) == 2)
     other = str(tiny_model(tmp_path / "other", seed=5, **KIND))
     for directory, more in ((other, {}), (model, {"dtype": "bfloat16"})):
         with LLM(directory, kv_disk=str(tmp_path / "kv"), **more) as llm:
@@ -155,7 +148,7 @@ def test_room_for_less_than_a_disk_block_is_none(serve):
 def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path, monkeypatch):
     with serve("one") as llm:
         answers(llm, expected)
-        wait(lambda: len(files(tmp_path)) == 2)
+        wait_until(lambda: len(files(tmp_path)) == 2)
     monkeypatch.setattr("tandem.engine.engine.FETCH_S", 0.3)
     monkeypatch.setattr("tandem.kv.store.KVDisk.take_order", lambda self, order: None)
     with serve("one") as llm:
@@ -205,7 +198,7 @@ def test_a_prompt_is_warmed_and_dropped_on_all_ranks(serve, expected, tmp_path, 
 def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, tmp_path):
     with serve("pp2") as llm:
         assert answers(llm, expected) == 0
-        wait(lambda: len(files(tmp_path)) == 4)
+        wait_until(lambda: len(files(tmp_path)) == 4)
         for rank in (0, 1):
             os.kill(ask(llm, lambda engine, rank=rank: engine.executor.pids[rank]), signal.SIGKILL)
             assert answers(llm, expected) == 2 * DISK_BLOCK
@@ -250,7 +243,7 @@ def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int]
             llm._session.engine.call(lambda engine: engine.hand_over(request.request_id))
 
     llm._session.engine.submit([request], taken).result()
-    wait(lambda: not ask(llm, lambda engine: engine.scheduler.sequences))
+    wait_until(lambda: not ask(llm, lambda engine: engine.scheduler.sequences))
     check(llm)
     known = [*request.prompt, *request.produced, *tokens]
     return tokens, asked(llm, QueryCache(1, tokens=known)).disk_has
@@ -321,7 +314,7 @@ def test_ranks_with_disks_of_their_own_borrow_from_one_another(serve, expected, 
     monkeypatch.setattr("tandem.llm.session.plan_layout", apart)
     with serve("tp2") as llm:
         assert answers(llm, expected) == 0
-        wait(lambda: len(list((tmp_path / "kv").glob("*/*/*.kv"))) == 4)
+        wait_until(lambda: len(list((tmp_path / "kv").glob("*/*/*.kv"))) == 4)
     with serve("pp3") as llm:
         report = asked(llm, QueryCache(1, tokens=PROMPT))
         assert report.disk_has == 2 * DISK_BLOCK, "what others have counts"

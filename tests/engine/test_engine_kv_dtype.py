@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from served import wait_until
 from submitted import ask, check
 from tandem import LLM, SamplingParams
 from tandem.errors import UnsupportedModel
@@ -84,10 +84,8 @@ def test_a_prefix_on_disk_is_found_by_its_own_type_alone(model, expected, tmp_pa
             [got] = llm.generate([PROMPTS[2]], PARAMS)
             if kv_dtype == "8bit":
                 assert got.token_ids == expected[2].token_ids
-            deadline = time.monotonic() + 120
-            while not list((tmp_path / "kv").glob(f"*{'' if kv_dtype == 'auto' else kv_dtype}/*.kv")):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            kind = "" if kv_dtype == "auto" else kv_dtype
+            wait_until(lambda: list((tmp_path / "kv").glob(f"*{kind}/*.kv")))
             return int(got.cached_tokens)
 
     assert [kept(kind) for kind in ("8bit", "auto", "4bit")] == [0, 0, 0]

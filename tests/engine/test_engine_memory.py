@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
+import engines
+from engines import settings_of
+from tandem.config.settings import SchedulerSettings, Settings, SpeculationSettings
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.engine.sizing import MemoryGuard, make_limits
@@ -25,20 +27,17 @@ GIB = 2**30
 
 
 def ready(rank: int, machine: str, **changes) -> Ready:
-    return Ready(
+    return engines.ready(
+        rank,
         **{
-            "rank": rank,
             "weight_bytes": 60 * GIB,
             "kv_bytes_per_token": 2**18,
             "memory_bytes": 96 * GIB,
-            "peak_bytes": 0,
             "gpu": True,
             "host": "Mac",
             "machine": machine,
-            "pid": 1,
-            "trimmable": True,
             **changes,
-        }
+        },
     )
 
 
@@ -100,9 +99,7 @@ def test_weights_are_wired_once_when_they_are_there_and_before_anything_else_is(
         return 4711
 
     monkeypatch.setattr(assembly, "wire_weights", wire)
-    settings = Settings(
-        model=ModelSettings(model=str(tiny_model(tmp_path / "tiny"))), scheduler=SchedulerSettings(wired=wired, kv_tokens=4000)
-    )
+    settings = settings_of(tiny_model(tmp_path / "tiny"), wired=wired, kv_tokens=4000)
     engine = Engine(settings, plan_layout(settings))
     try:
         engine.start()
@@ -123,7 +120,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
         self.share = 0.1
         monkeypatch.setattr(inline, "memory_use", lambda: (0, int(self.share * self.memory)))
-        settings = Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=64))
+        settings = settings_of(model, kv_tokens=4000, prefill_chunk=64)
         self.engine = Engine(settings, plan_layout(settings))
         self.engine.start()
         self.memory = self.engine.rank_group.ready[0].memory_bytes

@@ -2,115 +2,67 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from engines import launched, plant, settings_of
 from tandem.engine import recovery
 from tandem.engine.build_layout import plan_layout, say_what_is_idle
 from tandem.engine.engine import Engine
 from tandem.errors import ConfigError, GpuSilent, RankFailure
 from tandem.executors import gpu_probe, watchdog
-from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.failure_cause import rank_failure
 from tandem.launchers.local import LocalLauncher
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.testing import tiny_model
 
 FULL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
 LATE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
 IGNORED = "Command buffer execution failed: Ignored (for causing prior/excessive GPU errors)"
 PROMPT = [*range(10, 50)]
 
-RANK = f'''
-from __future__ import annotations
-
-import os
-import signal
-import time
-from pathlib import Path
-
-import msgspec
-
-from tandem.executors.worker import WorkerPayload, run_rank
-from tandem.processes.child import receive_payload
-
-payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
-if os.environ["HOW"] == "wedged":
+BEFORE = f"""
+how, marks, full = os.environ["HOW"], Path(os.environ["MARKS"]), RuntimeError("{FULL}")
+if how == "wedged" and rank == 1:
     from tandem.executors import gpu_probe
 
-    if payload.spec.rank == 1:
-        gpu_probe.PROBE_S = 0.2
-        gpu_probe.on_gpu = lambda: True
-        gpu_probe.small_product = lambda: time.sleep(1000)
-rank, how, marks = payload.spec.rank, os.environ["HOW"], Path(os.environ["MARKS"])
+    gpu_probe.PROBE_S = 0.2
+    gpu_probe.on_gpu = lambda: True
+    gpu_probe.small_product = lambda: time.sleep(1000)
 
 
 def once():
-    """True for the first rank group alone."""
-    mark = marks / f"{{rank}}"
+    # True for the first rank group alone.
+    mark = marks / str(rank)
     first = not mark.exists()
     mark.touch()
     return first
-
-
-def wrap(stage):
-    from tandem.loading.stage import StageModel
-
-    class Wrapped(StageModel):
-        def __init__(self):
-            vars(self).update(vars(stage))
-
-        def forward(self, h, caches):
-            positions = h.shape[0] * h.shape[1]
-            if how == "full" and rank == 1 and positions > 4:
-                raise RuntimeError("{FULL}")
-            if how == "always full" and rank == 1:
-                raise RuntimeError("{FULL}")
-            if how in ("stopped", "slow") and positions > 1 and once():
-                if rank == 0:
-                    time.sleep(0.5)
-                    raise RuntimeError("{LATE}")
-                if how == "stopped":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-            return super().forward(h, caches)
-
-    return Wrapped()
-
-
-run_rank(payload, wrap)
-'''
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+"""
+FORWARD = f"""
+positions = h.shape[0] * h.shape[1]
+if rank == 1 and (how == "always full" or (how == "full" and positions > 4)):
+    raise full
+if how in ("stopped", "slow") and positions > 1 and once():
+    if rank == 0:
+        time.sleep(0.5)
+        raise RuntimeError("{LATE}")
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+return super().forward(h, caches)
+"""
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.01)
-    (tmp_path / "tandem_metal_rank.py").write_text(RANK)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("MARKS", str(tmp_path))
-    return "tandem_metal_rank"
+    return plant(tmp_path, monkeypatch, FORWARD, BEFORE)
 
 
-def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[int], list[Refused]]:
+def answered(model: Path, launcher: LocalLauncher, **parallel: int) -> tuple[Engine, list[int], list[Refused]]:
     """The engine after one greedy request, its tokens, and refusals."""
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(**parallel),
-        scheduler=SchedulerSettings(prefill_chunk=16, self_check=False, kv_tokens=400),
-    )
-    layout = plan_layout(settings)
-    executor = ClusterExecutor(
-        list(layout.ranks), LocalLauncher(1, module), start_timeout_s=240.0, step_timeout_s=240.0, rejoin_timeout_s=240.0
-    )
-    engine = Engine(settings, layout, executor)
+    engine = launched(settings_of(model, prefill_chunk=16, self_check=False, kv_tokens=400, **parallel), launcher)
     engine.start()
     try:
         engine.submit(
@@ -129,7 +81,7 @@ def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[in
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> list[int]:
-    return answered(model, "tandem.executors.worker")[1]
+    return answered(model, LocalLauncher(1))[1]
 
 
 def failures(engine: Engine, cause: str) -> float:
@@ -138,10 +90,10 @@ def failures(engine: Engine, cause: str) -> float:
 
 @pytest.mark.slow
 def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
-    model: Path, module: str, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Path, launcher: LocalLauncher, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOW", "full")
-    engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
+    engine, tokens, refused = answered(model, launcher, pipeline_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
     assert failures(engine, "memory") == engine.rank_group.restarts == 2
     limits = engine.scheduler.limits
@@ -150,10 +102,11 @@ def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
 
 @pytest.mark.slow
 def test_a_request_that_no_gpu_has_room_for_does_not_end_the_engine(
-    model: Path, module: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOW", "always full")
-    engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
+    monkeypatch.setattr("tandem.scheduler.quarantine.REST_S", 0.5)
+    engine, tokens, refused = answered(model, launcher, pipeline_parallel_size=2)
     assert tokens == []
     assert [(one.status, one.code) for one in refused] == [(500, "rank_failure")]
     assert failures(engine, "memory") == 6  # twice with less to do, four times blamed on the request: twice alone
@@ -163,7 +116,7 @@ def test_a_request_that_no_gpu_has_room_for_does_not_end_the_engine(
 @pytest.mark.parametrize(("how", "cause"), [("stopped", "stopped"), ("slow", "timeout")])
 def test_the_rank_whose_gpu_waited_is_not_to_blame(
     model: Path,
-    module: str,
+    launcher: LocalLauncher,
     undisturbed: list[int],
     how: str,
     cause: str,
@@ -173,7 +126,7 @@ def test_the_rank_whose_gpu_waited_is_not_to_blame(
     monkeypatch.setenv("HOW", how)
     for limit in ("STOPPED_S", "SILENT_S"):  # it is the other rank's word by which it is noticed
         monkeypatch.setattr(watchdog, limit, 600.0)
-    engine, tokens, refused = answered(model, module, tensor_parallel_size=2)
+    engine, tokens, refused = answered(model, launcher, tensor_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
     assert failures(engine, cause) == engine.rank_group.restarts == 1
     words = {
@@ -184,47 +137,39 @@ def test_the_rank_whose_gpu_waited_is_not_to_blame(
 
 
 def test_a_gpu_that_takes_work_and_never_ends_it_is_named_before_anything_is_loaded(
-    model: Path, module: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, launcher: LocalLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOW", "wedged")
     with pytest.raises(RankFailure, match="rank 1: its GPU does not answer.*restart that machine") as failure:
-        answered(model, module, pipeline_parallel_size=2)
+        answered(model, launcher, pipeline_parallel_size=2)
     assert (failure.value.cause, failure.value.rank, failure.value.blame) == ("gpu", 1, False)
 
 
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
-        (ParallelSettings(fast_sync="on", device="cpu"), "--device cpu leaves them idle; leave one out"),
-        (ParallelSettings(fast_sync="on", tensor_parallel_size=2), "all ranks run on this machine, which is none"),
+        ({"fast_sync": "on", "device": "cpu"}, "--device cpu leaves them idle; leave one out"),
+        ({"fast_sync": "on", "tensor_parallel_size": 2}, "all ranks run on this machine, which is none"),
     ],
 )
-def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parallel: ParallelSettings, words: str) -> None:
+def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parallel: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=parallel))
+        plan_layout(settings_of(model, **parallel))
     with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and --device cpu"):
-        plan_layout(
-            Settings(
-                model=ModelSettings(model=str(model)),
-                parallel=ParallelSettings(device="cpu"),
-                scheduler=SchedulerSettings(wired="1GB"),
-            )
-        )
+        plan_layout(settings_of(model, device="cpu", wired="1GB"))
     with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and all ranks run on this machine"):
-        plan_layout(Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(wired="1GB")))
-    ranks = plan_layout(
-        Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(fast_sync="auto", parallel=(2, 1)))
-    ).ranks
+        plan_layout(settings_of(model, wired="1GB"))
+    ranks = plan_layout(settings_of(model, fast_sync="auto", parallel=(2, 1))).ranks
     assert [rank.fast_fences for rank in ranks] == [True, True, False]
 
 
 def test_an_option_that_has_no_effect_is_said_once_in_a_line(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     for parallel, lines in (
-        (ParallelSettings(backend="jaccl", pipeline_parallel_size=2), 1),
-        (ParallelSettings(backend="ring", tensor_parallel_size=2), 0),
-        (ParallelSettings(), 0),
+        ({"backend": "jaccl", "pipeline_parallel_size": 2}, 1),
+        ({"backend": "ring", "tensor_parallel_size": 2}, 0),
+        ({}, 0),
     ):
-        settings = Settings(model=ModelSettings(model=str(model)), parallel=parallel)
+        settings = settings_of(model, **parallel)
         caplog.clear()
         say_what_is_idle(settings, plan_layout(settings))
         assert caplog.text.count("--backend jaccl does nothing here") == len(caplog.messages) == lines

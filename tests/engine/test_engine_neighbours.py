@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from engines import ready, settings_of
 from tandem.engine import recovery
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
@@ -31,21 +31,7 @@ class Disks(Executor):
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         kept = {"disk_blocks": [], "store": OWN[0], "lends": OWN[1]} if self.keeps else {}
-        return [
-            Ready(
-                rank=rank,
-                weight_bytes=10**6,
-                kv_bytes_per_token=256,
-                memory_bytes=2**30,
-                peak_bytes=0,
-                gpu=False,
-                host="host",
-                pid=1,
-                trimmable=True,
-                **kept,
-            )  # type: ignore[arg-type]
-            for rank in range(2)
-        ]
+        return [ready(rank, **kept) for rank in range(2)]
 
     def submit(self, plan: StepPlan) -> None:
         raise AssertionError("nothing runs")
@@ -70,10 +56,8 @@ class Disks(Executor):
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Disks], Engine]:
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
-    settings = Settings(
-        model=ModelSettings(model=str(tiny_model(tmp_path / "model"))),
-        parallel=ParallelSettings(pipeline_parallel_size=2),
-        scheduler=SchedulerSettings(self_check=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")),
+    settings = settings_of(
+        tiny_model(tmp_path / "model"), pipeline_parallel_size=2, self_check=False, kv_tokens=2000, kv_disk=str(tmp_path / "kv")
     )
 
     def make(disks: Disks) -> Engine:

@@ -126,14 +126,3 @@ def test_a_stream_that_is_dropped_frees_its_place(llm: LLM) -> None:
     stream.close()
     llm.generate("after", SamplingParams(max_tokens=2))
     assert llm.engine.scheduler.batches.running == 0
-
-
-@pytest.mark.slow
-@pytest.mark.demo
-def test_the_demo_models_nine_heads_over_two_ranks() -> None:
-    params = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0)
-    text = "The capital of France is"
-    with LLM("demo") as whole, LLM("demo", tensor_parallel_size=2) as divided:
-        one, two = whole.generate(text, params)[0], divided.generate(text, params)[0]
-    assert two.token_ids == one.token_ids and "Paris" in two.text
-    assert [e.logprob for e in two.logprobs] == pytest.approx([e.logprob for e in one.logprobs], abs=1e-3)

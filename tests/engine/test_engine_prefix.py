@@ -1,11 +1,15 @@
-"""Prefix caching in real layouts: hits are counted, and answers are those of a cold start."""
+"""Prefix caching in real layouts: hits are counted, and answers are mlx-lm's own, also of models with windows, latents,
+states and chunks."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
 
 from submitted import ask, check
 from tandem import LLM, SamplingParams
@@ -13,6 +17,8 @@ from tandem.engine.engine import Engine
 from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
+KINDS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "granitemoehybrid", "qwen3_next", "llama4", "mamba2")
+"""Of the last the states alone are larger than the cache for prefixes."""
 
 
 def conversation() -> list[list[int]]:
@@ -28,21 +34,26 @@ def conversation() -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["inline", "pp2"])
-def test_kept_prefixes_are_hit_and_change_nothing(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
-    directory = str(tiny_model(tmp_path, family))
-    with LLM(directory, prefill_chunk=64, prefix_cache=0.0, **layout) as cold:
-        expected = [cold.generate([prompt], PARAMS)[0] for prompt in conversation()]
-        assert ask(cold, Engine.status).prefix_hits == 0
-    with LLM(directory, prefill_chunk=64, **layout) as warm:
-        got = [warm.generate([prompt], PARAMS)[0] for prompt in conversation()]
-        status = ask(warm, Engine.status)
-    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
-    for mine, theirs in zip(got, expected, strict=True):
-        assert [e.logprob for e in mine.logprobs] == pytest.approx([e.logprob for e in theirs.logprobs], abs=1e-4)
-    assert (status.prefix_queries, status.prefix_hits) == (5, 4)
-    assert [output.cached_tokens for output in got][:2] == [0, 128]
+@pytest.mark.parametrize("family", KINDS)
+def test_kept_prefixes_are_hit_and_change_nothing(tmp_path: Path, family: str) -> None:
+    path = tiny_model(tmp_path, family)
+    whole, _ = load_model(path)
+    whole.set_dtype(mx.float32)
+    with LLM(str(path), pipeline_parallel_size=2, prefill_chunk=64, prefix_cache=0.25, kv_tokens=3000) as llm:
+        alone = [llm.generate([prompt], PARAMS)[0] for prompt in conversation()]
+        status = ask(llm, Engine.status)
+        together = llm.generate(conversation(), PARAMS)
+    for prompt, *outputs in zip(conversation(), together, alone, strict=True):
+        steps = list(generate_step(mx.array(prompt), whole, max_tokens=10))
+        for output in outputs:
+            assert output.token_ids == [int(token) for token, _ in steps]
+            assert [one.logprob for one in output.logprobs] == pytest.approx(
+                [float(row[int(token)]) for token, row in steps], abs=2e-4
+            )
+    kept = family != "mamba2"
+    assert (status.prefix_queries, status.prefix_hits) == (5 * kept, 4 * kept)
+    assert [one.cached_tokens for one in alone] == [0, *[128 * kept] * 4]
+    assert [one.cached_tokens for one in together] == [one * kept for one in (128, 128, 160, 160, 128)]
 
 
 def test_kept_prefixes_give_way_to_running_requests(tmp_path: Path) -> None:

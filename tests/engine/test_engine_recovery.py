@@ -11,23 +11,22 @@ from typing import Any
 
 import pytest
 
+from engines import ready, settings_of, stepped
 from scheduler_invariants import check_invariants
-from tandem.config.settings import ModelSettings, ParallelSettings, ProcessSettings, SchedulerSettings, Settings
+from served import wait_until
 from tandem.engine import degrade, recovery
 from tandem.engine.build_layout import plan_layout
 from tandem.engine.engine import Engine
 from tandem.engine.engine_process import EngineService
-from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
+from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UnavailableError, UsageError
 from tandem.executors.executor import Executor, Progress
 from tandem.executors.failure_cause import rank_failure
 from tandem.protocol.control import EngineMessage, LoadProgress, Output, Ready, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.protocol.step import StepPlan
 from tandem.scheduler.limits import Limits
 from tandem.testing import tiny_model
-
-MEMORY = 2**30
 
 
 def missing(rank: int) -> UsageError:
@@ -59,20 +58,7 @@ class Machines(Executor):
             raise RankFailure("machines are missing", cause="host")
         if (error := self.broken(self.slots)) is not None:
             raise error
-        return [
-            Ready(
-                rank=rank,
-                weight_bytes=10**6,
-                kv_bytes_per_token=256,
-                memory_bytes=MEMORY,
-                peak_bytes=0,
-                gpu=False,
-                host=f"host{slot}",
-                pid=1,
-                trimmable=True,
-            )
-            for rank, slot in enumerate(self.slots)
-        ]
+        return [ready(rank, host=f"host{slot}") for rank, slot in enumerate(self.slots)]
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -84,10 +70,8 @@ class Machines(Executor):
         if not self.plans:
             return []
         plan = self.plans.popleft()
-        first, *others = [Stepped(RankStep(rank, plan.step_id, 0.0, 0)) for rank in range(len(self.slots))]
-        token, others = (6, others[1:]) if plan.step_id in self.torn else (5, others)
-        result = StepResult(plan.step_id, plan.micro_batch, [token] * len(plan.sampled()))
-        return [Stepped(first.step, result=result), *others]
+        ranks = len(self.slots)
+        return stepped(plan, ranks - 1, 6) if plan.step_id in self.torn else stepped(plan, ranks)
 
     def present(self) -> list[int] | None:
         return self.places
@@ -99,11 +83,6 @@ class Machines(Executor):
         self.plans.clear()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
@@ -113,11 +92,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engine, Machines]:
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(pipeline_parallel_size=ranks),
-        scheduler=SchedulerSettings(self_check=False, max_restarts=max_restarts, kv_tokens=2000),
-    )
+    settings = settings_of(model, pipeline_parallel_size=ranks, self_check=False, max_restarts=max_restarts, kv_tokens=2000)
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     engine = Engine(settings, layout, machines)
@@ -224,11 +199,7 @@ def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkey
 
 
 def test_at_the_first_start_it_is_final(model: Path) -> None:
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(pipeline_parallel_size=2),
-        scheduler=SchedulerSettings(self_check=False),
-    )
+    settings = settings_of(model, pipeline_parallel_size=2, self_check=False)
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     machines.broken = lambda slots: missing(1)
@@ -248,15 +219,24 @@ def test_what_does_not_come_back_ends_the_engine_after_max_restarts_and_clients_
     assert len(machines.starts) == 1 + 3 and engine.state == "failed"
     messages = engine.failures(gave_up.value)
     assert [one.status for one in messages if isinstance(one, Refused)] == [503]
+    with pytest.raises(UnavailableError):
+        ask(engine)
+
+
+def test_an_engine_that_loses_a_rank_while_it_drains_goes_on_draining(model: Path) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    engine.drain()
+    machines.failure = die()
+    assert finish(engine) == [5] * 20
+    assert (engine.state, engine.restarts) == ("draining", 1)
+    with pytest.raises(UnavailableError, match="draining"):
+        ask(engine)
 
 
 def test_a_rank_group_that_loses_a_rank_while_it_starts_for_the_first_time_stays_starting(model: Path) -> None:
     """`recovering` would mean that requests are queued."""
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(pipeline_parallel_size=2),
-        scheduler=SchedulerSettings(self_check=False),
-    )
+    settings = settings_of(model, pipeline_parallel_size=2, self_check=False)
     layout = plan_layout(settings)
     machines = Machines(layout.ranks)
     left: list[TandemError | None] = [die(0), None]
@@ -400,12 +380,7 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "BACKOFF_S", 100.0)
-    settings = Settings(
-        model=ModelSettings(model=str(model)),
-        parallel=ParallelSettings(pipeline_parallel_size=2),
-        scheduler=SchedulerSettings(self_check=False),
-        process=ProcessSettings(engine_socket=str(tmp_path / "engine.sock")),
-    )
+    settings = settings_of(model, pipeline_parallel_size=2, self_check=False, engine_socket=str(tmp_path / "engine.sock"))
     service = EngineService(settings)
     machines = Machines(service._engine.layout.ranks)
     service._engine.rank_group.executor = machines
@@ -413,10 +388,10 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(
     thread = threading.Thread(target=lambda: codes.append(service.run(lambda message: None)))
     thread.start()
     try:
-        wait_for(lambda: service._engine.state == "ready")
+        wait_until(lambda: service._engine.state == "ready")
         machines.broken = lambda slots: missing(1)
         machines.failure = die()
-        wait_for(lambda: "next try in" in service._ipc_server.status.detail)
+        wait_until(lambda: "next try in" in service._ipc_server.status.detail)
         assert service._ipc_server.status.state == "recovering"
     finally:
         service.stop()
@@ -425,9 +400,7 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(
 
 
 def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path, tmp_path: Path) -> None:
-    service = EngineService(
-        Settings(model=ModelSettings(model=str(model)), process=ProcessSettings(engine_socket=str(tmp_path / "engine.sock")))
-    )
+    service = EngineService(settings_of(model, engine_socket=str(tmp_path / "engine.sock")))
     try:
         service._loading(0, 2, 8, "load")
         assert service._ipc_server.status.loading == [LoadProgress(0, 2, 8, "load")]
@@ -437,13 +410,6 @@ def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path
     finally:
         service._engine.close()
         service._ipc_server.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_history_tells_of_lost_ranks_and_fewer_machines(model: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from engines import stepped
 from scheduler_invariants import make_limits
 from tandem.engine.result_collector import ResultCollector, run_offline
 from tandem.errors import RankFailure
@@ -88,12 +89,7 @@ class Slow(Executor):
         self.asked += 1
         if self.asked <= 10:
             return []
-        plan = self.plans.popleft()
-        return [
-            Stepped(
-                RankStep(0, plan.step_id, 0.0, 0), result=StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))
-            )
-        ]
+        return stepped(self.plans.popleft(), 1)
 
     def close(self) -> None: ...
 

@@ -9,28 +9,22 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from engines import launched, plant, settings_of
 from submitted import check
 from tandem import LLM, SamplingParams
-from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.build_layout import make_executor, plan_layout
 from tandem.engine.engine import Engine
 from tandem.engine.engine_process import EngineService
 from tandem.errors import RankFailure
-from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.executor import Executor, Progress
-from tandem.launchers.local import LocalLauncher
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = {
-    "pp2 tcp": {"pipeline_parallel_size": 2},
-    "pp3 mlx": {"pipeline_parallel_size": 3, "channel": "mlx"},
-    "tp2": {"tensor_parallel_size": 2},
-    "2,1": {"parallel": (2, 1)},
-}
+LAYOUTS = {"pp3 mlx": {"pipeline_parallel_size": 3, "channel": "mlx"}, "2,1": {"parallel": (2, 1)}}
+"""All tests of other layouts begin with a self-check that passes."""
 CHUNK = 16
 Tamper = Callable[[Stepped], Stepped]
 
@@ -109,22 +103,13 @@ def _crowded(report: Stepped) -> bool:
     return report.result is not None and len(report.result.tokens) > 1 and "self-check-0" in report.result.logprobs
 
 
-def _other_token(report: Stepped) -> Stepped:
-    if not _crowded(report):
-        return report
-    return replace(report, result=replace(report.result, tokens=[token ^ 1 for token in report.result.tokens]))
+def _other_token(change: Callable[[int], int]) -> Tamper:
+    def tamper(report: Stepped) -> Stepped:
+        if not _crowded(report):
+            return report
+        return replace(report, result=replace(report.result, tokens=[change(one) for one in report.result.tokens]))
 
-
-def _no_such_token(report: Stepped) -> Stepped:
-    if not _crowded(report):
-        return report
-    return replace(report, result=replace(report.result, tokens=[10**6 for _ in report.result.tokens]))
-
-
-def _not_finite(report: Stepped) -> Stepped:
-    if not _crowded(report):
-        return report
-    return replace(report, result=replace(report.result, tokens=[-1 for _ in report.result.tokens]))
+    return tamper
 
 
 def _shifted(by: float) -> Tamper:
@@ -151,9 +136,9 @@ def _other_digest(place: int) -> Tamper:
 
 
 FAULTS = {
-    "a token": (_other_token, {"pipeline_parallel_size": 2}, "where token"),
-    "a token that is none": (_no_such_token, {"pipeline_parallel_size": 2}, "of a vocabulary of 512"),
-    "logits that are not finite": (_not_finite, {"tensor_parallel_size": 2}, "not finite"),
+    "a token": (_other_token(lambda token: token ^ 1), {"pipeline_parallel_size": 2}, "where token"),
+    "a token that is none": (_other_token(lambda _: 10**6), {"pipeline_parallel_size": 2}, "of a vocabulary of 512"),
+    "logits that are not finite": (_other_token(lambda _: -1), {"tensor_parallel_size": 2}, "not finite"),
     "a log probability": (_shifted(0.5), {"pipeline_parallel_size": 2}, "differ by 0.5"),
     "a log probability that is none": (_shifted(float("nan")), {"pipeline_parallel_size": 2}, "log probability nan"),
     "what a stage received": (_other_digest(0), {"pipeline_parallel_size": 2}, "stage 1 sent in step"),
@@ -161,18 +146,10 @@ FAULTS = {
 }
 
 
-def _settings(model: Path, options: dict[str, object]) -> Settings:
-    return Settings(
-        model=ModelSettings(model=str(model)),
-        scheduler=SchedulerSettings(prefill_chunk=CHUNK),
-        parallel=ParallelSettings(**options),
-    )  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught_and_ends_the_ranks(model: Path, fault: str) -> None:
     tamper, options, words = FAULTS[fault]
-    settings = _settings(model, options)
+    settings = settings_of(model, prefill_chunk=CHUNK, **options)
     layout = plan_layout(settings)
     seen: list[list[int]] = []
 
@@ -191,13 +168,7 @@ def test_a_planted_fault_is_caught_and_ends_the_ranks(model: Path, fault: str) -
 
 
 def test_the_engine_ends_with_code_3(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings = _settings(model, {"pipeline_parallel_size": 2})
-    settings = Settings(
-        model=settings.model,
-        parallel=settings.parallel,
-        scheduler=settings.scheduler,
-        process=type(settings.process)(engine_socket=str(tmp_path / "engine.sock")),
-    )
+    settings = settings_of(model, prefill_chunk=CHUNK, pipeline_parallel_size=2, engine_socket=str(tmp_path / "engine.sock"))
     service = EngineService(settings)
     service._engine.rank_group.executor = Tampering(service._engine.executor, _shifted(3.0))
     reports: list[str] = []
@@ -205,44 +176,12 @@ def test_the_engine_ends_with_code_3(model: Path, tmp_path: Path, caplog: pytest
     assert "--no-self-check" in caplog.text and "--no-self-check" in reports[0]
 
 
-FAULTY = '''
-from __future__ import annotations
-
-import msgspec
-
-from tandem.executors.worker import WorkerPayload, run_rank
-from tandem.processes.child import receive_payload
-
-payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
-
-
-def wrap(stage):
-    from tandem.loading.stage import StageModel
-
-    class Faulty(StageModel):
-        """Wrong from so many positions in one pass on, as with a link that breaks long messages."""
-
-        def __init__(self):
-            vars(self).update(vars(stage))
-
-        def forward(self, h, caches):
-            wrong = payload.spec.rank == 1 and h.shape[1] > 12
-            h = super().forward(h, caches)
-            return h * 1.5 + 0.1 if wrong else h
-
-    return Faulty()
-
-
-run_rank(payload, wrap)
-'''
-
-
-@pytest.fixture
-def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
-    """Starts ranks of which rank 1 is wrong in long passes."""
-    (tmp_path / "tandem_faulty_rank.py").write_text(FAULTY)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    return LocalLauncher(1, "tandem_faulty_rank")
+LONG = """
+wrong = rank == 1 and h.shape[1] > 12
+h = super().forward(h, caches)
+return h * 1.5 + 0.1 if wrong else h
+"""
+"""Wrong from so many positions in one pass on, as with a link that breaks long messages."""
 
 
 @pytest.mark.parametrize(
@@ -254,10 +193,8 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     ids=["pp3", "tp2"],
 )
 def test_a_rank_that_is_wrong_in_long_passes_is_caught(
-    model: Path, faulty: LocalLauncher, options: dict[str, object], words: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], words: str
 ) -> None:
-    settings = _settings(model, options)
-    layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), faulty, start_timeout_s=240.0, step_timeout_s=60.0, rejoin_timeout_s=60.0)
+    engine = launched(settings_of(model, prefill_chunk=CHUNK, **options), plant(tmp_path, monkeypatch, LONG))
     with pytest.raises(RankFailure, match=words):
-        Engine(settings, layout, executor).start()
+        engine.start()

@@ -15,14 +15,9 @@ from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
 NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4}
-LAYOUTS = {
-    "inline": {},
-    "pp2 tcp": {"pipeline_parallel_size": 2},
-    "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
-    "tp2": {"tensor_parallel_size": 2},
-    "tp2,1": {"parallel": (2, 1)},
-}
-SOME = ("inline", "pp2 tcp")
+LAYOUTS = {"inline": {}, "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}, "tp2,1": {"parallel": (2, 1)}}
+MODELS = [("llama", layout) for layout in LAYOUTS] + [("gpt_oss", "inline"), ("gpt_oss", "pp2")]
+"""Windows in two of them; tests/runner has more."""
 NEW = 150
 FEW = {11: 40.0, 12: 40.0, 13: 38.0, 2: 35.0}
 """Texts of few different tokens, 2 being the end: about half of what stood before comes again."""
@@ -46,7 +41,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(length)] for length in (3, 40, 18)]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt_oss"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     layers = 2 if request.param == "llama" else 4
     return tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param, layers=layers)
@@ -59,10 +54,8 @@ def expected(model: Path) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "layout"), MODELS, indirect=["model"])
 def test_every_layout_gives_the_tokens_of_plain_decoding(model: Path, expected: dict[str, list[list[int]]], layout: str) -> None:
-    if model.name == "gpt_oss" and layout not in SOME:
-        pytest.skip("slow; tests/runner has its windows")
     with LLM(str(model), prefill_chunk=16, **NGRAM, **LAYOUTS[layout]) as llm:
         for name, params in PARAMS.items():
             outputs = llm.generate(prompts(), params)
@@ -75,9 +68,8 @@ def test_every_layout_gives_the_tokens_of_plain_decoding(model: Path, expected: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: dict[str, list[list[int]]]) -> None:
-    if model.name != "llama":
-        pytest.skip("slow; one family is enough")
     with LLM(str(model), pipeline_parallel_size=2, **NGRAM) as llm:
         tokens: dict[str, list[int]] = {}
         requests = [
@@ -112,13 +104,11 @@ def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["inline", "pp2", "tp2"])
+@pytest.mark.parametrize(("model", "layout"), [("llama", "pp2"), ("llama", "tp2"), ("gpt_oss", "inline")], indirect=["model"])
 def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself(
-    model: Path, expected: dict[str, list[list[int]]], layout: dict[str, int]
+    model: Path, expected: dict[str, list[list[int]]], layout: str
 ) -> None:
-    if model.name == "gpt_oss" and layout:
-        pytest.skip("slow; one family is enough over several ranks")
-    with LLM(str(model), draft_model=str(model), num_speculative_tokens=4, prefill_chunk=16, **layout) as llm:
+    with LLM(str(model), draft_model=str(model), num_speculative_tokens=4, prefill_chunk=16, **LAYOUTS[layout]) as llm:
         for name, params in PARAMS.items():
             assert [one.token_ids for one in llm.generate(prompts(), params)] == expected[name], name
             if name == "free":

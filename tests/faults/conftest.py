@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -17,7 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from served import PATIENCE_S, TLS, address, assert_gone, end, start
+import served as served_by
+from served import PATIENCE_S, Call, address, assert_gone, end, start
 from tandem.testing import tiny_model
 
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
@@ -43,77 +43,6 @@ MIX: list[dict[str, Any]] = [
 ]
 
 
-class Call:
-    """One HTTP request in a thread of its own."""
-
-    def __init__(self, url: str, body: dict[str, Any]) -> None:
-        self.chunks = 0
-        self.result: dict[str, Any] = {}
-        self.error: Exception | None = None
-        self.status = 0
-        self._url, self._body = url, {"model": "default", "ignore_eos": True, **body}
-        if body.get("stream"):
-            self._body["stream_options"] = {"include_usage": True}
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with httpx.Client(timeout=PATIENCE_S, verify=TLS) as client:
-                if self._body.get("stream"):
-                    self._stream(client)
-                else:
-                    reply = client.post(f"{self._url}/v1/completions", json=self._body)
-                    self.status = reply.status_code
-                    if reply.status_code == 200:
-                        whole = reply.json()
-                        self._add(whole)
-                        self.result["usage"] = whole["usage"]
-                    else:
-                        self.result = reply.json()
-        except (httpx.HTTPError, ValueError) as error:
-            self.error = error
-
-    def _stream(self, client: httpx.Client) -> None:
-        import json
-
-        with client.stream("POST", f"{self._url}/v1/completions", json=self._body) as reply:
-            self.status = reply.status_code
-            for line in reply.iter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    self.result["done"] = True
-                    break
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    self.result["error"] = chunk["error"]
-                elif chunk.get("choices"):
-                    self._add(chunk)
-                if chunk.get("usage"):
-                    self.result["usage"] = chunk["usage"]
-
-    def _add(self, reply: dict[str, Any]) -> None:
-        self.chunks += 1
-        [choice] = reply["choices"]
-        self.result["text"] = self.result.get("text", "") + choice["text"]
-        if choice.get("logprobs"):
-            self.result.setdefault("logprobs", []).extend(choice["logprobs"]["token_logprobs"])
-        if choice["finish_reason"]:
-            self.result["finish_reason"] = choice["finish_reason"]
-
-    @property
-    def running(self) -> bool:
-        """No answer yet, or not all of it."""
-        return self._thread.is_alive()
-
-    def join(self) -> Call:
-        """Wait for its end."""
-        self._thread.join(PATIENCE_S)
-        assert not self.running, f"no end of {self._body}"
-        return self
-
-
 def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
     """Equal answers; log probabilities as close as float32 allows."""
     mine, theirs = got.get("logprobs", []), expected.get("logprobs", [])
@@ -121,17 +50,15 @@ def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
     return close and {**got, "logprobs": 0} == {**expected, "logprobs": 0}
 
 
-class Server:
+class Server(served_by.Server):
     """A running `tandem serve`."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
-        self.process, self.url, self.log = process, url, log
+        super().__init__(process, url)
+        self.log, self.layout = log, ""
         self.expected: list[dict[str, Any]] = []
 
     # --- requests ---
-
-    def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=240, verify=TLS).json()
 
     def call(self, body: dict[str, Any]) -> Call:
         return Call(self.url, body)
@@ -156,11 +83,6 @@ class Server:
 
     # --- processes ---
 
-    def family(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
-
     def processes(self, *words: str) -> list[psutil.Process]:
         """Descendants whose command line has all of `words`, oldest first."""
         found = []
@@ -169,10 +91,6 @@ class Server:
                 if set(words) <= set(one.cmdline()):
                     found.append(one)
         return sorted(found, key=lambda one: one.pid)
-
-    def api(self) -> psutil.Process:
-        [found] = self.processes("tandem.cli.processes", "api")
-        return found
 
     def engines(self) -> list[psutil.Process]:
         return self.processes("tandem.cli.processes", "engine")
@@ -197,7 +115,7 @@ class Server:
         def told() -> bool:
             """Those of a busy engine, which is not waited for, may be missing."""
             nonlocal text
-            text = httpx.get(f"{self.url}/metrics", timeout=240, verify=TLS).text
+            text = self.metrics()
             return "\ntandem_gang_restarts_total" in text
 
         self.wait(told, "the engine's metrics")
@@ -268,5 +186,6 @@ def running() -> Callable[..., AbstractContextManager[Server]]:
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Server]:
     """One server of the layout that the test's parameter names, for all of its faults."""
     with running_server(str(model), *LAYOUTS[request.param], *FLAGS) as server:
+        server.layout = request.param
         server.learn()
         yield server

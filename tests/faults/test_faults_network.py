@@ -145,15 +145,3 @@ def test_a_link_that_is_cut_between_ranks(server: Any, cluster: Cluster) -> None
     assert "the link to it brings nothing" in server.log.read_text()
     cluster.plug()
     server.check(calls)
-
-
-def test_a_machine_whose_cable_is_pulled(server: Any, cluster: Cluster) -> None:
-    before = causes(server)
-    calls = server.load()
-    server.wait(lambda: calls[0].chunks > 10, "tokens")
-    cluster.machines.cut("h1")
-    server.wait(lambda: causes(server) != before, "it is noticed")
-    assert causes(server)["silent"] + causes(server)["died"] > before["silent"] + before["died"], server.tail()
-    cluster.machines.heal("h1")
-    server.check(calls)
-    assert len(server.ranks()) == 2

@@ -13,10 +13,13 @@ import pytest
 pytestmark = pytest.mark.slow
 
 RANK_GROUPS = pytest.mark.parametrize("served", ["pp", "tp"], indirect=True)
-FIRST_DIES = pytest.mark.parametrize(("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
-LAST_DIES = pytest.mark.parametrize(("rank", "fault"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
-"""By turns: each rank in each way, and each moment with both; tests/engine kills each rank in each way."""
 RANK = "tandem.executors.worker"
+
+
+def hurt(served: Any, pids: list[int], **faults: tuple[int, signal.Signals]) -> None:
+    """Which rank goes how, by layout: each moment has both layouts and both ways, each layout all four."""
+    rank, fault = faults[served.layout]
+    os.kill(pids[rank], fault)
 
 
 def recovered(served: Any, restarts: float, pids: list[int]) -> None:
@@ -42,39 +45,35 @@ def prefilling(served: Any) -> list[Any]:
 
 
 @RANK_GROUPS
-@FIRST_DIES
-def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
+def test_while_idle(served: Any) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
-    os.kill(pids[rank], fault)
+    hurt(served, pids, pp=(0, signal.SIGKILL), tp=(1, signal.SIGSTOP))
     served.wait(lambda: served.metric("tandem_gang_restarts_total") > restarts, "it is noticed without any request")
     served.check(served.load())
     recovered(served, restarts + 1, pids)
 
 
 @RANK_GROUPS
-@LAST_DIES
-def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
+def test_during_prefill(served: Any) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = prefilling(served)
-    os.kill(pids[rank], fault)
+    hurt(served, pids, pp=(1, signal.SIGSTOP), tp=(0, signal.SIGKILL))
     served.check(calls)
     recovered(served, restarts + 1, pids)
 
 
 @RANK_GROUPS
-@FIRST_DIES
-def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
+def test_during_decode(served: Any) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
     served.wait(lambda: min(calls[0].chunks, calls[1].chunks) > 20, "tokens")
-    os.kill(pids[rank], fault)
+    hurt(served, pids, pp=(0, signal.SIGSTOP), tp=(1, signal.SIGKILL))
     served.check(calls)
     recovered(served, restarts + 1, pids)
 
 
 @RANK_GROUPS
-@LAST_DIES
-def test_while_the_next_rank_group_loads(served: Any, rank: int, fault: signal.Signals) -> None:
+def test_while_the_next_rank_group_loads(served: Any) -> None:
     """A fault during recovery: requests wait through both."""
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
@@ -87,7 +86,7 @@ def test_while_the_next_rank_group_loads(served: Any, rank: int, fault: signal.S
     served.wait(lambda: len(newcomers()) == 2, "new ranks")
     time.sleep(0.5)
     second = newcomers()
-    os.kill(second[rank], fault)
+    hurt(served, second, pp=(1, signal.SIGKILL), tp=(0, signal.SIGSTOP))
     served.check(calls)
     recovered(served, restarts + 2, [*pids, *second])
 
@@ -110,9 +109,9 @@ def test_what_was_found_is_said_and_counted(served: Any) -> None:
         cause: served.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
         for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")
     }
-    assert counted["died"] >= 5, counted
-    assert counted["stopped"] >= 3, counted
+    assert counted["died"] >= 3, counted
+    assert counted["stopped"] >= 2, counted
     reasons = [line for line in served.log.read_text().splitlines() if "replacing all ranks" in line]
     assert counted["died"] + counted["stopped"] == len(reasons), "\n".join(reasons)
     assert "stands still: its process is stopped" in served.log.read_text()
-    assert served.metric("tandem_gang_recovery_seconds_count") > 6
+    assert served.metric("tandem_gang_recovery_seconds_count") >= 5

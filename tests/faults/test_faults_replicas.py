@@ -11,8 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("served", ["dp"], indirect=True)]
 
-FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-REPLICAS = pytest.mark.parametrize("replica", [0, 1])
+FAULTS = pytest.mark.parametrize(("replica", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 
 
 def both(served: Any) -> None:
@@ -26,7 +25,6 @@ def hurt(served: Any, replica: int, fault: signal.Signals) -> psutil.Process:
 
 
 @FAULTS
-@REPLICAS
 def test_while_idle(served: Any, replica: int, fault: signal.Signals) -> None:
     both(served)
     engine = hurt(served, replica, fault)
@@ -35,7 +33,6 @@ def test_while_idle(served: Any, replica: int, fault: signal.Signals) -> None:
 
 
 @FAULTS
-@REPLICAS
 def test_during_prefill(served: Any, replica: int, fault: signal.Signals) -> None:
     both(served)
     calls = served.load()
@@ -46,7 +43,6 @@ def test_during_prefill(served: Any, replica: int, fault: signal.Signals) -> Non
 
 
 @FAULTS
-@REPLICAS
 def test_during_decode(served: Any, replica: int, fault: signal.Signals) -> None:
     both(served)
     calls = served.load()

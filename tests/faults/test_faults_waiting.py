@@ -74,7 +74,7 @@ def drains(server: Any) -> bool:
 
 def test_an_engine_that_dies_while_the_server_drains_is_replaced(running: Any, model: Path) -> None:
     with running(str(model), "-pp", "2", *FLAGS, "--drain-timeout", "600") as server:
-        body = {**BODY, "max_tokens": 900}
+        body = {**BODY, "max_tokens": 600}
         undisturbed = server.call(body).join().result
         calls = [server.call(body) for _ in range(2)]
         server.wait(lambda: all(call.chunks > 5 for call in calls), "tokens")

@@ -167,7 +167,7 @@ def test_a_lender_that_lies_is_a_miss(tmp_path, monkeypatch, lie):
 
 
 def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten(borrower, lent, monkeypatch):
-    monkeypatch.setattr(remote, "PATIENCE_S", 4.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 2.0)
     silent = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
     mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
     machines = RemoteStores(KEY, [mute])

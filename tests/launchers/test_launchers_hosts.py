@@ -9,13 +9,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from pids import gone
+from served import wait_until
 from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, UsageError
 from tandem.launchers.host_facts import host_facts
@@ -115,15 +116,8 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     one.close()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def content(path: Path) -> str:
-    eventually(path.exists)
+    wait_until(path.exists)
     return path.read_text()
 
 
@@ -136,7 +130,7 @@ def test_ranks_start_where_hosts_have_joined_and_their_ends_are_told(cluster: Cl
     assert content(cluster.directory / "0") == "hello|"
     assert short.wait(240) and short.poll() == 7
     assert "exited with code 7" in short.describe_exit()
-    eventually(lambda: long.pid)
+    wait_until(lambda: long.pid)
     assert long.poll() is None and not long.wait(0.01)
     long.kill()
     assert long.wait(240) and long.poll() == -9 and "SIGKILL" in long.describe_exit()
@@ -150,10 +144,10 @@ def test_released_hosts_end_with_code_0_and_their_ranks_with_them(cluster: Clust
     cluster.add(0)
     cluster.recruit(1)
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
-    eventually(lambda: rank.pid)
+    wait_until(lambda: rank.pid)
     cluster.head.close()
     assert cluster.code(0) == 0
-    eventually(lambda: gone(rank.pid))
+    wait_until(lambda: gone(rank.pid))
 
 
 def test_hosts_without_a_number_fill_the_gaps_and_standbys_step_in(cluster: Cluster) -> None:
@@ -172,7 +166,7 @@ def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(cluster: Cl
     cluster.add(0, rejoin=True)
     cluster.recruit(1)
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
-    eventually(lambda: rank.pid)
+    wait_until(lambda: rank.pid)
     with monkeypatch.context() as silent:
         post = cluster.head.membership._end.post
         silent.setattr(
@@ -180,7 +174,7 @@ def test_a_head_that_falls_silent_loses_its_ranks_and_gets_them_back(cluster: Cl
             "post",
             lambda identity, message: None if isinstance(message, HostPing) else post(identity, message),
         )
-        eventually(lambda: gone(rank.pid))
+        wait_until(lambda: gone(rank.pid))
     assert rank.wait(240)
     cluster.recruit(1)
     assert cluster.head.start(0, 1, f"{cluster.directory}/1|end".encode(), {}).wait(240)
@@ -190,7 +184,7 @@ def test_a_host_that_falls_silent_is_lost_with_its_rank(cluster: Cluster, monkey
     cluster.add(0)
     cluster.recruit(1)
     rank = cluster.head.start(0, 1, f"{cluster.directory}/0|stay".encode(), {})
-    eventually(lambda: rank.pid)
+    wait_until(lambda: rank.pid)
     monkeypatch.setattr(cluster.hosts[0], "_obey", lambda link, message: None)
     assert rank.wait(240) and "has not answered for" in rank.describe_exit()
     assert cluster.code(0) == 1  # told that it was given up

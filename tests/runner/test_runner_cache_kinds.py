@@ -9,18 +9,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tandem.checkpoints.resolve import resolve
+from stages import tiny_stage
 from tandem.errors import BatchDesync, UnsupportedModel
-from tandem.loading.stage import StageModel, load_stage
-from tandem.models.description import describe
+from tandem.loading.stage import StageModel
 from tandem.runner.kv_store import RowsApart, make_store
 from tandem.runner.prefix_store import PrefixStore, trimmable
-from tandem.testing import tiny_model
 
 KINDS = {
     "deepseek_v3": "latent",
     "deepseek_v32": "latent and index",
-    "glm4_moe_lite": "latent",
     "qwen3_next": "delta rule",
     "kimi_linear": "delta rule and latent",
     "granitemoehybrid": "Mamba 2 and attention",
@@ -34,11 +31,9 @@ KINDS = {
     "llama4": "chunks",
     "gemma2": "scores by group",
     "step3p5": "windows",
-    "glm_moe_dsa": "latent and index",
     "mistral4": "scaled latent",
     "ministral3": "scaled by position",
     "jamba": "Mamba",
-    "youtu_llm": "latent",
     "laguna": "windows and gates",
     "falcon_h1": "Mamba 2 beside attention",
     "minimax_m3_vl": "keys of an index",
@@ -53,9 +48,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
-    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"), request.param, dtype="float32")))
-    description = describe(files)
-    return load_stage(files, description, range(description.num_layers))
+    return tiny_stage(tmp_path_factory.mktemp("model"), request.param, dtype="float32")
 
 
 class Alone:
@@ -143,10 +136,7 @@ def test_a_cached_prefix_is_taken_up_again_and_again(stage: StageModel) -> None:
 
 def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apart(tmp_path: Path) -> None:
     scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
-    files = resolve(
-        str(tiny_model(tmp_path, "internlm2", dtype="float32", config={"rope_scaling": scaling, "max_position_embeddings": 32}))
-    )
-    stage = load_stage(files, describe(files), range(4))
+    stage = tiny_stage(tmp_path, "internlm2", dtype="float32", config={"rope_scaling": scaling, "max_position_embeddings": 32})
     store, prompts = make_store(stage.make_caches, 0, stage.one_by_one), ([5] * 3, [7] * 40)
     for number, prompt in enumerate(prompts):
         store.join(str(number), prefilled(stage, prompt, 64).caches, len(prompt))
@@ -157,8 +147,7 @@ def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apar
 
 def test_drafts_are_refused_where_they_cannot_be_taken_back(tmp_path: Path) -> None:
     for family, words in (("mamba2", "ArraysCache"), ("llama4", "one by one")):
-        files = resolve(str(tiny_model(tmp_path / family, family)))
-        stage = load_stage(files, describe(files), range(4))
+        stage = tiny_stage(tmp_path / family, family)
         with pytest.raises(UnsupportedModel, match=words):
             make_store(stage.make_caches, 3, stage.one_by_one)
     assert isinstance(make_store(stage.make_caches, 0, stage.one_by_one), RowsApart)

@@ -142,7 +142,7 @@ def step_both(store: KVStore, reference: Reference, rng: random.Random) -> None:
     )
 
 
-@pytest.mark.parametrize(("seed", "cuda"), [(0, False), (1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(("seed", "cuda"), [(0, False), (3, True)])
 def test_random_joins_leaves_and_steps_agree_with_single_sequences(
     model: Any, seed: int, cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

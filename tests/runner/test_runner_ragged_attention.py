@@ -6,12 +6,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_caches
 
-from tandem.checkpoints.resolve import resolve
-from tandem.loading.stage import load_stage
-from tandem.models.description import describe
+from stages import tiny_stage
 from tandem.runner import ragged_attention
 from tandem.runner.kv_store import KVStore
-from tandem.testing import tiny_model
 
 
 class Counted:
@@ -45,15 +42,12 @@ def decoded(stage, lengths: list[int], steps: int, attention) -> list[list[float
     ("family", "config"), [("llama", {}), ("qwen3", {}), ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2})]
 )
 def test_a_cache_that_can_attend_does_so_in_every_family(tmp_path, family, config):
-    model = tiny_model(tmp_path, family, dtype="float32", config=config)
-    files = resolve(str(model))
-    description = describe(files)
-    stage = load_stage(files, description, range(description.num_layers))
+    stage = tiny_stage(tmp_path, family, dtype="float32", config=config)
     own = Counted()
     lengths = [3, 40, 9, 25]
     for mine, theirs in zip(decoded(stage, lengths, 5, own), decoded(stage, lengths, 5, None), strict=True):
         assert mx.allclose(mx.array(mine), mx.array(theirs), atol=1e-5)
-    assert own.calls == 5 * description.num_layers
+    assert own.calls == 5 * 4
 
 
 def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_by_length(tmp_path, monkeypatch):
@@ -72,18 +66,13 @@ def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_by_length(tmp_p
 
     monkeypatch.setattr(ragged_attention, "WASTE", 1)
     for family, config in (("llama", {}), ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2})):
-        files = resolve(str(tiny_model(tmp_path / family, family, dtype="float32", config=config)))
-        description = describe(files)
-        stage = load_stage(files, description, range(description.num_layers))
+        stage = tiny_stage(tmp_path / family, family, dtype="float32", config=config)
         for mine, theirs in zip(decoded(stage, [3, 40, 9, 25], 5, attend), decoded(stage, [3, 40, 9, 25], 5, None), strict=True):
             assert mx.allclose(mx.array(mine), mx.array(theirs), atol=1e-5)
 
 
 def test_rows_of_one_length_are_left_to_mlx_until_they_are_long(tmp_path):
-    model = tiny_model(tmp_path, dtype="float32")
-    files = resolve(str(model))
-    description = describe(files)
-    stage = load_stage(files, description, range(description.num_layers))
+    stage = tiny_stage(tmp_path, dtype="float32")
     own = Counted()
     decoded(stage, [6, 6], 2, own)
     assert own.calls == 0

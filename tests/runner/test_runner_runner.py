@@ -9,14 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tandem.checkpoints.resolve import resolve
+from stages import tiny_stage
 from tandem.errors import BatchDesync
-from tandem.loading.stage import StageModel, load_stage
-from tandem.models.description import describe
+from tandem.loading.stage import StageModel
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SavePrefixOp, StepPlan, batch_fingerprint
 from tandem.runner.runner import Runner
-from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
 PROMPT = [5, 6, 7, 8]
@@ -24,9 +22,7 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
-    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"))))
-    description = describe(files)
-    return load_stage(files, description, range(description.num_layers))
+    return tiny_stage(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -108,8 +104,7 @@ class Unsent:
 
 
 def test_a_first_stage_waits_for_no_token_that_may_be_on_its_way(tmp_path: Path) -> None:
-    files = resolve(str(tiny_model(tmp_path)))
-    part = load_stage(files, describe(files), range(1))
+    part = tiny_stage(tmp_path, part=range(1))
     runner = Runner(part, micro_batches=2, vocab_size=part.vocab_size, eos_token_ids=(2,), link=Unsent(), samples=False)
     runner.execute(step(0, 0, {"a": 0}, **insert("a")))
     runner.execute(step(1, 1, {"b": 0}, **insert("b")))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from tandem.checkpoints.resolve import resolve
+from stages import tiny_stage
 from tandem.errors import BatchDesync
-from tandem.loading.stage import StageModel, load_stage
-from tandem.models.description import describe
+from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
@@ -28,7 +26,6 @@ from tandem.protocol.step import (
 )
 from tandem.runner.runner import Runner
 from tandem.runner.sampler import Sampler
-from tandem.testing import tiny_model
 
 DRAFTS, NEW = 3, 40
 FAMILIES = {
@@ -47,10 +44,9 @@ PARAMS = {
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
-    path: Path = tiny_model(tmp_path_factory.mktemp("model"), request.param, layers=2, config=FAMILIES[request.param])
-    files = resolve(str(path))
-    description = describe(files)
-    return load_stage(files, description, range(description.num_layers), dtype="float32")
+    return tiny_stage(
+        tmp_path_factory.mktemp("model"), request.param, layers=2, config=FAMILIES[request.param], loaded_as="float32"
+    )
 
 
 class MicroBatch:
@@ -139,9 +135,7 @@ def test_output_is_that_of_plain_decoding_whatever_the_drafts(stage: StageModel)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
-    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"), layers=1)))
-    description = describe(files)
-    return load_stage(files, description, range(1), dtype="float32")
+    return tiny_stage(tmp_path_factory.mktemp("model"), layers=1, loaded_as="float32")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Load:
         raise AssertionError(f"{name} starves")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_groups_that_always_have_work_share_it_by_weight(seed: int) -> None:
     rng = random.Random(seed)
     load = Load(micro_batches=rng.choice([1, 2]), max_batch_size=rng.choice([2, 4]))
@@ -168,25 +168,6 @@ def test_the_queue_is_bounded_in_tokens_too() -> None:
 def test_weights_are_checked(weight: float) -> None:
     with pytest.raises(RequestError, match="weight"):
         Load().send("a", 4, 4, weight)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_restarts_and_aborts_leave_no_account_behind(seed: int) -> None:
-    rng = random.Random(seed)
-    load = Load(kv_tokens=300, max_context=200, max_batch_size=4)
-    names = []
-    for _ in range(400):
-        if rng.random() < 0.3:
-            names.append(load.send(rng.choice("abc"), rng.randint(1, 40), rng.randint(1, 30), rng.choice([1.0, 3.0])))
-        if rng.random() < 0.1 and names:
-            load.scheduler.abort(rng.choice(names))
-        if rng.random() < 0.02:
-            load.scheduler.restart()
-            load._plans.clear()
-        load.step()
-    while not load.scheduler.idle:
-        load.step()
-    assert len(load.scheduler.fair_queue._groups) == 0
 
 
 def test_a_weight_that_leaves_takes_no_small_one_along() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections import deque
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from scheduler_invariants import check_invariants, make_limits
-from tandem.errors import OverloadedError, RequestError
+from tandem.errors import RequestError
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.disk_blocks import Survey
+from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.micro_batch import PATIENCE
@@ -49,8 +52,32 @@ def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
     raise AssertionError("the scheduler does not come to rest")
 
 
-@pytest.mark.parametrize("seed", range(60))
+def scored(first: int, count: int, k: int) -> PromptLogprobs:
+    """Of the tokens `first` and those after it; the most likely ones are their positions too."""
+    places = range(first, first + count)
+    tops = [place for place in places for _ in range(k)]
+    return PromptLogprobs(
+        k,
+        struct.pack(f"<{count}f", *places),
+        struct.pack(f"<{count}i", *places),
+        struct.pack(f"<{count * k}f", *tops),
+        struct.pack(f"<{count * k}i", *tops),
+    )
+
+
+def check(brought: list[PromptLogprobs], length: int, k: int | None) -> None:
+    """All places but the first, in their order; nothing for one that did not ask."""
+    if k is None:
+        assert not brought
+        return
+    [found] = brought
+    assert [(one.logprob, one.rank) for one in found] == [(place, place) for place in range(1, length)]
+    assert [one.top for one in found] == [[(place, float(place))] * k for place in range(1, length)]
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int) -> None:
+    """Log probabilities of a prompt come whole and once: each stands for its position here."""
     rng = random.Random(seed)
     scheduler = Scheduler(
         make_limits(
@@ -59,23 +86,30 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
             prefill_chunk=rng.choice([1, 5, 64]),
             kv_tokens=rng.choice([200, 400, 100_000]),
             max_context=190,
+            prefix_tokens=rng.choice([0, 1000]),
         )
     )
     live: set[str] = set()
     plans: deque[StepPlan] = deque()
-    sent = 0
+    asked: dict[str, EngineRequest] = {}
+    brought: dict[str, list[PromptLogprobs]] = {}
     for _ in range(20_000):
-        if sent < 60 and rng.random() < 0.3:
-            name, form = f"r{sent}", rng.choice([None, None, StructuredOutputs(json_object=True)])
-            params = {"max_tokens": rng.randint(1, 60), "structured_outputs": form}
-            scheduler.submit(
-                request(name, rng.randint(1, 100), **params)
+        if len(asked) < 60 and rng.random() < 0.3:
+            name, form = f"r{len(asked)}", rng.choice([None, None, StructuredOutputs(json_object=True)])
+            scores = rng.choice([None, 0, 2])
+            params = {
+                "max_tokens": rng.randint(1 if scores is None else 0, 60),
+                "structured_outputs": form,
+                "prompt_logprobs": scores,
+            }
+            asked[name] = (
+                request(name, rng.randint(1, 130), **params)
                 if rng.random() < 0.7
-                else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"])),
-                seed=1,
+                else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"]))
             )
+            scheduler.submit(replace(asked[name], group=rng.choice("abc"), weight=rng.choice([1.0, 3.0])), seed=1)
             live.add(name)
-            sent += 1
+            brought[name] = []
         if live and rng.random() < 0.03:
             name = rng.choice(sorted(live))
             assert scheduler.abort(name)
@@ -93,12 +127,26 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
             plan = plans.popleft()
             tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
             vectors = dict.fromkeys(plan.ended(), b"1234")
-            for message in scheduler.update(StepResult(plan.step_id, plan.micro_batch, tokens, vectors=vectors)):
+            found = {
+                op.request_id: scored(
+                    op.start + 1, min(op.count, len(asked[op.request_id].prompt) - 1 - op.start), op.prompt_logprobs
+                )
+                for op in plan.prefill
+                if op.prompt_logprobs is not None
+            }
+            for message in scheduler.update(
+                StepResult(plan.step_id, plan.micro_batch, tokens, vectors=vectors, prompt_logprobs=found)
+            ):
                 assert isinstance(message, Output) and message.request_id in live
+                if message.prompt_logprobs is not None:
+                    brought[message.request_id].append(message.prompt_logprobs)
                 if message.finish_reason:
                     live.remove(message.request_id)
+                    one = asked[message.request_id]
+                    check(brought[message.request_id], len(one.prompt), one.params.prompt_logprobs)
         check_invariants(scheduler)
-        if sent == 60 and not live and scheduler.idle:
+        if len(asked) == 60 and not live and scheduler.idle:
+            assert not scheduler.fair_queue._groups, "no account is left"
             return
     raise AssertionError(f"never done: {live}")
 
@@ -237,20 +285,6 @@ def test_replay_sends_prompt_and_tokens_so_far() -> None:
     assert plan.sampling_seeds == {"a": 77}
 
 
-def test_a_request_under_which_rank_groups_keep_dying_is_refused() -> None:
-    scheduler = Scheduler(make_limits())
-    scheduler.submit(request("a"), seed=1)
-    outcomes = []
-    for _ in range(4):
-        if (suspect := scheduler.suspect) is not None:
-            suspect.rested = True
-        assert scheduler.next_plan()
-        outcomes.append(scheduler.restart())
-    assert outcomes[:3] == [[]] * 3
-    assert isinstance(outcomes[3][0], Refused) and outcomes[3][0].status == 500
-    assert scheduler.idle
-
-
 def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
     scheduler = Scheduler(make_limits())
     scheduler.submit(request("a", max_tokens=5, min_tokens=3), seed=1)
@@ -311,17 +345,6 @@ def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) ->
         scheduler.submit(request("a", **bad), seed=1)  # type: ignore[arg-type]
     assert caught.value.param == param
     assert scheduler.idle
-
-
-def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
-    scheduler = Scheduler(make_limits(max_queued_requests=2, max_queue_tokens=100))
-    scheduler.submit(request("a", 60), seed=1)
-    with pytest.raises(OverloadedError):
-        scheduler.submit(request("b", 60), seed=1)
-    scheduler.submit(request("c", 10), seed=1)
-    with pytest.raises(OverloadedError):
-        scheduler.submit(request("d", 1), seed=1)
-    assert set(drain(scheduler)) == {"a", "c"}
 
 
 def test_a_live_id_cannot_be_used_again() -> None:
@@ -391,3 +414,10 @@ def test_nonsense_that_is_out_already_is_refused() -> None:
     for produced, word in (([7] * 4, "4 tokens are out"), ([50], "token ids")):
         with pytest.raises(RequestError, match=word):
             Scheduler(make_limits()).submit(continued(produced, max_tokens=4), seed=1)
+
+
+def test_parts_can_be_cut_and_joined() -> None:
+    whole = scored(1, 9, 2)
+    assert joined([scored(1, 4, 2), scored(5, 5, 2)]) == whole and whole.after(4) == scored(5, 5, 2)
+    assert len(whole.after(20)) == 0 and len(joined([])) == 0 and joined([]).finite
+    assert whole.finite and not PromptLogprobs(0, struct.pack("<2f", 0.0, float("nan")), bytes(8)).finite

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 import zmq
 
+from served import wait_until
+from statuses import STATUS
 from tandem.config.loading import build
 from tandem.errors import UsageError
 from tandem.launchers.host_addresses import ranks_of
-from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
 from tandem.supervision.control_socket import ControlServer, ask
@@ -128,10 +129,7 @@ def test_control_socket(control):
 def test_a_control_socket_whose_file_was_removed_is_reached_again(control, monkeypatch):
     monkeypatch.setattr("tandem.transport.socket_file.LOOK_S", 0.1)
     control.unlink()
-    deadline = time.monotonic() + 240
-    while not control.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(control.exists)
     assert ask(control, AddReplica()) == Done(3)
 
 
@@ -266,25 +264,8 @@ def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatc
 
 
 def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatch):
-    status = EngineStatus(
-        query_id=1,
-        state="ready",
-        detail="",
-        model="m",
-        source="",
-        max_context=1,
-        vocab_size=1,
-        queued=0,
-        running=0,
-        kv_tokens_used=0,
-        kv_tokens_total=0,
-        restarts=0,
-        stages=1,
-        micro_batches=1,
-        ranks=[],
-    )
     answers = [
-        msgspec.structs.replace(status, age_s=age, state=state)
+        msgspec.structs.replace(STATUS, age_s=age, state=state)
         for age, state in ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))
     ]
 
@@ -376,23 +357,7 @@ class Answers(FakeProbe):
     """Asks an engine that is ready."""
 
     def ask(self):
-        return EngineStatus(
-            query_id=1,
-            state="ready",
-            detail="",
-            model="m",
-            source="",
-            max_context=1,
-            vocab_size=1,
-            queued=0,
-            running=0,
-            kv_tokens_used=0,
-            kv_tokens_total=0,
-            restarts=0,
-            stages=1,
-            micro_batches=1,
-            ranks=[],
-        )
+        return STATUS
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -10,13 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tandem.checkpoints.resolve import resolve
+from stages import tiny_stage
 from tandem.errors import BatchDesync
-from tandem.loading.stage import StageModel, load_stage
-from tandem.models.description import describe
+from tandem.loading.stage import StageModel
 from tandem.protocol.step import StepPlan, accepted, batch_fingerprint
 from tandem.runner.runner import Runner
-from tandem.testing import tiny_model
 from tandem.vllm_plugin.adapter import PlanBuilder
 
 OUTPUT = 12
@@ -24,9 +22,7 @@ OUTPUT = 12
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
-    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"))))
-    description = describe(files)
-    return load_stage(files, description, range(description.num_layers))
+    return tiny_stage(tmp_path_factory.mktemp("model"))
 
 
 def params(**changes: Any) -> SimpleNamespace:

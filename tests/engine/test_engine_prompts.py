@@ -1,17 +1,22 @@
-"""Every layout says of a prompt's tokens what mlx-lm's own model says, whatever else is in the batch."""
+"""Log probabilities and embeddings of prompts: in every layout mlx-lm's own, whatever else is in the batch."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
+import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from adapters import tiny_adapter
@@ -45,17 +50,21 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 500) for _ in range(length)] for length in (1, 2, 17, 40, 97)]
 
 
+@cache
+def loaded(model: Path, adapter: Path | None = None) -> Any:
+    """mlx-lm's own model in float32."""
+    whole, _ = load_model(model)
+    if adapter is not None:
+        whole = load_adapters(whole, str(adapter))
+    whole.set_dtype(mx.float32)
+    return whole
+
+
 def reference(model: Path, tokens: list[int], adapter: Path | None = None) -> npt.NDArray[np.float32]:
     """float32 [n - 1, V]: log probabilities after each position but the last, from mlx-lm's own model in float32."""
     if len(tokens) < 2:
         return np.zeros((0, 1), dtype=np.float32)
-    whole, _ = load_model(model)
-    if adapter is not None:
-        from mlx_lm.tuner.utils import load_adapters
-
-        whole = load_adapters(whole, str(adapter))
-    whole.set_dtype(mx.float32)
-    logits = whole(mx.array([tokens]))[0, :-1]
+    logits = loaded(model, adapter)(mx.array([tokens]))[0, :-1]
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
@@ -67,6 +76,47 @@ def agree(model: Path, tokens: list[int], found: PromptLogprobs | None, k: int =
         assert abs(one.rank - 1 - int((row > row[token]).sum())) <= int((abs(row - row[token]) < 1e-4).sum())
         assert len(one.top) == k and [value for _, value in one.top] == pytest.approx(np.sort(row)[::-1][:k], abs=1e-4)
         assert all(value == pytest.approx(row[other], abs=1e-4) for other, value in one.top)
+
+
+def pooled(model: Path, pooling: str, texts: list[list[int]]) -> list[list[float]]:
+    """From mlx-lm's own model in float32: final hidden states of the whole prompt at once."""
+    vectors = []
+    for tokens in texts:
+        states = np.array(loaded(model).model(mx.array([tokens]))[0])
+        vector = states[-1] if pooling == "last" else states.mean(axis=0)
+        vectors.append((vector / np.linalg.norm(vector)).tolist())
+    return vectors
+
+
+def near(vectors: list[list[float]]) -> list[object]:
+    return [pytest.approx(vector, abs=2e-5) for vector in vectors]
+
+
+def embedding(name: str, tokens: list[int], pooling: Any) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=tokens, params=SamplingParams(max_tokens=0), pooling=pooling)
+
+
+def unit(message: object) -> list[float]:
+    assert isinstance(message, Output)
+    values = np.frombuffer(message.vector, "<f4")
+    return list(map(float, values / np.linalg.norm(values)))
+
+
+def both(llm: LLM, pooling: str) -> tuple[list[list[float]], list[list[int]]]:
+    """Embeddings and generations of the same prompts, side by side in the engine."""
+    vectors: dict[str, list[float]] = {}
+    tokens: dict[str, list[int]] = {}
+    requests = [
+        request
+        for i, prompt in enumerate(prompts())
+        for request in (EngineRequest(request_id=f"t{i}", prompt=prompt, params=GREEDY), embedding(f"v{i}", prompt, pooling))
+    ]
+    for message in submitted(llm, requests):
+        tokens.setdefault(message.request_id, []).extend(message.tokens)
+        if message.vector:
+            vectors[message.request_id] = unit(message)
+    numbers = range(len(prompts()))
+    return [vectors[f"v{i}"] for i in numbers], [tokens[f"t{i}"] for i in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +172,21 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
         pytest.skip("for layouts of two processes")
     rng = random.Random(1)
     texts = [[rng.randrange(3, 500) for _ in range(400)] for _ in range(3)]
-    asked = [EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE) for i, text in enumerate(texts)]
-    found = {one.request_id: one.prompt_logprobs for one in submitted(llm, asked, Killer(llm)) if one.prompt_logprobs is not None}
+    asked = [
+        *(EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE) for i, text in enumerate(texts)),
+        *(embedding(f"v{i}", text, "mean") for i, text in enumerate(texts)),
+    ]
+    found: dict[str, PromptLogprobs] = {}
+    vectors: dict[str, list[float]] = {}
+    for one in submitted(llm, asked, Killer(llm)):
+        if one.prompt_logprobs is not None:
+            found[one.request_id] = one.prompt_logprobs
+        if one.vector:
+            vectors[one.request_id] = unit(one)
     assert llm.engine.restarts == 1
     for i, text in enumerate(texts):
         agree(model, text, found[f"s{i}"])
+    assert [vectors[f"v{i}"] for i in range(len(texts))] == near(pooled(model, "mean", texts))
 
 
 def test_sequences_that_make_room_are_computed_again_and_say_all_of_it_once(model: Path) -> None:
@@ -203,3 +263,64 @@ def test_logits_that_are_no_numbers_end_the_request(tmp_path: Path) -> None:
             with pytest.raises(RequestError, match="not finite"):
                 llm.generate([[9, 5, 6]], params)
         assert len(llm.generate([[5, 6]], ALONE)[0].prompt_logprobs or ()) == 2
+
+
+@pytest.mark.slow
+def test_vectors_equal_mlx_lms_and_leave_generation_alone(llm: LLM, model: Path) -> None:
+    alone = [one.token_ids for one in llm.generate(prompts(), GREEDY)]
+    last, mean = (near(pooled(model, pooling, prompts())) for pooling in ("last", "mean"))
+    assert llm.embed(prompts()) == last
+    assert both(llm, "last") == (last, alone)
+    assert both(llm, "mean") == (mean, alone)
+    check(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_texts_that_share_a_pass(llm: LLM, model: Path, pooling: Any) -> None:
+    rng = random.Random(2)
+    texts = [[rng.randrange(3, 500) for _ in range(rng.choice((3, 4, 5, 12, 13)))] for _ in range(24)]
+    asked = [embedding(f"v{i}", text, pooling) for i, text in enumerate(texts)]
+    vectors = {message.request_id: unit(message) for message in submitted(llm, asked)}
+    assert [vectors[f"v{i}"] for i in range(len(texts))] == near(pooled(model, pooling, texts))
+
+
+def test_dimensions_and_what_cannot_be(model: Path) -> None:
+    with LLM(str(model), prefill_chunk=16) as llm:
+        [whole], [cut] = llm.embed([5, 6, 7]), llm.embed([5, 6, 7], dimensions=10)
+        assert len(whole) == 96 and len(cut) == 10
+        assert cut == pytest.approx((np.array(whole[:10]) / np.linalg.norm(whole[:10])).tolist(), abs=1e-6)
+        for bad in (0, 97):
+            with pytest.raises(RequestError, match=f"dimensions is {bad}; it must be 1 to 96"):
+                llm.embed("hi", dimensions=bad)
+        with pytest.raises(RequestError, match="no tokens"):
+            llm.embed([[1], []])
+        assert not ask(llm, lambda engine: engine.scheduler.sequences), "what was queued beside it is gone"
+        with pytest.raises(RequestError, match="maximum context length"):
+            llm.embed([1] * 1000)
+        assert len(llm.embed([[1] * llm.engine.layout.max_context])) == 1, "no room for output is needed"
+        text = llm.engine.metrics.text().decode()
+        assert "tandem_embeddings_total 3.0" in text and "tandem_generation_tokens_total 0.0" in text
+
+
+def test_a_model_without_output_projection_embeds_and_no_more(tmp_path: Path) -> None:
+    """Stored as sentence-transformers does: without the projection, names without `model.`, files beside it."""
+    whole = tiny_model(tmp_path / "whole", "qwen3", config=HEADS)
+    bare = tmp_path / "bare"
+    shutil.copytree(whole, bare)
+    weights = mx.load(str(next(whole.glob("*.safetensors"))))
+    assert isinstance(weights, dict) and "lm_head.weight" in weights
+    for file in bare.glob("model*.safetensors*"):
+        file.unlink()
+    mx.save_safetensors(
+        str(bare / "model.safetensors"),
+        {name.removeprefix("model."): array for name, array in weights.items() if not name.startswith("lm_head")},
+    )
+    (bare / "1_Pooling").mkdir()
+    (bare / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 96, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True})
+    )
+    with LLM(str(bare)) as llm:
+        assert llm.embed(prompts()) == near(pooled(whole, "mean", prompts()))
+        with pytest.raises(RequestError, match="only embeds"):
+            llm.generate("hi")
