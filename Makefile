@@ -16,7 +16,7 @@ test:  ## every test, including the slow ones and those with the demo model
 check:  ## lint, types, import contracts and the quick tests
 	@scripts/check
 
-quick:  ## lint and the quick tests of what has changed since the last commit (ARGS="COMMIT" for another)
+quick:  ## lint and the quick tests that name what has changed since the last commit (ARGS="COMMIT" for another)
 	@scripts/setup
 	@scripts/quick $(ARGS)
 

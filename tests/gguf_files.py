@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import gguf
 import mlx.core as mx
@@ -14,9 +15,14 @@ SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 """Types that the package cannot write, and where a block has its scales of 16 bits."""
 
 
+@cache
+def names_of(arch):
+    """The package's table of names, which takes it long to make."""
+    return gguf.get_tensor_name_map({text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}[arch], 99)
+
+
 def gguf_name(name, arch="llama"):
     """The package's name of a tensor of mlx-lm's."""
-    number = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
     for ours, theirs in (("switch_mlp", "experts"), ("embed_q", "k_b_proj"), ("unembed_out", "v_b_proj"),
                          ("e_score_correction_bias", "e_score_correction.bias"), ("language_model.", ""),
                          ("switch_glu", "experts"), ("experts.experts", "experts"), ("q_layernorm", "q_norm"),
@@ -29,7 +35,7 @@ def gguf_name(name, arch="llama"):
     if name.endswith("A_log"):
         return f"blk.{name.split('.')[2]}.ssm_a"
     base, _, last = name.rpartition(".")
-    found = gguf.get_tensor_name_map(number, 99).get_name(base)
+    found = names_of(arch).get_name(base)
     assert found is not None, name
     return f"{found}.{last}"
 

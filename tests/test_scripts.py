@@ -204,8 +204,11 @@ def test_words_that_are_taken(source: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "tests"),
     [
-        ("src/tandem/router/router.py", ["tests/router/test_a.py"]),
-        ("src/tandem/router/inner/deep.py", ["tests/router/test_a.py"]),
+        ("src/tandem/router/router.py", ["tests/router/test_a.py", "tests/router/test_b.py"]),
+        ("src/tandem/router/inner/deep.py", ["tests/router/test_b.py"]),
+        ("src/tandem/router/choice.py", ["tests/router/more/test_router_choice.py", "tests/router/test_a.py"]),
+        ("src/tandem/router/__init__.py", ["tests/router/test_a.py", "tests/router/test_b.py"]),
+        ("src/tandem/errors.py", ["tests/test_errors.py"]),
         ("tests/router/test_b.py", ["tests/router/test_b.py"]),
         ("tests/router/conftest.py", ["tests/router"]),
         ("docs/kv.md", ["tests/pages/test_pages_readme.py"]),
@@ -213,6 +216,12 @@ def test_words_that_are_taken(source: str) -> None:
     ],
 )
 def test_what_changed_is_tested(changed: str, tests: list[str], tmp_path: Path) -> None:
-    (tmp_path / "tests" / "router").mkdir(parents=True)
-    (tmp_path / "tests" / "router" / "test_a.py").touch()
+    """By the test files that name a module or import it; by all of its folder when there are none."""
+    folder = tmp_path / "tests" / "router"
+    (folder / "more").mkdir(parents=True)
+    (folder / "test_a.py").write_text("from tandem.router import other, choice\n")
+    (folder / "test_b.py").write_text("import tandem.router.inner.deep\nfrom tandem.router.choices import A\n")
+    (folder / "more" / "test_router_choice.py").write_text("from tandem.errors import Error\n")
+    for name in ("test_errors.py", "test_log.py"):
+        (folder.parent / name).touch()
     assert script("quick").tests_of(Path(changed), tmp_path) == [Path(name) for name in tests]

@@ -186,51 +186,6 @@ def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
     assert plan["candidates"][0]["prediction"]["collective"] >= link["sum_us"] / 1e6 * 0.99
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
-        (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
-        (["serve", "--goodput", "ttft"], "--goodput"),
-        (["serve", "--goodput", "ttft:nan"], "--goodput ttft:nan: must be METRIC:MILLISECONDS"),
-        (["serve", "--request-rate", "0"], "--request-rate"),
-        (["serve", "--request-rate", "1e308"], "--request-rate 1e+308: must be above 0 and at most 1000000, or inf"),
-        (["serve", "--burstiness", "inf"], "--burstiness inf: must be above 0 and at most 1000000"),
-        (["serve", "--temperature", "nan"], "--temperature nan: must be a number from 0 on"),
-        (["serve", "--random-input-len", "99999999999"], "--random-input-len 99999999999: must be 1 to 10000000"),
-        (["latency", "--input-len", "99999999999"], "--input-len 99999999999: must be 1 to 10000000"),
-        (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
-        (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
-        (["serve", "--num-prompts", "0"], "--num-prompts"),
-        (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
-        (["latency", "--output-len", "0"], "--output-len"),
-        (["comm", "--sizes", "4X"], "--sizes"),
-        (["comm", "--sizes", "²"], "--sizes ²: must be bytes"),
-        (["comm", "--sizes", "9" * 5000], "must be bytes from 4 to 1G"),
-        (["comm", "--ranks", "1"], "--ranks"),
-        (["comm", "--ranks", "1000"], "--ranks 1000: must be 2 to 64"),
-        (["comm", "--timeout", "inf"], "--timeout inf: must be above 0, and at most 86400"),
-        (["comm", "--backend", "jaccl"], "--hostfile"),
-        (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
-        (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
-        (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
-        (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
-        (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
-        (["frob"], "frob"),
-    ],
-)
-def test_mistakes_end_with_code_2(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from tandem.cli.main import main
-
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    assert code == 2
-    error = capsys.readouterr().err
-    assert word in error and len(error.strip().splitlines()) == 1
-
-
 def test_the_wrong_key_is_named(url: str) -> None:
     for words in ("bench latency", "top --once"):
         done = tandem(f"{words} --base-url {url}", key="wrong")

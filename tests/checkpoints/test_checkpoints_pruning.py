@@ -81,8 +81,3 @@ def test_what_is_being_converted_stays(cache: Path) -> None:
     assert names() == {"m-3"}
     assert main(["model", "prune", "--unused-days", "0"]) == 0
     assert names() == set()
-
-
-def test_a_number_of_days_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model", "prune", "--unused-days", "-1"]) == 2
-    assert "--unused-days: -1 is out of range: must be 0 or more" in capsys.readouterr().err

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from netns import Machines
-from tandem.cli.main import main
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -181,25 +180,3 @@ def test_cables_get_subnets(paired, tmp_path):
         assert "sudo ip addr add 10.254.0.5/30 dev x0" in done.stderr
     finally:
         machines.unlink("h1", device)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("pair", "nobody", "--timeout", "0.5"), "no agent nobody answered"),
-        (("forget", "nobody"), "nobody is not paired"),
-        (("find", "--timeout", "0"), "--timeout 0"),
-        (("pair", "a b"), "is not NAME, IP or IP:PORT"),
-        (("write", "-", "agent:x"), "not paired"),
-        (("write", "-"), "no hosts are named"),
-        (("write", "-", "127.0.0.1", "127.0.0.1"), "named twice"),
-        (("write", "-", "127.0.0.1", "--over", "ethernet"), "is for Macs"),
-        (("write", "-", "127.0.0.1", "--cable", "x"), "--cable x"),
-    ],
-)
-def test_mistakes_are_named(words, expected, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
-    assert main(["hosts", *words]) == 2
-    said = capsys.readouterr().err
-    assert expected in said
-    assert len(said.strip().splitlines()) == 1

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ def code(text: str) -> Iterator[str]:
         yield span.replace("\n", " ").replace("\\|", "|")
 
 
+parser_of_all = cache(build_parser)
+
+
 def children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(actions[0].choices) if actions else {}
@@ -54,7 +58,7 @@ def commands(page: Path) -> list[str]:
 
 def faults(command: str) -> list[str]:
     """What of a command there is not: its name, or a flag."""
-    parser = build_parser()
+    parser = parser_of_all()
     words = shlex.split(command, comments=True)
     while words and (below := children(parser)) and not words[0].startswith("-"):
         names = words.pop(0).strip(",").split("|")

@@ -59,29 +59,6 @@ def test_deep_runs_the_self_test_afterwards(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "--deep", "--model", str(tmp_path / "none"), "--port", "0"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--deep", "--json"], "--deep: goes with neither"),
-        (["--hostfile", "/nowhere"], "/nowhere"),
-        (["--ports", "9-1"], "--ports 9-1"),
-        (["--ports", "x"], "--ports x"),
-        (["--backend", "tcp"], "invalid choice"),
-        (["--layout", "pp=x"], "pp=x"),
-        (["--streams", "x"], "--streams"),
-    ],
-)
-def test_mistakes_are_named(words, expected, capsys):
-    try:
-        code = main(["doctor", *words])
-    except SystemExit as exit_:
-        code = exit_.code
-    said = capsys.readouterr().err
-    assert code == 2
-    assert expected in said
-    assert len(said.strip().splitlines()) == 1
-
-
 def test_ports():
     assert parse_ports(None) == []
     assert parse_ports("7") == [7]

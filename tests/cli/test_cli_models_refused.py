@@ -53,14 +53,13 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "quantisation 'bitsandbytes' is not supported; use a model in MLX format, or convert one with `mlx_lm.convert`",
         ),
-        ({"quantization": {"group_size": 64, "bits": 4, "mode": "mxfp3"}}, "'mode': 'mxfp3'} are not MLX's"),
         (
             {"quantization": {"group_size": 64, "bits": 4, "model.layers.0.mlp.up_proj": {"mode": "x"}}},
             "quantization settings {'mode': 'x'} of model.layers.0.mlp.up_proj are not MLX's",
         ),
         ({"quantization_config": {"quant_method": "awq", "bits": "4\n"}}, "AWQ with 4 bits is not supported"),
     ],
-    ids=["unknown type", "refused type", "unknown quantisation", "unknown mode", "unknown mode of a layer", "bits in text"],
+    ids=["unknown type", "refused type", "unknown quantisation", "unknown mode of a layer", "bits in text"],
 )
 def test_what_config_json_says(
     entries: dict[str, Any], said: str, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -82,7 +81,6 @@ def test_what_config_json_says(
             "no stage can begin at layer 3, since layers 2 to 3 share keys and values and stay in one stage; nearest is "
             "--layer-split 2,2",
         ),
-        ("gemma4", (), "pp=4", "it can be cut into 3 stages at most"),
         (
             "plamo",
             ("-tp", "2"),
@@ -99,16 +97,6 @@ def test_how_a_family_cannot_be_cut(
     assert said in refused(capfd, "plan", str(models / family), "--layout", layout)
     if serve:
         assert said in refused(capfd, "serve", str(models / family), *serve)
-
-
-def test_experts_that_are_fewer_than_ranks_or_not_there(models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    few = changed(models, "deepseek_v3", tmp_path / "few", n_routed_experts=2, n_group=1, topk_group=1)
-    assert "--expert-parallel: the model's 2 experts are fewer than 4 ranks; use --tensor-parallel-size 2 at most" in (
-        refused(capfd, "serve", str(few), "-tp", "4", "--expert-parallel")
-    )
-    assert "llama has no experts that ranks could hold whole; leave it out" in refused(
-        capfd, "serve", str(models / "llama"), "-tp", "2", "--expert-parallel"
-    )
 
 
 @pytest.mark.slow

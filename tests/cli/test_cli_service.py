@@ -149,6 +149,7 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
         ((), "no model is given"),
     ],
 )
+@pytest.mark.parametrize("environment", ["linux"], indirect=True)
 def test_mistakes_are_told_before_anything_is_installed(
     environment: dict[str, str], words: tuple[str, ...], message: str
 ) -> None:

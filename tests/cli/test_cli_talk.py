@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pty
-import subprocess
 import sys
 import termios
 import threading
@@ -128,6 +127,7 @@ def url(tmp_path_factory):
         yield address
 
 
+@pytest.mark.slow
 def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, tmp_path):
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     talk = Conversation(RemoteModel(ServerClient(url), None, {}), {}, lambda name: None)
@@ -248,8 +248,6 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
         terminal.type("hello\r\x04")
         assert terminal.ends() == 0
         assert "tokens" in terminal.text.splitlines()[-1]
-    empty = tandem("generate", "/no/model", "--local")
-    assert (empty.returncode, empty.stderr) == (2, "tandem: the prompt is empty; give --prompt TEXT, or text on standard input\n")
 
 
 EVIL = "a\x1b]0;owned\x07b\x9b2J"
@@ -308,14 +306,6 @@ def test_what_a_server_says_commands_no_terminal(evil, words, capsys, monkeypatc
     assert not {"\x07", "\x9b"} & set(said) and "\x1b]" not in said
 
 
-def test_a_server_that_is_not_there_and_one_that_lacks_the_model(shared):
-    gone = tandem("chat", "--url", "http://127.0.0.1:9")
-    assert gone.returncode == 2
-    assert "http://127.0.0.1:9 cannot be reached" in gone.stderr
-    both = tandem("chat", "--url", "http://127.0.0.1:9", "--local")
-    assert "--local and the name of a server contradict one another" in both.stderr
-
-
 @pytest.fixture
 def asks(tmp_path, monkeypatch, capsys):
     """`tandem generate` in this process, with a state directory of its own."""
@@ -330,6 +320,7 @@ def asks(tmp_path, monkeypatch, capsys):
     return ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("/there",)])
 def test_variables_that_tandem_up_has_read_too_do_not_hide_its_server(asks, url, monkeypatch, words):
     place = Background("default")
@@ -346,6 +337,7 @@ def test_variables_that_tandem_up_has_read_too_do_not_hide_its_server(asks, url,
         os.close(lock)
 
 
+@pytest.mark.slow
 def test_without_a_model_the_server_of_the_usual_port_is_asked(asks, url, monkeypatch):
     monkeypatch.setattr(command, "DEFAULT_URL", url)
     code, text, _ = asks()
@@ -357,6 +349,7 @@ def test_without_a_model_the_server_of_the_usual_port_is_asked(asks, url, monkey
     assert error.endswith("or a running server with --url\n")
 
 
+@pytest.mark.slow
 def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
     assert asks("--url", url, "-pp", "2") == (
         2,
@@ -368,23 +361,13 @@ def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
     )
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_by_every_name_that_it_takes(url, tmp_path_factory):
     [typed] = map(str, tmp_path_factory.getbasetemp().glob("talk0/tiny"))
     names = ["tiny", "default", typed]
     assert [RemoteModel(ServerClient(url), name, {}).name for name in names] == names
-
-
-@pytest.fixture
-def shared(url):
     with pytest.raises(UsageError, match="has no model 'nobody'; there is: tiny"):
         RemoteModel(ServerClient(url), "nobody", {})
-    return url
-
-
-def tandem(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "tandem", *words], input="", capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def eventually(url, running):

@@ -6,8 +6,6 @@ import argparse
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
@@ -27,30 +25,8 @@ def _own_directories(tmp_path, monkeypatch):
     monkeypatch.delenv("TANDEM_BASE_URL", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["servee"], "tandem: there is no command 'servee'; did you mean serve?"),
-        (["model", "lst"], "tandem model: there is no action 'lst'; did you mean list?"),
-        (["serve", "demo", "--pipline-parallel-size", "2"], "did you mean --pipeline-parallel-size?"),
-        (["serve", "demo", "--pipline", "2"], "did you mean --pipeline-parallel-size?"),
-        (["serve", "demo", "--prot", "2"], "did you mean --port?"),
-        (["status", "--jsn"], "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
-        (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists all"),
-    ],
-)
-def test_one_line_says_what_may_have_been_meant(capsys, words, said):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
 def test_a_model_that_is_nearly_there(capsys, tmp_path):
     tiny_model(tmp_path / "my-model")
-    assert main(["model", "path", "dem"]) == 2
-    assert "did you mean demo?" in capsys.readouterr().err
     main(["model", "path", str(tmp_path / "my-modle")])
     assert f"did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
 
@@ -92,6 +68,7 @@ def test_the_commands_are_listed_in_groups_a_line_each(capsys):
     listed = [one.dest for one in commands._choices_actions]
     rows = [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
     assert sorted(rows) == sorted(listed)
+    assert "To begin with: tandem model get demo" in shown
     assert [line for line in shown.splitlines() if line.endswith(":")][0] == "a model:"
     assert max(map(len, shown.splitlines())) <= 110
 
@@ -196,19 +173,6 @@ def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
     assert "one machine" not in shown
     assert main(["doctor", "--verbose"]) == 0
     assert "one machine" in capsys.readouterr().out
-
-
-def test_the_command_is_light_until_it_does_something():
-    code = """import sys
-from tandem.cli.main import main
-try:
-    main(["--help"])
-except SystemExit:
-    pass
-print({"rich", "prompt_toolkit", "numpy", "transformers", "zmq", "http.client"} & set(sys.modules), file=sys.stderr)"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
-    assert done.stderr == "set()\n"
-    assert "chat" in done.stdout and "To begin with: tandem model get demo" in done.stdout
 
 
 def test_every_command_is_where_the_parser_says():

@@ -27,6 +27,7 @@ UNLISTED = {**tiny_config("llama", vocab=300), "model_type": "iquestcoder"}
 """A type that mlx-lm runs with another one's module."""
 
 
+@pytest.mark.slow
 def test_published_widths_are_cut_down() -> None:
     """DeepSeek V3's config: what is tried has a thousandth of its weights and every part of it."""
     config = {
@@ -82,6 +83,7 @@ def test_a_stage_that_cannot_have_two_rows_is_refused(monkeypatch: pytest.Monkey
         dry_run.try_config(tiny_config("llama"))
 
 
+@pytest.mark.slow
 def test_an_unlisted_type_is_tried_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tiny_model(tmp_path / "unlisted", vocab=300, settings=UNLISTED)
     description = describe(resolve(str(path)))

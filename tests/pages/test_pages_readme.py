@@ -82,6 +82,7 @@ def test_package_indexes_get_no_relative_link() -> None:
     assert "- The page at /ui and the terminal (`docs/terminal.md`): chat" in elsewhere
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     made = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=240)

@@ -22,9 +22,11 @@ SHELL = re.compile(r"python[\d.]*[\"'}]? +(?!-P )-[mc] ")
 
 
 def words(node: ast.AST) -> Iterator[list[object]]:
-    """Each list of words in a piece of code: constants as they are, other things as code."""
+    """Each list of words in a piece of code that has -m or -c: constants as they are, other things as code."""
     for one in ast.walk(node):
-        if isinstance(one, ast.List | ast.Tuple):
+        if isinstance(one, ast.List | ast.Tuple) and any(
+            isinstance(item, ast.Constant) and item.value in ("-m", "-c") for item in one.elts
+        ):
             yield [item.value if isinstance(item, ast.Constant) else ast.unparse(item) for item in one.elts]
 
 

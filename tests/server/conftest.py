@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
+import json
 import socket
 import struct
 import tempfile
@@ -12,11 +14,13 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import msgspec
 import openai
 import pytest
+import uvicorn.server
 import zmq
 
 from tandem.checkpoints.files import ModelFiles
@@ -49,7 +53,11 @@ from tandem.testing import CHAT_TEMPLATE, write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
 EOS = 2
+MODEL = ModelSettings(model="org/tiny", served_name="tiny")
 RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)
+
+# uvicorn looks around, and waits for connections to close, ten times as often as it does in service.
+uvicorn.server.asyncio = SimpleNamespace(**{**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)})
 
 
 def wait_until(condition, seconds=240.0):
@@ -58,6 +66,12 @@ def wait_until(condition, seconds=240.0):
     while not condition():
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
+
+
+def events(response):
+    """Data of the server-sent events, decoded; `[DONE]` stays a string."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def vector_of(tokens):
@@ -124,6 +138,13 @@ class FakeEngine:
         self.tokenizer = load_tokenizer(ModelFiles(model_dir, "tiny"))
         self.path = tempfile.mktemp(prefix="tandem-", suffix=".sock", dir="/tmp")
         self.endpoint = f"ipc://{self.path}"
+        self._source = str(model_dir)
+        self._thread: threading.Thread | None = None
+        self._live: dict[str, Sequence] = {}
+        self._script()
+
+    def _script(self) -> None:
+        """What it does unless a test says otherwise."""
         self.reply = self.tokenizer.encode("Hello, wörld 漢🙂!")
         self.tokens_per_output = 1
         self.cached = 0, 0
@@ -134,7 +155,7 @@ class FakeEngine:
         self.hold = self.silent = self.garbage = self.rests = False
         self.refusal: tuple[int, str, str | None, float | None] | None = None
         self.status = EngineStatus(
-            query_id=0, state="ready", detail="", model="tiny", source=str(model_dir), max_context=256, vocab_size=512,
+            query_id=0, state="ready", detail="", model="tiny", source=self._source, max_context=256, vocab_size=512,
             queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, micro_batches=1, ranks=[RANK],
             hidden_size=8, pooling="last",
         )  # fmt: skip
@@ -143,7 +164,14 @@ class FakeEngine:
         self.answered: set[str] = set()
         """Those of them whose clients had all that they wanted."""
         self.detached = 0
-        self._thread: threading.Thread | None = None
+
+    def reset(self) -> None:
+        """Answer what is asked, and forget the script and the requests of a test."""
+        self._script()
+        if self._thread is None:
+            self.start()
+        wait_until(lambda: not self._live)
+        self._script()
 
     def start(self) -> None:
         self._stop = threading.Event()
@@ -162,11 +190,20 @@ class FakeEngine:
     def set_status(self, **changes) -> None:
         self.status = msgspec.structs.replace(self.status, **changes)
 
+    @property
+    def last(self) -> EngineRequest:
+        """What it was asked last."""
+        return list(self.submitted.values())[-1]
+
+    def prompt(self) -> str:
+        """The text of that one's prompt, with special tokens."""
+        return self.tokenizer.decode(self.last.prompt, skip_special_tokens=False)
+
     def text(self) -> str:
         return self.tokenizer.decode(self.reply)
 
     def _run(self) -> None:
-        self._live: dict[str, Sequence] = {}
+        self._live.clear()
         decode = msgspec.msgpack.Decoder(ApiMessage).decode
         with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
             router.linger, router.sndhwm, router.rcvhwm = 0, 0, 0
@@ -257,6 +294,11 @@ class LiveServer:
         wait_until(lambda: self.http.get("/health/ready").status_code == 200)
         return self
 
+    def knows(self, status: EngineStatus) -> bool:
+        """Whether this is what its engine has said of itself."""
+        known = self.api.client.status
+        return known is not None and msgspec.structs.replace(known, query_id=0, ranks=status.ranks) == status
+
     def openai(self, **options) -> openai.OpenAI:
         options.setdefault("api_key", "none")
         self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=240, **options))
@@ -293,9 +335,10 @@ def running_engine(model_dir, **status):
 
 
 @contextmanager
-def running_server(model, engine):
-    """A server over this engine, which is its `engine`."""
-    live = LiveServer(Settings(model=model, process=ProcessSettings(engine_socket=engine.endpoint)), 5.0)
+def running_server(model, engine, **server):
+    """A server over this engine, which is its `engine`, with fields of ServerSettings."""
+    process = ProcessSettings(engine_socket=engine.endpoint)
+    live = LiveServer(Settings(model=model, server=ServerSettings(**server), process=process), 5.0)
     live.engine = engine
     try:
         yield live.wait_ready()
@@ -306,15 +349,36 @@ def running_server(model, engine):
 @pytest.fixture(scope="module")
 def shared(model_dir):
     """A server with its `engine`, for tests that leave both as they were."""
-    model = ModelSettings(model="org/tiny", served_name="tiny")
-    with running_engine(model_dir) as fake, running_server(model, fake) as live:
+    with running_engine(model_dir) as fake, running_server(MODEL, fake) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def journalled(model_dir, tmp_path_factory):
+    """Likewise, with a journal in its `place`."""
+    place = tmp_path_factory.mktemp("journal")
+    with running_engine(model_dir) as fake, running_server(MODEL, fake, journal=str(place)) as live:
+        live.place = place
+        yield live
+
+
+@pytest.fixture(scope="module")
+def module_engine(model_dir):
+    with running_engine(model_dir) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def module_server(module_engine):
+    with running_server(MODEL, module_engine) as live:
         yield live
 
 
 @pytest.fixture
-def engine(model_dir):
-    with running_engine(model_dir) as fake:
-        yield fake
+def engine(module_engine):
+    """One for all tests of a module; each finds it as new."""
+    yield module_engine
+    module_engine.reset()
 
 
 @pytest.fixture
@@ -324,7 +388,7 @@ def serve(engine):
 
     def start(*, ready=True, heartbeat_s=5.0, model=None, **server):
         settings = Settings(
-            model=model or ModelSettings(model="org/tiny", served_name="tiny"),
+            model=model or MODEL,
             server=dataclasses.replace(ServerSettings(), **server),
             process=ProcessSettings(engine_socket=engine.endpoint),
         )
@@ -338,8 +402,12 @@ def serve(engine):
 
 
 @pytest.fixture
-def server(serve):
-    return serve()
+def server(module_server, engine):
+    """One for all tests of a module, without a request, for tests that use its engine as they like."""
+    wait_until(lambda: module_server.knows(engine.status))
+    yield module_server.wait_ready()
+    engine.reset()
+    wait_until(lambda: not module_server.api.live)
 
 
 @pytest.fixture(name="wait_until")

@@ -158,12 +158,6 @@ def test_body_over_the_limit(serve):
     assert server.chat().status_code == 200
 
 
-def test_garbage_instead_of_http(server):
-    with server.raw(b"\x00\xff garbage\r\n\r\n") as connection:
-        assert connection.recv(100).startswith(b"HTTP/1.1 400")
-    assert server.chat().status_code == 200
-
-
 def test_template_that_rejects(serve, model_dir, tmp_path):
     from tandem.config.settings import ModelSettings
 

@@ -95,10 +95,10 @@ def test_other_refusals_keep_their_status(server, engine, wait_until, status, co
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_timeout(serve, engine, stream, wait_until):
-    server = serve(request_timeout=2.5)
+    server = serve(request_timeout=1.5)
     engine.hold = True
     response = server.chat(stream=stream)
-    error = {"message": "Request timeout after 2.5s. Server may be overloaded.", "type": "server_error"}
+    error = {"message": "Request timeout after 1.5s. Server may be overloaded.", "type": "server_error"}
     if stream:
         assert response.status_code == 200
         lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
@@ -137,31 +137,6 @@ def test_engine_dies_and_comes_back(server, engine, stream, wait_until):
     engine.start()
     server.wait_ready()
     assert engine.submitted == {}
-    assert server.chat().status_code == 200
-
-
-def test_mid_stream_error_reaches_the_official_client(server, engine, wait_until):
-    engine.delay = 0.05
-    with server.openai() as client:
-        stream = client.chat.completions.create(
-            model="tiny", messages=BODY["messages"], stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        engine.stop()
-        with pytest.raises(openai.APIError):
-            list(stream)
-
-
-def test_silent_engine_counts_as_gone(server, engine):
-    engine.hold = True
-    thread, results = start(server)
-    time.sleep(0.2)
-    engine.silent = True
-    thread.join(240)
-    assert results[0].status_code == 503
-    assert server.chat().status_code == 503
-    engine.hold = engine.silent = False
-    server.wait_ready()
     assert server.chat().status_code == 200
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import httpx
 import pytest
 
+from server.conftest import events
 from tandem.config.settings import ModelSettings
 from tandem.server.fields import BY_SCHEMA, ROUTES
 from tandem.server.workers.work import _SCHEMAS
@@ -73,6 +73,8 @@ def test_known_fields_of_other_servers_are_taken_and_named(shared, schema, route
         },
         {"tools": [{"type": "function", "strict": None, "function": {"name": "f", "defer": None}}]},
         {"stream_options": {"frob": None, "continuous_usage_stats": True}},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}},
+        {"audio": None, "reasoning_effort": None, "functions": None},
     ],
 )
 def test_what_changes_nothing_is_no_stranger(shared, fields):
@@ -169,19 +171,15 @@ def test_a_name_without_end_is_not_sent_back_in_whole(shared, fields):
     assert fault(refused)["code"] == "unknown_parameter" and len(refused.content) < 2000
 
 
-def chunks(response):
-    return [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
-
-
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
 def test_each_chunk_carries_the_usage_where_that_is_asked_for(shared, route):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    found = chunks(ask(shared, route, stream=True, max_tokens=6, stream_options=options))
+    found = events(ask(shared, route, stream=True, max_tokens=6, stream_options=options))[:-1]
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
     assert counts == sorted(counts)
     assert counts[-1] == 6
     assert all(chunk["usage"]["prompt_tokens"] == found[0]["usage"]["prompt_tokens"] > 0 for chunk in found)
-    alone = chunks(ask(shared, route, stream=True, max_tokens=6, stream_options={"continuous_usage_stats": True}))
+    alone = events(ask(shared, route, stream=True, max_tokens=6, stream_options={"continuous_usage_stats": True}))[:-1]
     assert alone[-1]["usage"]["completion_tokens"] == 6
     assert alone[-1]["choices"]
 
@@ -248,7 +246,7 @@ def test_reasoning_can_be_left_out_of_the_answer(family, fields):
     assert ask(server).json()["choices"][0]["message"]["reasoning_content"] == "Hm."
     message = ask(server, **fields).json()["choices"][0]["message"]
     assert (message["content"], message.get("reasoning_content")) == ("Yes.", None)
-    streamed = chunks(ask(server, stream=True, **fields))
+    streamed = events(ask(server, stream=True, **fields))[:-1]
     assert "".join(one["choices"][0]["delta"].get("content", "") for one in streamed) == "Yes."
     assert not any("reasoning_content" in one["choices"][0]["delta"] for one in streamed)
 

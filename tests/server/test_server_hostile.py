@@ -193,10 +193,10 @@ def test_a_large_request_that_fits_is_answered_as_ever(calm, engine):
         {"role": "tool", "tool_call_id": "1", "content": "e t " * 4000},
     ]
     small = calm.chat(messages=messages, user="x")
-    engine_prompt = list(engine.submitted.values())[-1].prompt
+    engine_prompt = engine.last.prompt
     large = calm.chat(messages=messages, user="x" * 300_000)
     assert (small.status_code, large.status_code) == (200, 200)
-    assert list(engine.submitted.values())[-1].prompt == engine_prompt
+    assert engine.last.prompt == engine_prompt
     number = {"type": "integer", "maximum": 10**30, "description": "x" * 9000}
     large_schema = {"type": "object", "properties": {"a": number}}
     assert calm.chat(guided_json=large_schema).status_code == 200
@@ -223,7 +223,7 @@ def test_a_costly_template_is_rendered_elsewhere(serve, engine, tmp_path: Path):
     (tmp_path / "costly.jinja").write_text(COSTLY)
     server = serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(tmp_path / "costly.jinja")))
     assert server.chat().status_code == 200
-    assert list(engine.submitted.values())[-1].prompt == engine.tokenizer.encode("hi", False)
+    assert engine.last.prompt == engine.tokenizer.encode("hi", False)
     assert len(workers()) == 1
 
 

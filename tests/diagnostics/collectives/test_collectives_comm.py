@@ -15,6 +15,7 @@ from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost
 from tandem.launchers.hostfile import read_hostfile
 
 
+@pytest.mark.slow
 def test_comm_that_is_interrupted_ends_its_probes_at_once(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "127.0.0.1"}]))

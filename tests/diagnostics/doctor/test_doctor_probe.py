@@ -49,6 +49,7 @@ Path(task["result"]).write_text(json.dumps({{"type": "RankTimes", "error": {erro
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "timeout_s", "expected"), [("'a wrong sum'", 60, ["a wrong sum", LATE]), ("None", 3, [None, LATE])]
 )

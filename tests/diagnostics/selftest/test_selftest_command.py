@@ -64,15 +64,6 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(
     assert made == []
 
 
-def test_an_empty_name_of_a_hosts_file_is_refused(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["firstlight"], ["doctor"], ["plan", "demo"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, "--hostfile", ""])
-        assert ended.value.code == 2
-        assert "argument --hostfile: must not be empty" in capsys.readouterr().err
-    assert made == []
-
-
 def test_a_check_that_is_no_more_is_not_waited_for(made: list[str], tmp_path: Path) -> None:
     words = ["firstlight", "--model", str(model_at(tmp_path / "m")), "--only", "digests"]
     assert main(words) == 0

@@ -282,6 +282,7 @@ def test_late_knows_the_error_of_a_gpu_that_waited_too_long(task: Task, monkeypa
     assert fences.late(task)["1 s late"] == words
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(fences, "LATE", (4.0,))  # the check itself asks for half of it
     assert str(fences.late(task)["4 s late"]).startswith("waited ")

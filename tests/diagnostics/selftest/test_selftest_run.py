@@ -41,6 +41,7 @@ def directed(
     return found, begun
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_dies_has_an_outcome_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [check("hang", 6), check("abort"), check("fine")]
     found, _ = directed(tmp_path, journal(tmp_path), checks, monkeypatch)

@@ -186,22 +186,3 @@ def test_a_run_that_is_killed_in_the_middle_goes_on(tmp_path: Path) -> None:
     ]
     assert "| weights in memory after a pause | ok (attempt 2) |" in (tmp_path / "firstlight.md").read_text()
     assert str(tmp_path) not in out + (tmp_path / "firstlight.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--only", "nothing"), "--only nothing: is no check"),
-        (("--only", "links"), "needs several machines; give --hostfile"),
-        (("--only", "fast-fences"), "give --risky"),
-        (("--minutes", "0"), "--minutes 0.0: must be above 0"),
-        (("--output", "nowhere/x.md"), "there is no directory nowhere"),
-        (("--hostfile", "none.json"), "cannot be read"),
-        (("--model", "./none"), "no such directory or file"),
-    ],
-)
-def test_wrong_words(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = firstlight(tmp_path, *words)
-    out, errors = done.communicate(timeout=240)
-    assert (done.returncode, out) == (2, "")
-    assert said in errors

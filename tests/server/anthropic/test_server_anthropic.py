@@ -39,14 +39,6 @@ def streamed(server, **fields):
         return stream.get_final_message(), kinds
 
 
-def submitted(engine):
-    return list(engine.submitted.values())[-1]
-
-
-def prompt_of(engine):
-    return engine.tokenizer.decode(submitted(engine).prompt, skip_special_tokens=False)
-
-
 def comparable(message):
     data = message.to_dict()
     for block in data["content"]:
@@ -61,9 +53,9 @@ def test_text_whole_and_streamed(server, engine):
     assert [block.to_dict() for block in whole.content] == [{"type": "text", "text": engine.text(), "citations": None}]
     assert (whole.type, whole.role, whole.model, whole.stop_reason) == ("message", "assistant", "tiny", "end_turn")
     assert whole.id.startswith("msg_")
-    assert whole.usage.input_tokens == len(submitted(engine).prompt)
+    assert whole.usage.input_tokens == len(engine.last.prompt)
     assert whole.usage.output_tokens == len(engine.reply) + 1
-    assert "Be brief." in prompt_of(engine)
+    assert "Be brief." in engine.prompt()
     message, _ = streamed(server, system=[{"type": "text", "text": "Be brief."}])
     assert comparable(message) == comparable(whole)
 
@@ -113,7 +105,7 @@ def test_what_agents_send_without_need_is_taken(shared):
 
 def test_sampling_reaches_the_engine(server, engine):
     ask(server, extra_body={"temperature": 0.5, "top_p": 0.8, "top_k": 7}, metadata={"user_id": "u"})
-    params = submitted(engine).params
+    params = engine.last.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (200, 0.5, 0.8, 7)
 
 
@@ -143,7 +135,7 @@ def test_thinking_comes_as_blocks_and_goes_back(family, engine):
     whole = ask(server, **fields)
     assert [block.type for block in whole.content] == ["thinking", "tool_use"]
     assert whole.content[0].thinking == "Hm."
-    assert "True" in prompt_of(engine)
+    assert "True" in engine.prompt()
     message, _ = streamed(server, **fields)
     assert comparable(message) == comparable(whole)
     result = {"type": "tool_result", "tool_use_id": whole.content[1].id, "content": "sunny"}
@@ -153,7 +145,7 @@ def test_thinking_comes_as_blocks_and_goes_back(family, engine):
         thinking={"type": "disabled"},
         messages=[*ASK, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}],
     )
-    assert "False" in prompt_of(engine)
+    assert "False" in engine.prompt()
 
 
 def test_calls_and_results_reach_the_template(family, engine):
@@ -196,7 +188,7 @@ def test_calls_and_results_reach_the_template(family, engine):
         "type": "function",
         "function": {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER["input_schema"]},
     }
-    assert prompt_of(engine) == (
+    assert engine.prompt() == (
         json.dumps([tool]) + '[system|Be brief.||][user|a\nb||][assistant|Let me see.||weather {"city": "Paris"};]'
         "[tool|Error: no|toolu_1|][tool||toolu_2|][user|Go on.||]<tool_call>"
     )
@@ -213,7 +205,7 @@ def test_calls_and_results_reach_the_template(family, engine):
 def test_forced_calls_reach_the_engine_as_a_grammar(family, engine, choice, several):
     server = family(TOOLS + CHAT_TEMPLATE, CALL)
     assert ask(server, tools=[WEATHER], tool_choice=choice).stop_reason == "tool_use"
-    grammar = submitted(engine).params.structured_outputs.grammar
+    grammar = engine.last.params.structured_outputs.grammar
     assert "weather" in grammar
     assert ("{0,15}" in grammar) == several
 
@@ -221,13 +213,13 @@ def test_forced_calls_reach_the_engine_as_a_grammar(family, engine, choice, seve
 def test_no_choice_leaves_the_tools_out(family, engine):
     server = family(TOOLS + CHAT_TEMPLATE, "ok")
     ask(server, tools=[WEATHER], tool_choice={"type": "none"})
-    assert "weather" not in prompt_of(engine)
+    assert "weather" not in engine.prompt()
 
 
 def test_structured_output(server, engine):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     ask(server, output_config={"format": {"type": "json_schema", "schema": schema}})
-    assert '"integer"' in submitted(engine).params.structured_outputs.grammar
+    assert '"integer"' in engine.last.params.structured_outputs.grammar
 
 
 def test_tokens_are_counted_as_the_engine_gets_them(family, engine):
@@ -236,7 +228,7 @@ def test_tokens_are_counted_as_the_engine_gets_them(family, engine):
     with client_of(server) as client:
         count = client.messages.count_tokens(model="tiny", **fields).input_tokens
     assert not engine.submitted
-    assert count == ask(server, **fields).usage.input_tokens == len(submitted(engine).prompt)
+    assert count == ask(server, **fields).usage.input_tokens == len(engine.last.prompt)
 
 
 def test_kept_prefixes_are_counted_apart(server, engine, monkeypatch):

@@ -99,7 +99,7 @@ def test_the_second_request_of_a_connection_has_its_time_too(shared):
 def test_a_connection_between_two_requests_is_kept(shared):
     with shared.raw(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n") as client:
         assert answer(client).startswith(b"HTTP/1.1 200")
-        time.sleep(2.5)  # several looks
+        time.sleep(1.2)  # several looks
         client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert answer(client).startswith(b"HTTP/1.1 200")
 

@@ -16,8 +16,8 @@ def request(name, **params):
 
 
 @contextlib.asynccontextmanager
-async def connected(engine, wait=True):
-    client = EngineClient(engine.endpoint, heartbeat_s=0.05)
+async def connected(engine, wait=True, heartbeat_s=0.05):
+    client = EngineClient(engine.endpoint, heartbeat_s=heartbeat_s)
     await client.start()
     try:
         while wait and not client.alive:
@@ -55,6 +55,14 @@ def test_submit_status_and_metrics(engine):
 
     asyncio.run(run())
     assert engine.aborted == set()
+
+
+def test_an_engine_is_heard_of_at_once_and_not_with_the_next_heartbeat(engine):
+    async def run():
+        async with asyncio.timeout(240), connected(engine, heartbeat_s=3600.0) as client:
+            assert client.status.max_context == 256
+
+    asyncio.run(run())
 
 
 def test_a_request_that_is_aborted_is_stopped_there(engine, wait_until):

@@ -206,7 +206,7 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         await until(lambda: not replicas.alive)
         with pytest.raises(UnavailableError):
             replicas.requests.open([request("new")], Answers())
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         home.start()
         outputs = await asyncio.wait_for(task, 240)
         [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
@@ -216,12 +216,16 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
 
 
 @in_loop
-async def test_it_waits_for_so_long_and_no_longer(engines):
-    async with connected(engines[:1], patience_s=0.5) as replicas:
+@pytest.mark.parametrize("patience_s", [0.0, 0.5])
+async def test_it_waits_for_so_long_and_no_longer(engines, patience_s):
+    async with connected(engines[:1], patience_s=patience_s) as replicas:
         task, home = await held(replicas, engines[:1])
         engines[home].stop()
         with pytest.raises(UnavailableError):
             await asyncio.wait_for(task, 240)
+        with pytest.raises(UnavailableError):
+            await answers_of(replicas, "b")
+        assert not replicas.alive
         assert replicas.requests._inflights == {}
 
 
@@ -261,18 +265,6 @@ async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(eng
             engine.start()
         engine.hold = False
         assert await asyncio.wait_for(task, 240)
-
-
-@in_loop
-async def test_with_no_other_engine_a_loss_is_told(engines):
-    async with connected(engines[:1]) as replicas:
-        task, home = await held(replicas, engines[:1])
-        engines[home].stop()
-        with pytest.raises(UnavailableError):
-            await asyncio.wait_for(task, 240)
-        with pytest.raises(UnavailableError):
-            await answers_of(replicas, "b")
-        assert not replicas.alive
 
 
 @in_loop

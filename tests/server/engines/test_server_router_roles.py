@@ -154,7 +154,7 @@ def test_random_histories():
     rng = random.Random(5)
     router = engine_pool("prefill", "decode", "both")
     live: list[str] = []
-    for step in range(3000):
+    for step in range(1500):
         router.set_state(rng.randrange(3), rng.choice(["ready", "ready", "ready", "recovering", "silent"]))
         where, leaves = choose(
             router,

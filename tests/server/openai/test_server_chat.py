@@ -1,16 +1,10 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from server.conftest import events
+
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-def events(response):
-    """Data of the server-sent events, decoded; `[DONE]` stays a string."""
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def test_answer_in_one_piece(server, engine):
@@ -35,10 +29,6 @@ def test_answer_in_one_piece(server, engine):
     request = next(iter(engine.submitted.values()))
     assert request.prompt == prompt
     assert request.params.max_tokens == 256 - len(prompt)
-
-
-def test_conversation_id_is_made_up_when_missing_and_model_may_be_missing(server):
-    assert server.chat().json()["conversation_id"]
 
 
 @pytest.mark.parametrize("name", ["tiny", "default", "org/tiny"])
@@ -153,7 +143,8 @@ def test_stop_string_ends_the_answer_wherever_tokens_are_cut(server, engine, per
         assert engine.answered == engine.aborted, "that is success, not a client who gave up"
 
 
-def test_stop_as_a_string(server):
+def test_what_may_be_missing_and_stop_as_a_string(server):
+    assert server.chat().json()["conversation_id"], "it is made up where it is missing"
     assert server.chat(stop="w").json()["choices"][0]["message"]["content"] == "Hello, "
 
 
@@ -166,21 +157,6 @@ def test_content_parts_and_roles(server, engine):
     assert server.chat(messages=messages).status_code == 200
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}, {"role": "assistant", "content": ""}]
     assert next(iter(engine.submitted.values())).prompt == engine.tokenizer.render_chat(plain)
-
-
-def test_harmless_unsupported_fields_pass(server):
-    fields = {
-        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
-        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "modalities": ["text"],
-        "audio": None, "reasoning_effort": None, "functions": None, "safety_identifier": "s", "best_of": 1,
-    }  # fmt: skip
-    assert server.chat(**fields).status_code == 200
-
-
-def test_default_max_tokens(serve, engine):
-    body = serve(default_max_tokens=3).chat().json()
-    assert body["usage"]["completion_tokens"] == 3
-    assert body["choices"][0]["finish_reason"] == "length"
 
 
 def test_many_streams_at_once(server, engine, wait_until):

@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-
-def events(response):
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+from server.conftest import events
 
 
 def complete(server, **fields):

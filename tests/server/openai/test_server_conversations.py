@@ -21,7 +21,7 @@ def said(text):
 
 def told(engine):
     """The prompt of the request that came last, as text."""
-    return engine.tokenizer.decode(list(engine.submitted.values())[-1].prompt, skip_special_tokens=False)
+    return engine.tokenizer.decode(engine.last.prompt, skip_special_tokens=False)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_full_context_fits_and_a_long_list_goes_in_parts(serve, engine, wait_u
     engine.submitted.clear()
     try:
         with pytest.raises(openai.APITimeoutError):
-            server.openai().embeddings.create(model="tiny", input=inputs, timeout=2.0)
+            server.openai().embeddings.create(model="tiny", input=inputs, timeout=1.0)
         assert len(engine.submitted) == 4
         wait_until(lambda: engine.aborted == set(engine.submitted))
         assert ask(server, timeout=0.05).status_code == 504

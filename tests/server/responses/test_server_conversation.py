@@ -42,7 +42,7 @@ def ask(client, text, previous=None, **fields):
 
 
 def prompt(engine):
-    return engine.tokenizer.decode(list(engine.submitted.values())[-1].prompt)
+    return engine.tokenizer.decode(engine.last.prompt)
 
 
 def code_of(response, status=400):
@@ -179,9 +179,8 @@ def test_the_remedy_without_a_journal(shared, serve):
         True,
     ],
 )
-def test_odd_ids(keeps, name):
-    server = keeps()
-    response = server.http.post("/v1/responses", json={"input": "hi", "previous_response_id": name})
+def test_odd_ids(journalled, name):
+    response = journalled.http.post("/v1/responses", json={"input": "hi", "previous_response_id": name})
     assert code_of(response) in ("previous_response_not_found", "invalid_type")
     assert len(response.text) < 1000
 
@@ -190,13 +189,12 @@ def test_odd_ids(keeps, name):
     ("query", "param"),
     [("limit=0", "limit"), ("limit=x", "limit"), ("limit=101", "limit"), ("limit=" + "9" * 5000, "limit"), ("order=up", "order")],
 )
-def test_pages_at_fault(keeps, query, param):
-    server = keeps()
-    first = ask(server.openai(), "One?")
-    response = server.http.get(f"/v1/responses/{first.id}/input_items?{query}")
+def test_pages_at_fault(journalled, query, param):
+    first = ask(journalled.openai(), "One?")
+    response = journalled.http.get(f"/v1/responses/{first.id}/input_items?{query}")
     assert code_of(response) == "invalid_value"
     assert response.json()["error"]["param"] == param
-    assert code_of(server.http.get(f"/v1/responses/{first.id}/input_items?after=x"), 404) == "not_found"
+    assert code_of(journalled.http.get(f"/v1/responses/{first.id}/input_items?after=x"), 404) == "not_found"
 
 
 def test_a_full_disk_costs_the_storing_alone(keeps):

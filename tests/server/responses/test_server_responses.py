@@ -33,14 +33,6 @@ def streamed(server, **fields):
         return events[-1].response, events
 
 
-def submitted(engine):
-    return list(engine.submitted.values())[-1]
-
-
-def prompt_of(engine):
-    return engine.tokenizer.decode(submitted(engine).prompt, skip_special_tokens=False)
-
-
 def comparable(response):
     data = response.to_dict()
     for item in data["output"]:
@@ -56,10 +48,10 @@ def test_text_whole_and_streamed(server, engine):
     assert whole.output_text == engine.text()
     assert (whole.object, whole.status, whole.model, whole.metadata) == ("response", "completed", "tiny", {"a": "b"})
     assert whole.to_dict()["store"] is False
-    assert whole.usage.input_tokens == len(submitted(engine).prompt)
+    assert whole.usage.input_tokens == len(engine.last.prompt)
     assert whole.usage.output_tokens == len(engine.reply) + 1
     assert whole.usage.output_tokens_details.reasoning_tokens == 0
-    assert "Be brief." in prompt_of(engine)
+    assert "Be brief." in engine.prompt()
     response, _ = streamed(server, instructions="Be brief.", metadata={"a": "b"})
     assert comparable(response) == comparable(whole)
 
@@ -125,7 +117,7 @@ def test_functions_of_a_namespace_are_called_by_both_names(family, engine):
         assert (call.name, call.namespace) == ("weather", "europe")
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     ask(server, **fields, input=[{"role": "user", "content": "Weather?"}, call.to_dict(), result])
-    assert prompt_of(engine).startswith("[europe.weather]")
+    assert engine.prompt().startswith("[europe.weather]")
 
 
 def test_reasoning_is_an_item_and_goes_back(family, engine):
@@ -154,7 +146,7 @@ def test_reasoning_is_an_item_and_goes_back(family, engine):
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
         ],
     )
-    assert prompt_of(engine).startswith(
+    assert engine.prompt().startswith(
         '[system|Be brief.\n\nIn French.|||][user|Weather?|||][assistant||Hm.||{"city": "Paris"}]'
         f"[tool|sunny||{call_id}|][user|Go on.|||]"
     )
@@ -166,25 +158,25 @@ def test_forced_calls_reach_the_engine_as_a_grammar(family, engine, choice):
     response = ask(server, tools=[WEATHER], tool_choice=choice, parallel_tool_calls=False)
     assert response.output[0].name == "weather"
     assert response.parallel_tool_calls is False
-    grammar = submitted(engine).params.structured_outputs.grammar
+    grammar = engine.last.params.structured_outputs.grammar
     assert "weather" in grammar and "{0,15}" not in grammar
 
 
 def test_structured_output(server, engine):
     form = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
     response = ask(server, text={"format": form})
-    assert '"integer"' in submitted(engine).params.structured_outputs.grammar
+    assert '"integer"' in engine.last.params.structured_outputs.grammar
     assert response.text.format.to_dict() == form
     ask(server, text={"format": {"type": "json_object"}})
-    assert submitted(engine).params.structured_outputs is not None
+    assert engine.last.params.structured_outputs is not None
 
 
 def test_sampling_and_effort_reach_their_place(family, engine):
     server = family("{{ reasoning_effort }}" + CHAT_TEMPLATE, "ok")
     ask(server, temperature=0.5, top_p=0.8, max_output_tokens=9, reasoning={"effort": "low", "summary": "auto"})
-    params = submitted(engine).params
+    params = engine.last.params
     assert (params.max_tokens, params.temperature, params.top_p) == (9, 0.5, 0.8)
-    assert prompt_of(engine).startswith("low")
+    assert engine.prompt().startswith("low")
 
 
 @pytest.mark.parametrize(

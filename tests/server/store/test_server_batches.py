@@ -146,7 +146,7 @@ def test_two_batches_go_on_together_and_one_is_cancelled(keeps, engine, wait_unt
 
 def test_what_waits_is_cancelled_and_what_is_late_expires(keeps, engine, wait_until, monkeypatch):
     monkeypatch.setattr("tandem.server.store.jobs.LINES_AT_ONCE", 1)
-    monkeypatch.setattr("tandem.server.store.batch_routes.HOUR_S", 0.1)
+    monkeypatch.setattr("tandem.server.store.batch_routes.HOUR_S", 0.04)
     client = keeps().openai()
     engine.hold = True
     late = begin(client, line("a"), line("b"))
@@ -290,7 +290,7 @@ def test_lines_that_the_disk_has_lost_are_told(keeps, engine, wait_until, place)
 
 def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until):
     client = keeps().openai()
-    engine.refusal = (429, "full", "overloaded", 1.0)
+    engine.refusal = (429, "full", "overloaded", 0.1)
     begun = begin(client, line("a"))
     wait_until(lambda: engine.submitted)
     assert client.batches.retrieve(begun.id).status == "in_progress"
@@ -354,12 +354,12 @@ def test_lines_that_were_refused_are_asked_for_again_once_each(keeps, engine, wa
         (["\x00\x01"], "line 1"),
     ],
 )
-def test_a_file_at_fault_fails_the_batch_and_says_why(keeps, engine, wait_until, lines, words):
-    client = keeps().openai()
+def test_a_file_at_fault_fails_the_batch_and_says_why(journalled, wait_until, lines, words):
+    client = journalled.openai()
     done = over(client, begin(client, *lines), wait_until)
     assert (done.status, done.output_file_id) == ("failed", None)
     assert words in done.errors.data[0].message
-    assert engine.submitted == {}
+    assert journalled.engine.submitted == {}
 
 
 def test_limits_of_lines(keeps, engine, wait_until, monkeypatch):
@@ -417,11 +417,10 @@ def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engi
         ({"frob": 1}, "frob"),
     ],
 )
-def test_fields_of_a_batch_at_fault(keeps, fields, param):
-    server = keeps()
-    file = upload(server.openai(), line("a"))
+def test_fields_of_a_batch_at_fault(journalled, fields, param):
+    file = upload(journalled.openai(), line("a"))
     body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **fields}
-    assert error_of(server.http.post("/v1/batches", json=body))["param"] == param
+    assert error_of(journalled.http.post("/v1/batches", json=body))["param"] == param
 
 
 def form(server, data=None, files=None, **more):
@@ -449,10 +448,10 @@ FILE = {"file": ("a.jsonl", b"{}")}
         ({"purpose": "batch", "expires_after[seconds]": "9" * 500}, FILE, "expires_after[anchor]"),
     ],
 )
-def test_forms_at_fault(keeps, place, data, files, param):
-    server = keeps()
-    assert error_of(form(server, data, files))["param"] == param
-    assert list((place / "files").iterdir()) == []
+def test_forms_at_fault(journalled, data, files, param):
+    before = set(journalled.place.rglob("*"))
+    assert error_of(form(journalled, data, files))["param"] == param
+    assert set(journalled.place.rglob("*")) == before
 
 
 def multipart(*parts, end=b"--b--\r\n"):
@@ -477,12 +476,12 @@ DATA = b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
         (b"", "application/json"),
     ],
 )
-def test_malformed_forms(keeps, place, content, kind, caplog):
-    server = keeps()
-    response = server.http.post("/v1/files", content=content, headers={"content-type": kind})
+def test_malformed_forms(journalled, content, kind, caplog):
+    before = set(journalled.place.rglob("*"))
+    response = journalled.http.post("/v1/files", content=content, headers={"content-type": kind})
     assert error_of(response)["code"] == "invalid_form"
-    assert list((place / "files").iterdir()) == []
-    assert upload(server.openai(), line("a")).bytes > 0
+    assert set(journalled.place.rglob("*")) == before
+    assert upload(journalled.openai(), line("a")).bytes > 0
     assert not [one for one in caplog.records if one.name.startswith("python_multipart")], "clients write no log"
 
 
@@ -516,10 +515,9 @@ def test_odd_names_are_kept_as_they_are_and_lead_nowhere(keeps, place):
         ("bytes=" + "9" * 5000 + "-", 400, None),
     ],
 )
-def test_parts_of_a_file(keeps, asked, status, content):
-    server = keeps()
-    name = form(server, {"purpose": "batch"}, {"file": ("a", b"abcdef")}).json()["id"]
-    answer = server.http.get(f"/v1/files/{name}/content", headers={"range": asked})
+def test_parts_of_a_file(journalled, asked, status, content):
+    name = form(journalled, {"purpose": "batch"}, {"file": ("a", b"abcdef")}).json()["id"]
+    answer = journalled.http.get(f"/v1/files/{name}/content", headers={"range": asked})
     assert answer.status_code == status
     if content is None:
         assert answer.json()["error"]["param"] == "Range"

@@ -293,11 +293,11 @@ class EngineClient:
 
     async def _heartbeat(self) -> None:
         while True:
+            self._drain_monitor()  # its descriptor tells of news only after somebody has looked once
             self._heard = False
             self._send(control.QueryStatus(next(self._queries)))
             await asyncio.sleep(self._heartbeat_s)
             self._drain()
-            self._drain_monitor()
             if self._heard:
                 self._missed = 0
             else:
