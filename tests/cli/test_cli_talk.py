@@ -176,7 +176,7 @@ INTERRUPTED = """
 import argparse, asyncio, contextlib, os, signal, sys
 from prompt_toolkit.input.vt100 import raw_mode
 from rich.console import Console
-from tandem.cli.talk import chat as command
+from tandem.cli.talk import talk as command
 from tandem.cli.talk.conversation import Conversation
 
 class Piece:

@@ -177,7 +177,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_grammar_whose_masks_take_longer_than_one_may_is_refused(tokenizer: Tokenizer, odd: Any) -> None:
-    odd("from tandem.guided import probe\nprobe.MASK_SECONDS = 0.0005\ntried = probe.tried\n")
+    odd("from tandem.guided import compile_probe as probe\nprobe.MASK_SECONDS = 0.0005\ntried = probe.tried\n")
     with pytest.raises(ValueError, match="steps take too long"):
         GrammarCheck(tokenizer).accept(StructuredOutputs(regex="a{50000}"))
 

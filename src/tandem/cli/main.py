@@ -56,7 +56,7 @@ def _version(arguments: argparse.Namespace) -> int:
 
 
 CHAT = Command(
-    "Talk in this terminal to a running server, or to a model loaded here.", sampling.add_chat, Later("talk.chat:run_chat")
+    "Talk in this terminal to a running server, or to a model loaded here.", sampling.add_chat, Later("talk.talk:run_chat")
 )
 SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
 COMMANDS = {
@@ -66,7 +66,7 @@ COMMANDS = {
         "generate": Command(
             "Complete a prompt in this terminal, by a running server or a model loaded here.",
             sampling.add_generate,
-            Later("talk.chat:run_generate"),
+            Later("talk.talk:run_generate"),
         ),
         "model": Command(
             "Fetch models, see and remove those on this machine; load and unload those of a server.",
@@ -155,7 +155,9 @@ COMMANDS = {
             Later("processes:run_engine_command"),
         ),
         "completions": Command(
-            "Print a script that completes this command's words in a shell.", servers.add_completions, Later("completions:run")
+            "Print a script that completes this command's words in a shell.",
+            servers.add_completions,
+            Later("shell_completions:run"),
         ),
         "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
     },
