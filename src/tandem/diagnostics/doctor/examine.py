@@ -14,11 +14,11 @@ from typing import TypeVar
 from msgspec import structs
 
 from tandem.checkpoints.resolve import resolve
-from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, messages
+from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, looked, messages
 from tandem.diagnostics.doctor.checks_links import TRIED
 from tandem.diagnostics.doctor.evidence import Check, Clock, Evidence, Finding, Host, Need, Planned, macs, several
 from tandem.diagnostics.doctor.messages import Facts
-from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.parsing import firewalls, interfaces
 from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
 from tandem.errors import UsageError
@@ -27,7 +27,7 @@ from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
 from tandem.launchers.ssh import named_machine
-from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
+from tandem.planner.hardware import CHIPS, LINKS, Machine, chip_of, machine
 from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.presets import planned_files
@@ -35,28 +35,33 @@ from tandem.planner.types import NothingFits, Request
 from tandem.system.metal import gpu_memory
 
 HERE = "this machine"
-RAY = Check("ray", checks_hosts.ray, checks_hosts.no_ray)
-SSH = Check("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
-RDMA = Check("rdma", checks_apple.rdma, checks_apple.no_rdma)
+RAY = Check("ray", checks_hosts.ray, lambda seen: [node.address for node in seen.ray or []], checks_hosts.no_ray)
+SSH = Check("ssh", checks_hosts.ssh, looked.answered, checks_hosts.no_ssh)
+RDMA = Check("rdma", checks_apple.rdma, looked.answered, checks_apple.no_rdma)
 CHECKS = (
     RAY,
     SSH,
-    Check("versions", checks_software.versions),
-    Check("model", checks_software.model),
-    Check("memory", checks_software.memory),
-    Check("hostname", checks_hosts.hostname, several),
-    Check("clock", checks_hosts.clock, checks_hosts.single_clock),
-    Check("ports", checks_hosts.ports),
-    Check("firewall", checks_hosts.firewall),
-    Check("subnets", checks_links.subnets),
-    Check("reachable", checks_links.reachable, several),
-    Check("speed", checks_links.speed, checks_links.no_link),
-    Check("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
-    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs),
+    Check("versions", checks_software.versions, looked.answered),
+    Check("model", checks_software.model, looked.having(lambda facts: facts.model is not None)),
+    Check("memory", checks_software.memory, lambda seen: seen.planned.needs if isinstance(seen.planned, Planned) else ()),
+    Check("hostname", checks_hosts.hostname, looked.answered, several),
+    Check("clock", checks_hosts.clock, lambda seen: {seen.here, *seen.clocks} if seen.clocks else (), checks_hosts.single_clock),
+    # The HTTP port of this machine is always tried, those of the others if they are asked for.
+    Check(
+        "ports",
+        checks_hosts.ports,
+        lambda seen: [host.name for host in seen.hosts] if seen.here in seen.facts else seen.facts.keys(),
+    ),
+    Check("firewall", checks_hosts.firewall, looked.having(firewalls)),
+    Check("subnets", checks_links.subnets, looked.having(interfaces)),
+    Check("reachable", checks_links.reachable, looked.linked, several),
+    Check("speed", checks_links.speed, looked.linked, checks_links.no_link),
+    Check("thunderbolt", checks_apple.thunderbolt, looked.read_on_macs("ifconfig"), checks_apple.single_mac),
+    Check("macos", checks_apple.macos, looked.read_on_macs("os_build"), checks_apple.no_rdma_macs),
     RDMA,
-    Check("fences", checks_apple.fences, macs),
-    Check("power", checks_apple.power, macs),
-    Check("all_sum", checks_links.collective, checks_links.no_sum),
+    Check("fences", checks_apple.fences, looked.read_on_macs(), macs),
+    Check("power", checks_apple.power, looked.read_on_macs("battery", "power"), macs),
+    Check("all_sum", checks_links.collective, lambda seen: seen.collected.keys(), checks_links.no_sum),
 )
 """All checks, in the order in which things should be mended."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
@@ -323,7 +328,7 @@ def _memory(facts: Facts) -> str:
 
 def machine_of(name: str, facts: Facts) -> Machine:
     """Return the machine for the planner, which needs its memory alone."""
-    chip = facts.chip.lower().removeprefix("apple ").replace(" ", "-")
+    chip = chip_of(facts.chip)
     if facts.system == "Darwin":
         assumed = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
         return replace(assumed, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
@@ -336,7 +341,7 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
     ranks = Counter(entry.ssh for entry in file.hosts)
     first = {entry.ssh: entry for entry in reversed(file.hosts)}
     return [
-        Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
+        Host(name, entry.reached_at or "", entry.rdma, ranks[name], entry.python or python)
         for name, entry in ((name, first[name]) for name in ranks)
     ]
 
