@@ -225,3 +225,68 @@ def test_what_changed_is_tested(changed: str, tests: list[str], tmp_path: Path) 
     for name in ("test_errors.py", "test_log.py"):
         (folder.parent / name).touch()
     assert script("quick").tests_of(Path(changed), tmp_path) == [Path(name) for name in tests]
+
+
+MAC = {
+    "uname": 'case "$1" in -s) echo Darwin;; *) echo "${MACHINE:-arm64}";; esac',
+    "sw_vers": 'echo "${RELEASE:-15.6}"',
+    "xcode-select": '[ -z "${NO_TOOLS:-}" ]',
+    "python3": 'case "$*" in *sys.exit*) exit "${INTEL:-0}";; *) exit 99;; esac',
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "words"),
+    [
+        ("setup", {"RELEASE": "13.6"}, "this is macOS 13.6 on arm64, MLX needs macOS 14 on Apple silicon"),
+        ("setup", {"MACHINE": "x86_64"}, "on x86_64, MLX needs macOS 14 on Apple silicon"),
+        ("vllm_env", {"RELEASE": "13.6"}, "torch and MLX need macOS 14"),
+        ("vllm_env", {"MACHINE": "x86_64"}, "leave Rosetta"),
+        ("vllm_env", {"NO_TOOLS": "1"}, "xcode-select --install"),
+        ("vllm_env", {"INTEL": "1"}, "python3 is one for Intel"),
+    ],
+)
+def test_what_cannot_work_on_a_mac_is_said_in_a_line_before_anything_is_installed(
+    tmp_path: Path, name: str, variables: dict[str, str], words: str
+) -> None:
+    for tool, text in MAC.items():
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / tool).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **variables}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / name)], env=environment, capture_output=True, text=True, check=False, timeout=20
+    )
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("found", "code"), [("3, 10", 2), ("3, 15", 2)])
+def test_a_python_that_torch_has_no_wheels_for_stops_vllm_env(tmp_path: Path, found: str, code: int) -> None:
+    python = tmp_path / "python3"
+    python.write_text(f"""#!/bin/sh
+exec {sys.executable} -c "import sys, platform; sys.version_info = type('V', (tuple,), {{}})(({found}, 0))
+platform.python_version = lambda: '.'.join(map(str, sys.version_info))
+exec(sys.argv[1])" "$2"
+""")
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "vllm_env")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+    )
+    assert (done.returncode, "wheels for 3.11 to 3.14: put one of these first" in done.stderr) == (code, True)
+
+
+def test_homebrew_leaves_the_names_of_libraries_in_wheels_alone() -> None:
+    formula = (ROOT / "packaging" / "homebrew" / "mlx-tandem.rb.in").read_text()
+    assert formula.index("preserve_rpath") < formula.index("def install")
+
+
+def test_vllm_is_asked_for_on_linux_alone() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    markers = [Requirement(text).marker for text in project["optional-dependencies"]["vllm"]]
+    assert [marker.evaluate({"platform_system": "Darwin"}) for marker in markers if marker is not None] == [False]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 
+from macs import answers, mac_environment, recorded
 from tandem.cli.doctor import parse_ports
 from tandem.cli.main import main
 from tandem.errors import ConfigError
@@ -47,6 +50,39 @@ def test_the_table_ends_with_remedies(tmp_path, capsys):
     assert "is not on this machine" in text
     assert "name a model that is on this machine" in text
     assert "1 check(s) failed." in text
+
+
+@pytest.mark.parametrize("chip", ["Apple M4 Max", "Apple M1 Max"])
+def test_a_mac_is_reported_with_its_build_ports_cable_and_fence(tmp_path, chip):
+    """Two entries for this Mac, over jaccl; the answers of Apple's tools are stand-ins."""
+    said = tmp_path / "said"
+    answers(said, {"sysctl": recorded("sysctl").replace("Apple M4 Max", chip), "rdma_ctl": "RDMA is disabled\n"})
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": [None]}]))
+    words = [sys.executable, "-m", "tandem", "doctor", "--hostfile", str(hosts), "--backend", "jaccl", "--port", "0"]
+    run = subprocess.run([*words, "--json"], env=mac_environment(said), capture_output=True, text=True, timeout=240)
+    assert run.returncode == 1, run.stderr
+    found = json.loads(run.stdout)
+    assert found["macs"] == [
+        {
+            "host": "127.0.0.1",
+            "chip": chip,
+            "macos": "26.3",
+            "build": "25D125",
+            "ports": "2 Thunderbolt",
+            "cables": "port 1 at 80 Gb/s",
+            "fence": "MLX's own",
+        }
+    ]
+    [rdma] = [one for one in found["findings"] if one["check"] == "rdma"]
+    if chip == "Apple M1 Max":
+        assert "Apple M1 Max has no Thunderbolt 5" in rdma["detail"] and "rdma_ctl" not in rdma["remedy"]
+    else:
+        assert "is disabled" in rdma["detail"] and "System Settings, search for RDMA" in rdma["remedy"]
+    run = subprocess.run(words, env=mac_environment(said), capture_output=True, text=True, timeout=240)
+    assert (
+        f"127.0.0.1: {chip}, macOS 26.3 (25D125), ports: 2 Thunderbolt, cables: port 1 at 80 Gb/s, fence: MLX's own"
+    ) in " ".join(run.stdout.split())
 
 
 def test_deep_runs_the_self_test_afterwards(tmp_path, capsys, monkeypatch):

@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from msgspec import structs
 
+from statuses import STATUS
 from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
 from tandem.cli.serve import _completed
@@ -28,6 +30,7 @@ from tandem.cli.status import Replica, look_at, look_at_port
 from tandem.cli.status import _count as count_tokens
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
+from tandem.protocol.control import RankInfo
 from tandem.protocol.supervisor_messages import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
@@ -302,6 +305,23 @@ def test_tokens_a_second_are_counted_between_the_times_that_two_statuses_tell_of
         monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint, probe=probe: probe)
         [replica] = look_at_port(1, 1.0).replicas
         assert replica.tokens_per_s == (rate if rate is None else pytest.approx(rate))
+
+
+def test_weights_that_are_not_all_wired_are_said_in_a_line(monkeypatch, capsys):
+    words = "30.0 of 40.0 GiB of weights are wired, more would leave this Mac too little"
+    ranks = [
+        RankInfo(
+            rank=number, stage=0, layers=(0, 4), pid=1, host="a-mac", weight_bytes=9, peak_bytes=2, step_s=0.1, wiring=trouble
+        )
+        for number, trouble in enumerate(["", words])
+    ]
+    monkeypatch.setattr("tandem.cli.status.ask", lambda *_: ReplicaList([ReplicaInfo(0, "ipc://x", "running", 2, 0)]))
+    probe = SimpleNamespace(ask=lambda seconds: structs.replace(STATUS, ranks=ranks), close=lambda: None)
+    monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
+    main(["status", "--port", "1"])
+    said = capsys.readouterr().out
+    assert f"rank 1 (a-mac): {words}" in said
+    assert "rank 0 (a-mac):" not in said
 
 
 def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):

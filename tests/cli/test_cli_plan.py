@@ -11,7 +11,7 @@ from tandem.cli.main import build_parser, main
 from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
 from tandem.planner.explain import Named, commands
-from tandem.planner.hardware import GIB
+from tandem.planner.hardware import CHIPS, GIB, machine
 from tandem.planner.hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model
 
@@ -212,3 +212,25 @@ def test_a_model_that_is_known_by_name_is_planned_for_offline(capsys, monkeypatc
     assert told["chosen"] == "PP 2 (a | b)"
     assert "from its published config.json, with weights of 4 bits" in told["notes"][0]
     assert main(["plan", "deepseek-ai/DeepSeek-V3.2", *hosts]) == 2, "16 bits do not fit"
+
+
+@pytest.mark.parametrize(
+    ("model", "quant", "words"),
+    [
+        ("gpt-oss-20b", "5it", "--quant 5it: is not one of native, bf16, 2bit"),
+        ("demo", "4bit", "demo is planned for as its files are; leave --quant out"),
+    ],
+)
+def test_quant_that_cannot_be_is_refused(model, quant, words, capsys):
+    assert main(["plan", model, "--quant", quant, "--hosts", "a=64GB"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_chips_that_no_mac_is_known_with_are_marked_and_gb10_is_known(tmp_path, capsys):
+    model = str(tiny_model(tmp_path / "m"))
+    assert main(["plan", model, "--hosts", "a=512GB:m5-ultra", "b=128GB:gb10"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "host a: the figures of m5-ultra are inferred: twice m5-max; no such Mac is known." in said
+    assert "host b: the figures" not in said
+    assert CHIPS["m5-ultra"].bandwidth == 2 * CHIPS["m5-max"].bandwidth
+    assert machine("b", 128 * GIB, "gb10").memory == 128 * GIB  # no Mac's share of it

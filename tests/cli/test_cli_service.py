@@ -93,7 +93,8 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert (status.returncode, "runs (process 4711)" in status.stdout) == (0, True)
 
     command, variables, directory = described(environment, "mine")
-    assert command[1:] == ["-P", "-m", "tandem", "serve", "tiny", "--port", "0", *given]
+    run = ["-c", "from tandem.cli.service import serve; serve()"] if "FAKE_MAC" in environment else ["-m", "tandem"]
+    assert command[1:] == ["-P", *run, "serve", "tiny", "--port", "0", *given]
     assert directory == str(tmp_path / "here")
     assert "TANDEM_API_KEY" not in variables and "sesame" not in json.dumps([command, variables])
     with subprocess.Popen(

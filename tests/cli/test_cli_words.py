@@ -158,14 +158,14 @@ def test_the_planned_command_keeps_the_machines(capsys, tmp_path):
 
 def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
     from tandem.cli import doctor
-    from tandem.diagnostics.doctor.evidence import Finding
+    from tandem.diagnostics.doctor.evidence import Evidence, Finding
 
     found = [
         Finding("versions", "ok", "here", "alike"),
         Finding("ssh", "skip", "", "one machine"),
         Finding("rdma", "skip", "", "no Mac"),
     ]
-    monkeypatch.setattr(doctor, "examine", lambda question, *_: type("E", (), {"hosts": []})())
+    monkeypatch.setattr(doctor, "examine", lambda question, *_: Evidence([], "here"))
     monkeypatch.setattr(doctor, "findings", lambda evidence: found)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out

@@ -6,8 +6,11 @@ import json
 
 import pytest
 
+from tandem.env import child_environment
 from tandem.errors import LayoutError
+from tandem.launchers import node_agent
 from tandem.launchers.process_groups import any_process_group, jaccl_process_group, nccl_process_group, ring_process_group
+from tandem.protocol.hosts import StartRank
 
 MESH = [[None, "a", "b"], ["c", None, "d"], ["e", "f", None]]
 NAMES = ["m0", "m1", "m2"]
@@ -44,6 +47,14 @@ def test_devices_that_are_missing_are_named() -> None:
         jaccl_process_group("jaccl", [f"m{i}" for i in range(9)], [[]] * 9, "10.0.0.1:5000")
 
 
+def test_several_cables_for_a_pair_are_as_many_at_both_ends() -> None:
+    """As MLX's reader has them: a list for a pair; unequal ends would wait for one another without end."""
+    rows = [[None, ["en2", "en3"]], [["en4", "en5"], None]]
+    assert json.loads(jaccl_process_group("jaccl", NAMES[:2], rows, "10.0.0.1:5000").files(1)["MLX_IBV_DEVICES"]) == rows
+    with pytest.raises(LayoutError, match="`rdma` of m0 lists 2 devices for m1, and that of m1 1 for m0; list one for"):
+        jaccl_process_group("jaccl", NAMES[:2], [rows[0], ["en4", None]], "10.0.0.1:5000")
+
+
 def test_nccl_ranks_meet_at_the_first() -> None:
     process_group = nccl_process_group(2, "10.0.0.1:5000")
     assert process_group.variables(1) == {"MLX_RANK": "1", "MLX_WORLD_SIZE": "2", "NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "5000"}
@@ -57,3 +68,13 @@ def test_any_offers_all_that_is_there() -> None:
     both = any_process_group(ring, rdma)
     assert both.backend == "any" and set(both.files(1)) == {"MLX_HOSTFILE", "MLX_IBV_DEVICES"}
     assert both.variables(1) == {"MLX_RANK": "1", "MLX_JACCL_COORDINATOR": "10.0.0.1:2"}
+
+
+def test_ranks_inherit_no_group_from_the_shell_that_started_their_host(monkeypatch):
+    """jaccl reads JACCL_* before MLX_*, so that these would win over what the head says."""
+    for name in ("JACCL_RANK", "JACCL_IBV_DEVICES", "JACCL_COORDINATOR", "JACCL_RING", "MLX_RANK", "NCCL_PORT"):
+        monkeypatch.setenv(name, "7")
+    order = StartRank(1, 0, b"{}", {"A": "b"}, {}, {}, 1)
+    environment = child_environment(node_agent._variables(order))
+    assert {name: value for name, value in environment.items() if value == "7"} == {}
+    assert environment["A"] == "b"

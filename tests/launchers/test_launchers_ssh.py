@@ -113,6 +113,27 @@ def test_the_same_place_below_another_users_home(home: Path, monkeypatch: pytest
     assert found_in(home, command) == f"theirs -P -m {RANK_HOST}"
 
 
+def test_a_python_that_is_there_and_closed_to_ssh_is_no_missing_one(home: Path, tmp_path: Path) -> None:
+    """macOS answers EPERM below Documents and its like, also to `[ -x`."""
+    ls = fake_python(tmp_path / "bin" / "ls", "")
+    ls.write_text('#!/bin/sh\nfor last; do :; done\necho "ls: $last: Operation not permitted" >&2\nexit 1\n')
+    done = subprocess.run(
+        ["sh", "-c", remote_command(None)],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{ls.parent}:/usr/bin:/bin", "SHELL": str(home / "zsh"), "HOME": str(home)},
+    )
+    assert done.returncode == 126
+    said = explain(HOST, done.returncode, done.stderr.splitlines())
+    assert "macOS withholds the folder of its Python from ssh (/nowhere/bin/python: Operation not permitted)" in said
+    assert "on mac2: move the checkout out of Documents" in said
+    fake_python(home / ".local/bin/tandem", "another")  # a Tandem elsewhere is taken
+    assert (
+        run(remote_command(None), HOME=str(home), SHELL=str(home / "zsh"), PATH=f"{ls.parent}:/usr/bin:/bin")
+        == "another rank --stdin"
+    )
+
+
 def test_the_command_is_one_word_for_any_login_shell() -> None:
     words = shlex.split(remote_command(None))
     assert words[:3] == ["exec", "sh", "-c"] and len(words) == 4
@@ -210,6 +231,23 @@ def test_devices_of_the_chosen_hosts_alone() -> None:
     try:
         assert one.devices(0) == [None, ["en4", "en5"]] and one.devices(1) == ["en7", None]
         assert one.addresses(0) == ["127.0.0.1"]
+    finally:
+        one.close()
+
+
+def test_channels_and_coordinator_have_an_address_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mesh of three no cable of a host reaches all others."""
+    hosts = [HostEntry(ssh="127.0.0.1", ips=(f"127.0.1.{one}",), address=f"127.0.2.{one}") for one in (1, 2, 3)]
+    one = launcher(*hosts)
+    invited: list[str | None] = []
+    monkeypatch.setattr(one, "invite", lambda slot, head, address=None, **_: invited.append(address) or 1 / 0)
+    try:
+        for slot in range(3):
+            with pytest.raises(ZeroDivisionError):
+                one._connect(slot)
+        assert invited == ["127.0.2.1", "127.0.2.2", "127.0.2.3"]
+        assert [one.addresses(slot) for slot in range(3)] == [["127.0.1.1"], ["127.0.1.2"], ["127.0.1.3"]]
+        assert [one.meeting_address(slot) for slot in range(3)] == invited
     finally:
         one.close()
 

@@ -143,6 +143,24 @@ def test_drain_timeout_and_second_signal(engine, run, wait_until):
         assert "Traceback" not in child.log
 
 
+def test_a_name_of_both_families_is_listened_on_where_all_clients_look(monkeypatch):
+    """macOS lists ::1 first for localhost."""
+    there = socket.getaddrinfo
+
+    def system(host, port, *words, **how):
+        return (
+            [*there("::1", port, **how), *there("127.0.0.1", port, **how)]
+            if host == "localhost"
+            else there(host, port, *words, **how)
+        )
+
+    monkeypatch.setattr(socket, "getaddrinfo", system)
+    with listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    with listen("::1", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
 def test_address_in_use():
     with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot listen there"):
         listen("127.0.0.1", taken.getsockname()[1])

@@ -15,6 +15,7 @@ from rich.table import Table
 from tandem.cli.arguments import Parser
 from tandem.cli.options.machines import add_selftest
 from tandem.cli.screen import screen
+from tandem.diagnostics.doctor.checks_apple import described
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
 from tandem.diagnostics.doctor.probe_session import PROBE
@@ -109,12 +110,17 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
     table.add_column("")
     table.add_column("Where", overflow="fold")
     table.add_column("Found", overflow="fold")
-    skipped = [] if verbose else [line for line in lines if line.verdict == "skip"]
+    skipped = [] if verbose else [line for line in lines if line.verdict == "skip" and not line.where]
     for line in lines:
         if line in skipped:
             continue
         table.add_row(line.check, f"[{_STYLES[line.verdict]}]{line.verdict}", escape(line.where), escape(line.detail))
     console.print(table)
+    for mac in _macs(evidence):
+        console.print(
+            "{host}: {chip}, macOS {macos} ({build}), ports: {ports}, cables: {cables}, fence: {fence}".format(**mac),
+            markup=False,
+        )
     if skipped:
         names = ", ".join(dict.fromkeys(line.check for line in skipped))
         console.print(f"Does not apply here: {names} (--verbose says why).", markup=False, style="dim")
@@ -126,6 +132,10 @@ def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> No
     console.print(f"{failed} check(s) failed." if failed else "Nothing is wrong.")
 
 
+def _macs(evidence: Evidence) -> list[dict[str, str]]:
+    return [described(name, facts) for name, facts in evidence.macs.items()]
+
+
 def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
     links = [
         {"from": a, "to": b, "error": link.error, "latency_s": link.latency_s, "bytes_per_s": link.bandwidth}
@@ -134,6 +144,7 @@ def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
     return {
         "ok": not any(line.verdict == "fail" for line in lines),
         "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
+        "macs": _macs(evidence),
         "findings": [dataclasses.asdict(line) for line in lines],
         "links": links,
         "all_sum": {name: {"error": times.error, "latency_s": times.latency_s} for name, times in evidence.collected.items()},

@@ -6,7 +6,9 @@ import argparse
 import math
 import os
 import plistlib
+import pwd
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 from xml.parsers.expat import ExpatError
 
 from tandem.checkpoints.resolve import expect
@@ -22,8 +25,9 @@ from tandem.cli.serve import checked
 from tandem.config.options import options
 from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, child_environment, state_dir, variable, variables
 from tandem.errors import UsageError
-from tandem.processes.interpreter import module_command
+from tandem.processes.interpreter import code_command, module_command
 from tandem.supervision.record import Background
+from tandem.system.files import withheld_folder
 from tandem.system.tools import find_tool
 
 OPEN_FILES = 65536
@@ -52,8 +56,11 @@ def launchd_label(name: str) -> str:
     return f"io.github.mlx-tandem.{name}"
 
 
-def launchd_agent(service: Service) -> bytes:
-    """Return the property list. `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone."""
+def launchd_agent(service: Service, **keys: str) -> bytes:
+    """Return the property list, with more `keys`.
+
+    `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone.
+    """
     return plistlib.dumps(
         {
             "Label": launchd_label(service.name),
@@ -69,8 +76,25 @@ def launchd_agent(service: Service) -> bytes:
             "HardResourceLimits": {"NumberOfFiles": OPEN_FILES},
             "StandardOutPath": str(service.log),
             "StandardErrorPath": str(service.log),
+            **keys,
         }
     )
+
+
+def serve() -> NoReturn:
+    """Run `tandem` with this process's arguments, as launchd runs it: a mistake of the user's is no failure.
+
+    launchd restarts whatever fails, and cannot be told of exit codes; a mistake stays one until somebody mends it.
+    """
+    from tandem.cli.main import main
+
+    try:
+        code: str | int | None = main()
+    except SystemExit as error:
+        code = error.code
+    if code == MISTAKE:
+        print("tandem: not started again until `tandem service install` is given anew", file=sys.stderr)
+    sys.exit(0 if code == MISTAKE else code)
 
 
 def systemd_unit(service: Service) -> str:
@@ -113,6 +137,7 @@ def _specifiers(text: str) -> str:
 _TOOL_S = 60.0
 _END_S, _POLL_S = 30.0, 0.5
 """Seconds that launchd may take beyond a service's own time to end, and between two checks."""
+DAEMONS = "/Library/LaunchDaemons"
 NOBODY = "Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use `tandem up`"
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
 
@@ -158,15 +183,50 @@ class Launchd:
         """Return the file that describes the service."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
+    def daemon(self, name: str) -> Path:
+        """Return the file that describes the service that starts with the machine, before root copies it."""
+        return state_dir() / "services" / f"{launchd_label(name)}.plist"
+
     def install(self, service: Service) -> None:
-        """Write the file and start the service. Raises UsageError."""
-        if self.file(service.name).exists():
+        """Write the file and start the service. Raises UsageError.
+
+        The session at the screen takes agents without a session type. The background session, all there is when
+        nobody is logged in at the screen, takes those of its own type alone.
+        """
+        if self.daemon(service.name).exists():
+            raise UsageError(
+                f"{service.name} is installed with --system; `tandem service uninstall --name "
+                f"{service.name}` first, or give --system",
+                param="system",
+            )
+        file = self.file(service.name)
+        if file.exists():
             self.uninstall(service.name)
-        _write(self.file(service.name), launchd_agent(service))
-        done = _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(self.file(service.name)))
-        if done.returncode:  # over ssh there may be nobody at the screen
+        _write(file, launchd_agent(service))
+        if _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(file)).returncode:
+            _write(file, launchd_agent(service, LimitLoadToSessionType="Background"))
             with _or_nothing(self, service.name):
-                _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
+                _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(file))
+
+    def prepare(self, service: Service) -> list[str]:
+        """Write the file of a service that starts with the machine; return the commands that root must give."""
+        if self.file(service.name).exists():
+            raise UsageError(
+                f"{service.name} is installed without --system; `tandem service uninstall --name {service.name}` first",
+                param="system",
+            )
+        file, user = self.daemon(service.name), pwd.getpwuid(os.getuid()).pw_name
+        _write(file, launchd_agent(service, UserName=user))
+        return [
+            f"sudo install -m 644 -o root -g wheel {shlex.quote(str(file))} {DAEMONS}/",
+            f"sudo launchctl bootstrap system {DAEMONS}/{file.name}",
+        ]
+
+    def withdraw(self, name: str) -> list[str]:
+        """Remove what `prepare` wrote; return the commands that root must give."""
+        file = self.daemon(name)
+        file.unlink()
+        return [f"sudo launchctl bootout system/{launchd_label(name)}", f"sudo rm {DAEMONS}/{file.name}"]
 
     def uninstall(self, name: str) -> None:
         """Stop the service and remove its file. Raises UsageError."""
@@ -181,7 +241,7 @@ class Launchd:
 
     def pid(self, name: str) -> int | None:
         """Return the process id of the service; None when it does not run."""
-        for place in self._places(name):
+        for place in (*self._places(name), f"system/{launchd_label(name)}"):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
                 return int(match[1])
@@ -297,17 +357,27 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
             "in; give --api-key-file, or unset it",
             param="api_key",
         )
+    _check_places(Path.cwd(), Path(sys.prefix), _log(name), Path(settings.model.model or "."))
     if settings.model.model:
         expect(settings.model.model)
+    if arguments.system and isinstance(holder, Systemd):
+        raise UsageError(
+            "--system: is about macOS; on Linux `loginctl enable-linger`, given once, starts a user's services with the machine",
+            param="system",
+        )
     environment = _environment()
     log = _log(name)
-    command = module_command("tandem", "serve", *serve_words(arguments.words))
+    command = _service_command(serve_words(arguments.words))
     stop_s = math.ceil(settings.process.drain_timeout + END_S)
     for text in (*command, str(Path.cwd()), str(log), *environment.values()):
         if not text.isprintable():  # no unit and no property list can hold it; bytes that are not UTF-8 are among these
             raise UsageError(f"{text!r}: a service's options, directories and variables must be printable text")
     try:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if arguments.system and isinstance(holder, Launchd):
+            service = Service(name, tuple(command), Path.cwd(), log, {"HOME": str(Path.home()), **environment}, stop_s)
+            print("Two commands install it, now and for every start of this Mac:", *holder.prepare(service), sep="\n")
+            return 0
         holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be written: {error.strerror or error}; {name} is not installed") from None
@@ -317,6 +387,26 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     if variable("HF_TOKEN"):
         print("HF_TOKEN does not go along: `hf auth login` keeps it where the service finds it, if the model needs it")
     return 0
+
+
+def _service_command(words: Sequence[str]) -> list[str]:
+    """Return the command of the service; Homebrew's of a path that an upgrade leaves."""
+    if sys.platform != "darwin":
+        return module_command("tandem", "serve", *words)
+    python, *rest = code_command("from tandem.cli.service import serve; serve()", "serve", *words)
+    lasting = re.sub(r"/Cellar/([^/]+)/[^/]+/", r"/opt/\1/", python)
+    return [lasting if Path(lasting).exists() else python, *rest]
+
+
+def _check_places(*paths: Path) -> None:
+    """Raises UsageError for a path that macOS closes to services."""
+    for path in paths:
+        if (folder := withheld_folder(path)) is not None:
+            raise UsageError(
+                f"{path}: macOS closes {folder} to services, as it does Documents, Desktop, Downloads, "
+                "iCloud and /Volumes; move it elsewhere below your home (a checkout: `make setup` there "
+                "again), and give the command from there"
+            )
 
 
 def _environment() -> dict[str, str]:
@@ -338,7 +428,7 @@ def serve_words(words: Sequence[str]) -> list[str]:
     for word in rest:
         if word == "--name":
             next(rest, None)
-        elif not word.startswith("--name="):
+        elif word != "--system" and not word.startswith("--name="):
             kept.append(word)
     return kept
 
@@ -348,6 +438,9 @@ def _log(name: str) -> Path:
 
 
 def _uninstall(holder: Manager, name: str) -> int:
+    if isinstance(holder, Launchd) and holder.daemon(name).exists():
+        print(f"Two commands stop {name} and take it away:", *holder.withdraw(name), sep="\n")
+        return 0
     if not holder.file(name).exists():
         print(f"{name} is not installed")
         return 0
@@ -357,9 +450,12 @@ def _uninstall(holder: Manager, name: str) -> int:
 
 
 def _status(holder: Manager, name: str) -> int:
-    if not holder.file(name).exists():
+    file = holder.file(name)
+    if isinstance(holder, Launchd) and holder.daemon(name).exists():
+        file = Path(DAEMONS, file.name)
+    elif not file.exists():
         print(f"{name} is not installed; `tandem service install MODEL` does it")
         return 1
     pid = holder.pid(name)
-    print(f"{name}: {f'runs (process {pid})' if pid else 'does not run'}; {holder.file(name)}; log {_log(name)}")
+    print(f"{name}: {f'runs (process {pid})' if pid else 'does not run'}; {file}; log {_log(name)}")
     return 0 if pid else 1

@@ -232,6 +232,7 @@ def _picture(look: Look) -> Group:
     if replicas := view["replicas"]:
         ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
+        parts += [Text(f"rank {rank['rank']} ({rank['host']}): {rank['wiring']}") for rank in ranks if rank.get("wiring")]
     parts += [Text(f"replica {replica['replica']}: {replica['detail']}") for replica in replicas if replica["detail"]]
     return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
 

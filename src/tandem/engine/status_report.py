@@ -177,6 +177,7 @@ class StatusReport:
             slowdown=self._slowdown(ready.rank),
             memory_bytes=ready.memory_bytes,
             wired_bytes=ready.wired_bytes,
+            wiring=ready.wiring,
             used_bytes=latest.used_bytes if latest else 0,
             state=self._state(ready.rank),
             stage_latency_s=self._stage_latency.seconds(ready.rank) if latest else 0.0,

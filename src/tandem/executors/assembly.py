@@ -194,8 +194,8 @@ def _open_disk(
 
 def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
     # Of memory once the weights are wired: nothing but them is there yet.
-    wired = wire_weights(spec.wired, spec.memory_share)
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
+    wired = wire_weights([array for stage in stages for array in stage.arrays()], spec.wired, spec.memory_share)
     per_token = sum(stage.cache_bytes.position for stage in stages)
     return Ready(
         rank=spec.rank,
@@ -210,7 +210,8 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         own_memory=on_gpu() and spec.gpu_share is not None,
         machine=spec.machine,
         cache_bytes=cache_bytes(spec.sharing),
-        wired_bytes=wired,
+        wired_bytes=wired.bytes,
+        wiring=wired.trouble,
         metal=on_metal(),
         trimmable=trimmable(runner.stage.make_caches()),
         quantized_layers=runner.stage.quantized_layers,

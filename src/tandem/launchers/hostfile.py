@@ -1,7 +1,8 @@
 """MLX's hostfile, as `mlx.distributed_config` writes it and `mlx.launch` reads it.
 
 Either a list of hosts, or an object with `backend`, `envs` and `hosts`; a host has `ssh`, `ips` and `rdma`. Fields of
-Tandem's own: `python` (the host's interpreter), and what `tandem plan` wants to know of a machine.
+Tandem's own: `address` (where all others reach the host), `python` (its interpreter), and what `tandem plan` wants to
+know of a machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tandem.system.files import read_text
 TOP_FIELDS = ("backend", "envs", "hosts")
 PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops", "fence")
 """For `tandem plan`; `memory`, where every host has it, also decides how many layers each gets."""
-HOST_FIELDS = ("ssh", "ips", "rdma", "python", *PLAN_FIELDS)
+HOST_FIELDS = ("ssh", "ips", "address", "rdma", "python", *PLAN_FIELDS)
 BACKENDS = tuple(name for name in get_args(get_type_hints(ParallelSettings)["backend"]) if name != "auto")
 LOCAL_NAMES = ("127.0.0.1", "localhost")
 
@@ -37,6 +38,8 @@ class HostEntry:
     """Destination for ssh: a name, an address, user@host, or a name from ~/.ssh/config."""
     ips: tuple[str, ...] = ()
     """Addresses over which its collectives go."""
+    address: str | None = None
+    """Address at which all other hosts reach it, where that is none of `ips`, which may be cables to one host each."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
     """RDMA devices towards each host of the file, in order; None for itself."""
     python: str | None = None
@@ -44,6 +47,11 @@ class HostEntry:
     memory_bytes: int | None = None
     facts: tuple[tuple[str, str], ...] = ()
     """Values for `tandem plan` (`PLAN_FIELDS`) as they are written in the file."""
+
+    @property
+    def reached_at(self) -> str | None:
+        """Address for channels, the engine's bus, and the coordinator of a group."""
+        return self.address or next(iter(self.ips), None)
 
     @property
     def is_here(self) -> bool:
@@ -132,7 +140,7 @@ class _HostfileReader:
         fields = self._fields(entry, HOST_FIELDS, f"{where}: ")
         ips, rdma = fields.get("ips", []), fields.get("rdma") or []
         for address in ips:
-            self._check("address", address, f"{where}: ips", "has", ssh=str(ssh))
+            self._check("ip", address, f"{where}: ips", "has", ssh=str(ssh))
         if rdma and len(rdma) != count:
             self._fail(f"{where}: rdma has {len(rdma)} entries; must have one for each of the {count} hosts, null for itself")
         for device in rdma:
@@ -141,6 +149,7 @@ class _HostfileReader:
         return HostEntry(
             ssh=str(ssh),
             ips=tuple(ips),
+            address=fields.get("address"),
             python=fields.get("python"),
             rdma=tuple(tuple(device) if isinstance(device, list) else device for device in rdma),
             memory_bytes=None if memory is None else memory_size(str(memory), f"{self._where}: {where}: memory"),
@@ -182,7 +191,8 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "python": (_is_text, "the path of that host's Python"),
     "ips": (_is_list, 'a list such as ["10.0.0.1"]'),
-    "address": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
+    "address": (_is_address, 'the IPv4 address at which all other hosts reach this one, such as "192.168.1.4"'),
+    "ip": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
     "rdma": (_is_list, 'a list such as [null, "rdma_en2"]'),
     "device": (_is_device, 'a device such as "rdma_en2", a list of devices, or null'),
     **dict.fromkeys(

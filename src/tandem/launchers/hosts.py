@@ -130,6 +130,10 @@ class HostsLauncher(Launcher):
             return [endpoint.rpartition(":")[0] for endpoint in mlx.hostfile[mlx.rank]]
         return [self._address(member)]
 
+    def meeting_address(self, slot: int) -> str:
+        """Return the address at which a group that begins with this rank meets, which all its ranks must reach."""
+        return self.addresses(slot)[0]
+
     def devices(self, slot: int) -> Devices:
         """Return the RDMA devices of the rank's machine towards each slot; empty when unknown."""
         mlx = self._member(slot).mlx
@@ -264,7 +268,7 @@ class HostsLauncher(Launcher):
         """Return IP:port on the rank's machine at which its group meets."""
         address, _, port = prepared.rpartition(":")
         if rank or not prepared:
-            address, port = self.addresses(self._slots[rank])[0], ""
+            address, port = self.meeting_address(self._slots[rank]), ""
         wanted = [int(port)] if port and self._rank_groups == 1 else []
         [free] = self.membership.reserve(self._members[rank], address, 1, wanted)
         return f"{address}:{free}"

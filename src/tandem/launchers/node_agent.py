@@ -49,11 +49,16 @@ PROCESS_GROUP_VARIABLES = (
     "MLX_IBV_DEVICES",
     "MLX_JACCL_COORDINATOR",
     "MLX_JACCL_RING",
+    "JACCL_RANK",
+    "JACCL_IBV_DEVICES",
+    "JACCL_COORDINATOR",
+    "JACCL_RING",
     "NCCL_HOST_IP",
     "NCCL_PORT",
     "MLX_WORLD_SIZE",
 )
-"""Variables of the process that started this one, which ranks must not inherit: the head tells them their group."""
+"""Variables of the process that started this one, which ranks must not inherit: the head tells them their group.
+MLX's jaccl reads its own names before MLX's."""
 
 
 class _RankProcess:

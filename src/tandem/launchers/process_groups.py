@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 
 from tandem.env import variables
@@ -103,6 +103,16 @@ def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[De
                     f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring",
                     param="backend",
                 )
+    wires = [[len(cell) if isinstance(cell, list) else bool(cell) for cell in row] for row in devices]
+    for i, j in combinations(range(size), 2):
+        if wires[i][j] == wires[j][i]:
+            continue
+        raise LayoutError(
+            f"--backend {backend}: `rdma` of {hosts[i]} lists {wires[i][j]:d} devices for {hosts[j]}, "
+            f"and that of {hosts[j]} {wires[j][i]:d} for {hosts[i]}; list one for each cable at both "
+            "ends",
+            param="backend",
+        )
     ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
     return ProcessGroup(
         backend,

@@ -77,6 +77,12 @@ SSH_TROUBLES = (
 )
 """Words of ssh, or of the agent's link in its place; their meaning; the remedy."""
 PYTHON_TROUBLES = (
+    (
+        "operation not permitted",
+        "macOS withholds the folder of its Python from ssh ({said})",
+        "on {host}: move the checkout out of Documents, Desktop, Downloads, iCloud and /Volumes, or System Settings > "
+        "General > Sharing > Remote Login > Allow full disk access for remote users",
+    ),
     ("unknown option: -p", "its Python is older than 3.11, which Tandem needs", _NAME_PYTHON),
     ("no module named", "no Python with Tandem was found there ({said})", ""),
     ("no such file", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
@@ -108,6 +114,9 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
             f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
             f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
             f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
+            # What is there, and closed to ssh, looks as if it were not.
+            f'for one in {interpreters}; do case "$(LC_ALL=C ls -d "$one" 2>&1)" in *"not permitted"*) '
+            'echo "$one: Operation not permitted" >&2; exit 126;; esac; done',
             f'exec "$shell" -lc {shlex.quote(f"exec python3 {run}")}',
         ]
     )
@@ -288,7 +297,7 @@ class SshLauncher(HostsLauncher):
 
     def _connect(self, slot: int) -> None:
         entry = self._entries[slot]
-        payload = self.invite(slot, self._head_addresses[slot], entry.ips[0] if entry.ips else None)
+        payload = self.invite(slot, self._head_addresses[slot], entry.reached_at)
         if entry.is_here:
             command = module_command(*RANK_HOST.split(), python=entry.python)
         elif (agent := agent_name(entry.ssh)) is not None:
@@ -314,6 +323,10 @@ class SshLauncher(HostsLauncher):
     def addresses(self, slot: int) -> list[str]:
         """Return `ips` of the hostfile."""
         return list(self._entries[slot].ips) or super().addresses(slot)
+
+    def meeting_address(self, slot: int) -> str:
+        """Return `address` of the hostfile."""
+        return self._entries[slot].address or super().meeting_address(slot)
 
     def devices(self, slot: int) -> Devices:
         """Return `rdma` of the hostfile, for the hosts that take part."""
@@ -341,7 +354,7 @@ class SshLauncher(HostsLauncher):
 
 def _address_for(entry: HostEntry) -> str:
     """Return this machine's address towards a host. Raises ConfigError."""
-    target = entry.ips[0] if entry.ips else named_machine(entry.ssh)
+    target = entry.reached_at or named_machine(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:

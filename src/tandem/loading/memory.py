@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
+from tandem.system.metal import wires_memory
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,9 @@ CUDA_SHARE = 0.95
 """Part of an NVIDIA GPU's memory that its ranks may take together; the rest is CUDA's own."""
 SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
 """Memory of a Mac that is never wired: this many bytes, or a fourth of it if that is more."""
+GIB = 1 << 30
+PAGE, HEAP_BYTES, HEAP_ARRAY = 16384, 1 << 20, 256
+"""Bytes of a page on Apple silicon, of the heap of MLX's allocator for Metal, and of the largest array in it."""
 
 
 def choose_device(device: str) -> None:
@@ -63,22 +69,62 @@ def limit_memory(share: float, sharing: int) -> None:
         mx.set_memory_limit(int(memory_bytes() * min(whole / sharing, share + HEADROOM / sharing)))
 
 
-def wire_weights(wanted: int | None, share: float) -> int:
-    """Keep loaded weights resident in a Mac's GPU memory while idle. Returns the bytes; 0 off Metal.
+class Wired(NamedTuple):
+    """Result of wiring weights."""
+
+    bytes: int
+    """Most bytes that macOS leaves in the GPU's memory."""
+    trouble: str = ""
+    """Reason why these are not all weights, with the remedy; empty if they are, or if the user has said so."""
+
+
+def wire_weights(arrays: Iterable[mx.array], wanted: int | None, share: float) -> Wired:
+    """Keep what is loaded, `arrays`, in a Mac's GPU memory, though nobody asks anything. Wires nothing off Metal.
 
     Call with the weights loaded, nothing else, and no step under way. macOS gives memory that is not wired to others
     after a second, and a model that nearly fills a Mac then crawls. Only the weights are wired: a wired set that KV
     and temporaries enter and leave has made macOS panic. `wanted` is the user's limit in bytes; 0 wires nothing.
     """
     if wanted == 0 or not on_metal():
-        return 0
+        return Wired(0)
+    if not wires_memory():
+        return _troubled(0, "macOS 14 wires no memory: answers after a pause are late; update to macOS 15 or later")
     mx.clear_cache()
-    loaded, installed = mx.get_active_memory(), machine_memory()
+    loaded, installed = resident_size([array.nbytes for array in arrays], mx.get_active_memory()), machine_memory()
     most = int(share * min(memory_bytes(), max(installed - max(SYSTEM_BYTES, installed // SYSTEM_PART), 0)))
-    size = min(loaded, most, loaded if wanted is None else wanted)
+    intended = loaded if wanted is None else min(loaded, wanted)
+    size = min(intended, most)
     mx.set_wired_limit(size)
     log.info("wired %d of %d MiB of weights", size >> 20, loaded >> 20)
-    return size
+    if size == intended:
+        return Wired(size)
+    return _troubled(
+        size,
+        f"{size / GIB:.1f} of {loaded / GIB:.1f} GiB of weights are wired, more would leave this "
+        "Mac too little: answers after a pause are late; give it fewer layers, or smaller weights",
+    )
+
+
+def _troubled(size: int, trouble: str) -> Wired:
+    log.warning("%s", trouble)
+    return Wired(size, trouble)
+
+
+def resident_size(sizes: Sequence[int], active: int) -> int:
+    """Return the bytes that MLX's residency set counts for arrays of `sizes` bytes, of `active` bytes in all buffers.
+
+    The set counts whole pages, and MLX's heap, in which the smallest arrays are; the allocator counts bytes. A limit
+    that is smaller leaves a tensor out, a larger one lets temporaries in.
+    """
+    pages = sum(_paged(size) for size in sizes if size > HEAP_ARRAY)
+    counted = sum(size if size <= PAGE else _paged(size) for size in sizes)
+    if active < sum(sizes):  # arrays that share a buffer
+        pages = active + sum(_paged(size) - size for size in sizes if HEAP_ARRAY < size <= PAGE)
+    return pages + _paged(max(active - counted, 0)) + HEAP_BYTES
+
+
+def _paged(size: int) -> int:
+    return -(-size // PAGE) * PAGE
 
 
 def on_gpu() -> bool:

@@ -128,6 +128,10 @@ class StageModel:
         if not self.is_last:
             raise LayoutError(f"stage with layers {self.layers} has no head, nor the norm before it")
 
+    def arrays(self) -> list[mx.array]:
+        """Return the arrays of all modules: weights, and tables that no file has."""
+        return [array for module in self.modules.values() for _, array in tree_flatten(module) if isinstance(array, mx.array)]
+
     @cached_property
     def cache_bytes(self) -> CacheBytes:
         """Bytes of a sequence's caches, from their shapes after two traced calls; nothing is computed."""

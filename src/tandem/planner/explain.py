@@ -242,7 +242,7 @@ def _more_machines(costs: Costs, layouts: Sequence[Layout], fits: Callable[[Cost
     like, first = max(costs.machines, key=lambda m: m.memory), len(costs.machines)
     links = costs.links if any(x.between is None for x in costs.links) else (*costs.links, _ANY_LINK)
     for count, size in [(1, s) for s in _SIZES] + [(n, _SIZES[-1]) for n in range(2, _MOST_MACHINES + 1)]:
-        memory = gpu_memory(size * GIB) if like.gpu and like.chip != "h200" else size * GIB
+        memory = gpu_memory(size * GIB) if like.gpu and like.chip not in ("h200", "gb10") else size * GIB
         extra = tuple(replace(like, name=f"new-{i}", memory=memory) for i in range(count))
         longer = [_longer(x, first, count) for x in layouts if len(x.replicas) == 1]
         if fits(costs.changed(machines=(*costs.machines, *extra), links=links), longer):

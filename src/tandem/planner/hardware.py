@@ -73,6 +73,10 @@ class Chip:
     gpu: bool = True
     layer_overhead: float = GPU_RUNTIME_OVERHEAD
     apple: bool = True
+    inferred: str = ""
+    """Source of figures that nobody has published; empty for others."""
+    rdma: bool = False
+    """Machines with it have Thunderbolt 5, over which macOS does RDMA."""
 
 
 CHIPS: dict[str, Chip] = {
@@ -87,13 +91,15 @@ CHIPS: dict[str, Chip] = {
     "m3": Chip(bandwidth=100, tflops=4.1),
     "m3-pro": Chip(bandwidth=150, tflops=7.4),
     "m3-max": Chip(bandwidth=400, tflops=14.2),
-    "m3-ultra": Chip(bandwidth=819, tflops=28.4),
+    "m3-ultra": Chip(bandwidth=819, tflops=28.4, rdma=True),
     "m4": Chip(bandwidth=120, tflops=4.6),
-    "m4-pro": Chip(bandwidth=273, tflops=9.2),
-    "m4-max": Chip(bandwidth=546, tflops=18.4),
+    "m4-pro": Chip(bandwidth=273, tflops=9.2, rdma=True),
+    "m4-max": Chip(bandwidth=546, tflops=18.4, rdma=True),
     "m5": Chip(bandwidth=153, tflops=13.0),
-    "m5-pro": Chip(bandwidth=307, tflops=27.0),
-    "m5-max": Chip(bandwidth=614, tflops=55.0),
+    "m5-pro": Chip(bandwidth=307, tflops=27.0, rdma=True),
+    "m5-max": Chip(bandwidth=614, tflops=55.0, rdma=True),
+    "m5-ultra": Chip(bandwidth=1228, tflops=110.0, rdma=True, inferred="twice m5-max; no such Mac is known"),
+    "gb10": Chip(bandwidth=273, tflops=125.0, layer_overhead=36e-6, apple=False),
     "h200": Chip(bandwidth=4800, tflops=989.0, layer_overhead=36e-6, apple=False),
     "cpu": Chip(bandwidth=20, tflops=0.1, gpu=False, layer_overhead=500e-6, apple=False),
 }
@@ -111,6 +117,11 @@ LINKS: dict[str, Link] = {
     "nvlink": Link(name="nvlink", latency=60e-6, bandwidth=100e9, mesh=True),
 }
 """By the name that `--link` takes."""
+
+
+def chip_of(text: str) -> str:
+    """Return the name under which `CHIPS` may have what a machine calls its chip, such as `Apple M4 Max`."""
+    return text.strip().lower().removeprefix("apple ").replace(" ", "-")
 
 
 def machine(name: str, installed: int, chip: str) -> Machine:

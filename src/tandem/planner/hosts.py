@@ -106,7 +106,7 @@ def this_machine() -> Hosts:
     """The machine that this runs on, as MLX sees it."""
     name, device = this_name(), this_device()
     chip = device.name.lower().removeprefix("apple ").replace(" ", "-")
-    known = chip if chip in CHIPS else "h200" if "h200" in chip else None
+    known = chip if chip in CHIPS else next((name for name in ("h200", "gb10") if name in chip), None)
     found = machine(name, machine_memory(), known or ("m4" if device.gpu else "cpu"))
     if device.gpu:
         found = replace(found, memory=device.memory_bytes)
@@ -149,6 +149,8 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
         if not {"bandwidth", "tflops"} <= found.keys() and measured is None:
             notes.append(f"{label}: no chip is given, {chip} is assumed.")
     result = machine(name, installed, chip)
+    if why := CHIPS[result.chip].inferred:
+        notes.append(f"{label}: the figures of {result.chip} are inferred: {why}.")
     if "gpu" in found:
         memory = memory_size(found["gpu"], label)
         if memory > installed:

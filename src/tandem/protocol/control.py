@@ -142,6 +142,8 @@ class RankInfo(Struct, frozen=True):
     """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
     wired_bytes: int = 0
     """Weights that the system may not take from a Mac's GPU while it is idle."""
+    wiring: str = ""
+    """Reason why not all weights are wired; empty if they are, or need not be."""
     used_bytes: int = 0
     """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
@@ -340,6 +342,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Upper bound, in bytes, of MLX's buffer cache."""
     wired_bytes: int = 0
     """Weights that the system may not take from the GPU."""
+    wiring: str = ""
+    """Reason why not all weights are wired; empty if they are, or need not be."""
     metal: bool = False
     """True if the GPU is driven by Metal."""
     quantized_layers: list[int] = []

@@ -15,9 +15,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         if is_shadowed(host, port):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # macOS lists ::1 first for localhost, where half of the clients do not look.
+        family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

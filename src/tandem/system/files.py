@@ -19,6 +19,9 @@ WITHHELD = (
     "Full Disk Access)"
 )
 
+WITHHELD_FOLDERS = ("Documents", "Desktop", "Downloads", "Library/Mobile Documents", "Library/CloudStorage")
+"""Folders of a home, the last two iCloud's, that macOS withholds; beside them /Volumes."""
+
 BY_HAND = 16 << 20
 """Most bytes that are read of a file that people write."""
 
@@ -105,6 +108,14 @@ def _force(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def withheld_folder(path: Path) -> Path | None:
+    """Return the folder around `path` that macOS withholds from services and from ssh; None elsewhere."""
+    if sys.platform != "darwin":
+        return None
+    places = [Path("/Volumes"), *(Path.home() / name for name in WITHHELD_FOLDERS)]
+    return next((place for place in places if path.resolve().is_relative_to(place.resolve())), None)
 
 
 def file_trouble(error: OSError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from typing import Literal
 
@@ -49,6 +50,11 @@ def usable_memory() -> int:
         return installed
     limit = sysctl("iogpu.wired_limit_mb")
     return int(limit) * 2**20 if limit.isdigit() and int(limit) else gpu_memory(installed)
+
+
+def wires_memory() -> bool:
+    """True where MLX can keep memory with the GPU: residency sets came with macOS 15."""
+    return int(platform.mac_ver()[0].partition(".")[0] or 0) >= 15
 
 
 def prepare_metal(fast_fences: bool = False) -> None:

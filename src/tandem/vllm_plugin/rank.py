@@ -187,7 +187,7 @@ def load(
         drafts=drafts,
         attention=chosen_attention(),
     )
-    wire_weights(None, memory_share)
+    wire_weights(stage.arrays(), None, memory_share)
     return LoadedRank(
         runner=runner,
         stage=stage,

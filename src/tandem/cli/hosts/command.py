@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from pathlib import Path
 from rich.table import Table
 
 from tandem.cli.screen import screen
+from tandem.diagnostics.doctor import topology
 from tandem.diagnostics.doctor.parsing import Interface, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts, GatherFacts
 from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe, remote_probe
-from tandem.diagnostics.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
+from tandem.env import child_environment, variable
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent_server import PORT
 from tandem.launchers.agent.discovery import Found, find
@@ -30,9 +32,22 @@ from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
 from tandem.system.privacy import LOCAL_NETWORK
+from tandem.system.tools import find_tool
 
 GATHER_S = 60.0
 CONFIG_S = 300.0
+LOCAL_SSH = """#!/bin/sh
+for word; do
+    case "$word" in
+    {here}) while [ "$1" != "$word" ]; do shift; done; shift; exec sh -c "$*";;
+    -*|*=*) ;;
+    *) break;;
+    esac
+done
+exec {ssh} "$@"
+"""
+"""ssh for mlx.distributed_config, which goes over it to this machine too: that would need Remote Login, and one's own
+key, on the Mac where one sits."""
 
 
 def write(arguments: argparse.Namespace) -> int:
@@ -48,6 +63,7 @@ def write(arguments: argparse.Namespace) -> int:
     machines = {name: interfaces(one) for name, one in facts.items()}
     write = _own if arguments.over is None else _from_mlx
     text = write(arguments, hosts, facts, machines)
+    text = topology.add_meeting_addresses(text, machines)
     if arguments.file == "-":
         print(text)
         return 0
@@ -81,7 +97,7 @@ def _own(
     arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
 ) -> str:
     """Write a file with the machines' addresses, and those chosen for cables."""
-    cables = address_cables([parse_cable(text, hosts) for text in arguments.cable], machines)
+    cables = topology.address_cables([topology.parse_cable(text, hosts) for text in arguments.cable], machines)
     for name, ends in cables.items():
         print(f"# on {name}:", file=sys.stderr)
         for interface, address in ends:
@@ -96,7 +112,7 @@ def _own(
         name: [*found, *(Interface(interface, [address], point_to_point=True) for interface, address in cables.get(name, []))]
         for name, found in machines.items()
     }
-    addresses = choose_addresses(hosts, future)
+    addresses = topology.choose_addresses(hosts, future)
     entries = [{"ssh": name, "ips": [addresses[name]]} for name in hosts]
     return json.dumps({**({"backend": arguments.backend} if arguments.backend else {}), "hosts": entries}, indent=2)
 
@@ -124,13 +140,28 @@ def _from_mlx(
             str(file),
             *(["--backend", arguments.backend] if arguments.backend else []),
         )
-        # It waits for Enter after the commands for each host.
-        done = subprocess.run(command, input="\n" * len(hosts), capture_output=True, text=True, timeout=CONFIG_S)
+        ssh = Path(directory) / "ssh"
+        ssh.write_text(LOCAL_SSH.format(ssh=find_tool("ssh") or "ssh", here="|".join(LOCAL_NAMES)))
+        ssh.chmod(0o700)
+        path = {"PATH": f"{directory}{os.pathsep}{variable('PATH') or os.defpath}"}
+        # It waits for Enter after the commands for each host; without a terminal sudo asks nobody.
+        done = subprocess.run(
+            command,
+            input="\n" * len(hosts),
+            capture_output=True,
+            text=True,
+            timeout=CONFIG_S,
+            env=child_environment(path),
+            start_new_session=True,
+        )
         if done.returncode or not file.exists():
             lines = (done.stderr or done.stdout).strip().splitlines()
-            raise UsageError(f"mlx.distributed_config failed: {lines[-1] if lines else done.returncode}")
+            raise UsageError(
+                f"mlx.distributed_config failed: {lines[-1] if lines else done.returncode}; check cables "
+                "and Remote Login on the other Macs, or name cables with --cable"
+            )
         said = done.stdout.replace("Enter to continue", "")
-        commands, text = readdress(said, file.read_text(), networks_of(machines))
+        commands, text = topology.readdress(said, file.read_text(), topology.networks_of(machines))
     print(commands, file=sys.stderr)
     return text
 

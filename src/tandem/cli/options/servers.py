@@ -126,6 +126,11 @@ def add_service(service: Parser) -> None:
         },
     )
     add_settings(actions["install"], SERVE_SECTIONS)
+    actions["install"].add_argument(
+        "--system",
+        action="store_true",
+        help="macOS: start it with the machine, without a login; writes the file and prints the two commands for sudo.",
+    )
     for parser in actions.values():
         parser.add_argument("--name", default="default", help="of the service, where there are several [default]")
 

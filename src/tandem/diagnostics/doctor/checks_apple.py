@@ -6,12 +6,20 @@ import re
 from collections.abc import Mapping
 
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, Host
-from tandem.diagnostics.doctor.parsing import interfaces, rdma_devices, rdma_enabled, rdma_port_states
+from tandem.diagnostics.doctor.parsing import interfaces, rdma_devices, rdma_enabled, rdma_port_states, thunderbolt_ports
 from tandem.diagnostics.doctor.probe_messages import Facts
+from tandem.planner.hardware import CHIPS, chip_of
 from tandem.system.metal import FAST_FENCE
 
 RDMA_MACOS, SMOOTH_MACOS = (26, 2), (26, 3)
-ENABLE = "shut down, hold the power button, Options > Utilities > Terminal: rdma_ctl enable"
+ENABLE = (
+    "System Settings, search for RDMA, turn on RDMA over Thunderbolt, restart; where that is not there: "
+    "shut down, hold the power button, Options > Utilities > Terminal: rdma_ctl enable"
+)
+WITHOUT_RDMA = (
+    "use --backend ring, which goes over any Thunderbolt cable or Ethernet: tandem hosts write FILE "
+    "{hosts} --over thunderbolt --backend ring"
+)
 UPDATE = "softwareupdate --install --all --restart"
 
 
@@ -28,10 +36,27 @@ def rdma(evidence: Evidence, findings: Findings) -> str:
     return "enabled, and every peer's device is active"
 
 
+def described(name: str, facts: Facts) -> dict[str, str]:
+    """Return what a report should name of a Mac: chip, macOS and its build, ports, cables, fence."""
+    ports, cables = thunderbolt_ports(facts.outputs.get("thunderbolt"))
+    return {
+        "host": name,
+        "chip": facts.chip,
+        "macos": facts.outputs.get("os_version", "").strip() or "unknown",
+        "build": facts.outputs.get("os_build", "").strip() or "unknown",
+        "ports": f"{ports} Thunderbolt" if ports else "unknown",
+        "cables": ", ".join(cables) or "none seen",
+        "fence": "fast" if _is_on(facts.variables) else "MLX's own",
+    }
+
+
 def _has_rdma(evidence: Evidence, name: str, facts: Facts, findings: Findings) -> bool:
     version = _macos(facts)
     enabled = rdma_enabled(facts.outputs.get("rdma_ctl"))
-    if version is not None and version < RDMA_MACOS:
+    if (preset := CHIPS.get(chip_of(facts.chip))) is not None and facts.system == "Darwin" and not preset.rdma:
+        hosts = " ".join(host.name for host in evidence.carriers)
+        findings.fail(name, f"{facts.chip} has no Thunderbolt 5, and RDMA needs it", WITHOUT_RDMA.format(hosts=hosts))
+    elif version is not None and version < RDMA_MACOS:
         findings.fail(name, f"macOS is {version[0]}.{version[1]}, RDMA needs 26.2", evidence.on(name, UPDATE))
     elif enabled is not True:
         state = "is disabled" if enabled is False else "is not there: `rdma_ctl status` does not say that it is enabled"
@@ -111,7 +136,7 @@ def macos(evidence: Evidence, findings: Findings) -> str:
 
 def single_mac(evidence: Evidence) -> str:
     """Excuse the check of cables between Macs."""
-    macs = sum(host.name in evidence.macs for host in evidence.carriers)
+    macs = sum(host.name in evidence.macs or host.name not in evidence.facts for host in evidence.carriers)
     return "" if macs > 1 else "matters between Macs only"
 
 

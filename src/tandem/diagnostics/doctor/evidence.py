@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -152,6 +152,8 @@ class DoctorCheck:
     name: str
     judge: Callable[[Evidence, Findings], str]
     """Adds findings; returns the line for evidence that has none."""
+    looked: Callable[[Evidence], Collection[str]]
+    """Returns the hosts that the evidence has facts about; without one the check does not pass."""
     excuse: Callable[[Evidence], str] = lambda _: ""
     """Returns why the check does not apply; empty if it does."""
 
@@ -161,7 +163,19 @@ class DoctorCheck:
             return [Finding(self.name, "skip", "", reason)]
         findings = Findings(self.name)
         fine = self.judge(evidence, findings)
-        return findings.lines or [Finding(self.name, "ok", "", fine)]
+        return findings.lines or [self._passed(evidence, fine)]
+
+    def _passed(self, evidence: Evidence, fine: str) -> Finding:
+        """Return `ok` for what was looked at, and name the hosts that were not."""
+        seen = self.looked(evidence)
+        lacking = [host.name for host in evidence.carriers if host.name not in seen]
+        if seen and not (lacking and len(lacking) == len(evidence.carriers)):
+            return Finding(self.name, "ok", "", fine + (f"; not looked at: {', '.join(lacking)}" if lacking else ""))
+        if any(name in evidence.facts for name in lacking):
+            reason = "not looked at: what this check reads is not there"
+        else:
+            reason = f"no machine of the {'hosts file' if evidence.ray is None else 'Ray cluster'} answered"
+        return Finding(self.name, "skip", ", ".join(lacking), reason)
 
 
 def several(evidence: Evidence) -> str:

@@ -14,10 +14,10 @@ from typing import TypeVar
 from msgspec import structs
 
 from tandem.checkpoints.resolve import resolve
-from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, probe_messages
+from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, looked, probe_messages
 from tandem.diagnostics.doctor.checks_links import TRIED
 from tandem.diagnostics.doctor.evidence import Clock, DoctorCheck, Evidence, Finding, Host, Need, PlannedMemory, macs, several
-from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.parsing import firewalls, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
@@ -27,7 +27,7 @@ from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
 from tandem.launchers.ssh import named_machine
-from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
+from tandem.planner.hardware import CHIPS, LINKS, Machine, chip_of, machine
 from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.presets import planned_files
@@ -35,28 +35,37 @@ from tandem.planner.types import NothingFits, Request
 from tandem.system.metal import gpu_memory
 
 HERE = "this machine"
-RAY = DoctorCheck("ray", checks_hosts.ray, checks_hosts.no_ray)
-SSH = DoctorCheck("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
-RDMA = DoctorCheck("rdma", checks_apple.rdma, checks_apple.no_rdma)
+RAY = DoctorCheck("ray", checks_hosts.ray, lambda seen: [node.address for node in seen.ray or []], checks_hosts.no_ray)
+SSH = DoctorCheck("ssh", checks_hosts.ssh, looked.answered, checks_hosts.no_ssh)
+RDMA = DoctorCheck("rdma", checks_apple.rdma, looked.answered, checks_apple.no_rdma)
 CHECKS = (
     RAY,
     SSH,
-    DoctorCheck("versions", checks_software.versions),
-    DoctorCheck("model", checks_software.model),
-    DoctorCheck("memory", checks_software.memory),
-    DoctorCheck("hostname", checks_hosts.hostname, several),
-    DoctorCheck("clock", checks_hosts.clock, checks_hosts.single_clock),
-    DoctorCheck("ports", checks_hosts.ports),
-    DoctorCheck("firewall", checks_hosts.firewall),
-    DoctorCheck("subnets", checks_links.subnets),
-    DoctorCheck("reachable", checks_links.reachable, several),
-    DoctorCheck("speed", checks_links.speed, checks_links.no_link),
-    DoctorCheck("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
-    DoctorCheck("macos", checks_apple.macos, checks_apple.no_rdma_macs),
+    DoctorCheck("versions", checks_software.versions, looked.answered),
+    DoctorCheck("model", checks_software.model, looked.having(lambda facts: facts.model is not None)),
+    DoctorCheck(
+        "memory", checks_software.memory, lambda seen: seen.planned.needs if isinstance(seen.planned, PlannedMemory) else ()
+    ),
+    DoctorCheck("hostname", checks_hosts.hostname, looked.answered, several),
+    DoctorCheck(
+        "clock", checks_hosts.clock, lambda seen: {seen.here, *seen.clocks} if seen.clocks else (), checks_hosts.single_clock
+    ),
+    # The HTTP port of this machine is always tried, those of the others if they are asked for.
+    DoctorCheck(
+        "ports",
+        checks_hosts.ports,
+        lambda seen: [host.name for host in seen.hosts] if seen.here in seen.facts else seen.facts.keys(),
+    ),
+    DoctorCheck("firewall", checks_hosts.firewall, looked.having(firewalls)),
+    DoctorCheck("subnets", checks_links.subnets, looked.having(interfaces)),
+    DoctorCheck("reachable", checks_links.reachable, looked.linked, several),
+    DoctorCheck("speed", checks_links.speed, looked.linked, checks_links.no_link),
+    DoctorCheck("thunderbolt", checks_apple.thunderbolt, looked.read_on_macs("ifconfig"), checks_apple.single_mac),
+    DoctorCheck("macos", checks_apple.macos, looked.read_on_macs("os_build"), checks_apple.no_rdma_macs),
     RDMA,
-    DoctorCheck("fences", checks_apple.fences, macs),
-    DoctorCheck("power", checks_apple.power, macs),
-    DoctorCheck("all_sum", checks_links.collective, checks_links.no_sum),
+    DoctorCheck("fences", checks_apple.fences, looked.read_on_macs(), macs),
+    DoctorCheck("power", checks_apple.power, looked.read_on_macs("battery", "power"), macs),
+    DoctorCheck("all_sum", checks_links.collective, lambda seen: seen.collected.keys(), checks_links.no_sum),
 )
 """All checks, in the order in which things should be mended."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
@@ -323,7 +332,7 @@ def _memory(facts: Facts) -> str:
 
 def machine_of(name: str, facts: Facts) -> Machine:
     """Return the machine for the planner, which needs its memory alone."""
-    chip = facts.chip.lower().removeprefix("apple ").replace(" ", "-")
+    chip = chip_of(facts.chip)
     if facts.system == "Darwin":
         assumed = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
         return replace(assumed, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
@@ -336,7 +345,7 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
     ranks = Counter(entry.ssh for entry in file.hosts)
     first = {entry.ssh: entry for entry in reversed(file.hosts)}
     return [
-        Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
+        Host(name, entry.reached_at or "", entry.rdma, ranks[name], entry.python or python)
         for name, entry in ((name, first[name]) for name in ranks)
     ]
 

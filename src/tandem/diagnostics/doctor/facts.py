@@ -34,6 +34,7 @@ COMMANDS = {
         "os_version": ["sw_vers", "-productVersion"],
         "os_build": ["sw_vers", "-buildVersion"],
         "memory_pages": ["vm_stat"],
+        "thunderbolt": ["system_profiler", "SPThunderboltDataType", "-json"],
         "power": ["pmset", "-g"],
         "battery": ["pmset", "-g", "batt"],
         "translated": ["sysctl", "-n", "sysctl.proc_translated"],

@@ -100,6 +100,24 @@ def rdma_port_states(text: str | None) -> dict[str, str]:
     return states
 
 
+def thunderbolt_ports(text: str | None) -> tuple[int, list[str]]:
+    """Return from `system_profiler SPThunderboltDataType -json` the number of sockets, and words for each cable."""
+    try:
+        ports = [
+            port
+            for bus in json.loads(text or "{}")["SPThunderboltDataType"]
+            for key, port in bus.items()
+            if key.startswith("receptacle_")
+        ]
+        return len(ports), [
+            f"port {port['receptacle_id_key']} at {port['current_speed_key']}"
+            for port in ports
+            if "no_devices" not in port["receptacle_status_key"]
+        ]
+    except (ValueError, AttributeError, TypeError, KeyError):
+        return 0, []
+
+
 def firewalls(facts: Facts) -> list[FirewallState]:
     """Return the firewalls of a machine, as far as they can be seen."""
     if facts.system == "Darwin":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,26 +76,54 @@ def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Inter
     cabled = {name: _cabled(machines[name], machines[order[index - 1]]) for index, name in enumerate(order)}
     if None not in cabled.values():
         return {name: str(address) for name, address in cabled.items()}
-    shared = [
-        (speed, network)
-        for speed, network in _subnets(machines[order[0]])
-        if all(any(network == other for _, other in _subnets(machines[name])) for name in order)
-    ]
-    if not shared:
+    if not (shared := _shared(order, machines)):
         raise LayoutError(
             f"there is no subnet that {', '.join(order)} all are in, nor a cable between every two "
             "neighbours; see `tandem doctor`, or name cables with --cable",
             param="hosts",
         )
-    slowest = {
-        network: max(speed for name in order for speed, other in _subnets(machines[name]) if other == network)
-        for _, network in shared
-    }
-    best = min(slowest, key=lambda network: (slowest[network], str(network)))
-    return {
-        name: str(next(network.ip for interface in machines[name] for network in interface.networks if network.network == best))
-        for name in order
-    }
+    return shared[0]
+
+
+def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -> list[dict[str, str]]:
+    """Return the addresses of the hosts in each subnet that all are in, the fastest subnet first."""
+    ways = {name: {network: speed for speed, network in reversed(_subnets(machines[name]))} for name in order}
+    common = [network for network in ways[order[0]] if all(network in ways[name] for name in order)]
+    common.sort(key=lambda network: (max(ways[name][network] for name in order), str(network)))
+    return [
+        {
+            name: str(
+                next(network.ip for interface in machines[name] for network in interface.networks if network.network == best)
+            )
+            for name in order
+        }
+        for best in common
+    ]
+
+
+def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interface]]) -> str:
+    """Add to a hosts file of three hosts and more, whose `ips` are cables, the addresses at which all reach all.
+
+    Raises LayoutError where the hosts share no network.
+    """
+    data = json.loads(hostfile)
+    names = [entry["ssh"] for entry in data["hosts"]]
+    shared = _shared(names, machines)
+    if (
+        len(names) < 3
+        or any(entry["ips"][:1] == [] for entry in data["hosts"])
+        or any(all(entry["ips"][0] == found[entry["ssh"]] for entry in data["hosts"]) for found in shared)
+    ):
+        return hostfile
+    if not shared:
+        raise LayoutError(
+            f"{', '.join(names)} share no network beside their cables: each cable reaches one of them, "
+            "and the engine must reach all; join them by Ethernet or Wi-Fi too",
+            param="hosts",
+        )
+    for entry in data["hosts"]:
+        entry["address"] = shared[0][entry["ssh"]]
+    return json.dumps(data, indent=2)
 
 
 def _usable(there: Iterable[Interface]) -> list[Interface]:

@@ -86,7 +86,7 @@ def network(task: Task) -> Figures:
         if trouble := _connects(own, listener.getsockname()[1]):
             problems.append(f"a connection to this machine's own address: {trouble}")
     for host in read_hostfile(task.hostfile).hosts if task.hostfile else ():
-        address = (host.ips or (host.ssh,))[0]
+        address = host.reached_at or host.ssh
         if not host.is_here and (trouble := _connects(address, 22)):
             problems.append(f"a connection to {address}, port 22: {trouble}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:

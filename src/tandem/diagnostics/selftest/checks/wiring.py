@@ -52,7 +52,7 @@ def products(task: Task) -> Figures:
     """Milliseconds of a product with each of many matrices, warm and after each pause in seconds."""
     import mlx.core as mx
 
-    from tandem.loading.memory import choose_device, on_gpu, on_metal
+    from tandem.loading.memory import choose_device, on_gpu, on_metal, resident_size
 
     choose_device("auto")
     dtype = mx.bfloat16 if on_gpu() else mx.float32
@@ -61,7 +61,7 @@ def products(task: Task) -> Figures:
     mx.eval(weights)
     if task.options["wired"] and on_metal():
         mx.clear_cache()
-        mx.set_wired_limit(mx.get_active_memory())
+        mx.set_wired_limit(resident_size([matrix.nbytes for matrix in weights], mx.get_active_memory()))
     x = mx.ones((1, SIDE), dtype=dtype)
 
     def product() -> float:
