@@ -295,7 +295,8 @@ def running_engine(model_dir, **status):
 @contextmanager
 def running_server(model, engine):
     """A server over this engine, which is its `engine`."""
-    live = LiveServer(Settings(model=model, process=ProcessSettings(engine_socket=engine.endpoint)), 5.0)
+    strict = ServerSettings(unknown_fields="refuse")
+    live = LiveServer(Settings(model=model, server=strict, process=ProcessSettings(engine_socket=engine.endpoint)), 5.0)
     live.engine = engine
     try:
         yield live.wait_ready()
@@ -325,7 +326,7 @@ def serve(engine):
     def start(*, ready=True, heartbeat_s=5.0, model=None, **server):
         settings = Settings(
             model=model or ModelSettings(model="org/tiny", served_name="tiny"),
-            server=dataclasses.replace(ServerSettings(), **server),
+            server=dataclasses.replace(ServerSettings(unknown_fields="refuse"), **server),
             process=ProcessSettings(engine_socket=engine.endpoint),
         )
         live = LiveServer(settings, heartbeat_s)

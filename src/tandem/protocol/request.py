@@ -7,6 +7,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from tandem.protocol.quarantine import QuarantineRecord
+from tandem.protocol.thinking import ThinkingBudget
 
 Pooling = Literal["last", "mean"]
 """How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
@@ -65,6 +66,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """None: nothing of the prompt; k >= 0: log probabilities of its tokens, and of the k most likely ones in their
     places."""
+    thinking: ThinkingBudget | None = None
+    """Most tokens of reasoning; None for no limit but `max_tokens`."""
 
     @property
     def greedy(self) -> bool:
