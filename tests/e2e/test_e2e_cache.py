@@ -45,6 +45,8 @@ def two(place: Path) -> Iterator[Server]:
         "4",
         "--warmup-prompts",
         place / "system.txt",
+        "--unknown-fields",
+        "refuse",
     ) as server:
         server.headers["Authorization"] = "Bearer sesame"
         server.client = server.client.with_options(api_key="sesame")

@@ -338,7 +338,8 @@ def running_engine(model_dir, **status):
 def running_server(model, engine, **server):
     """A server over this engine, which is its `engine`, with fields of ServerSettings."""
     process = ProcessSettings(engine_socket=engine.endpoint)
-    live = LiveServer(Settings(model=model, server=ServerSettings(**server), process=process), 5.0)
+    settings = ServerSettings(**{"unknown_fields": "refuse"} | server)
+    live = LiveServer(Settings(model=model, server=settings, process=process), 5.0)
     live.engine = engine
     try:
         yield live.wait_ready()
@@ -389,7 +390,7 @@ def serve(engine):
     def start(*, ready=True, heartbeat_s=5.0, model=None, **server):
         settings = Settings(
             model=model or MODEL,
-            server=dataclasses.replace(ServerSettings(), **server),
+            server=dataclasses.replace(ServerSettings(unknown_fields="refuse"), **server),
             process=ProcessSettings(engine_socket=engine.endpoint),
         )
         live = LiveServer(settings, heartbeat_s)

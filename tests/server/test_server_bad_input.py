@@ -125,9 +125,7 @@ def test_prompt_too_long(shared):
     server = shared
     message = check(server.chat(**user("x" * 300)), 400, param="messages", code="context_length_exceeded")
     assert "maximum context length is 256 tokens" in message
-    message = check(server.chat(max_tokens=250), 400, param="messages", code="context_length_exceeded")
-    assert "you requested" in message
-    assert "250 in the completion" in message
+    assert server.chat(max_tokens=250).json()["usage"]["total_tokens"] <= 256
     check(server.chat(**user("long " * 20_000)), 400, param="messages", code="context_length_exceeded")
 
 

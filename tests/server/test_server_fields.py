@@ -196,7 +196,7 @@ LISTED = "{% if reasoning_effort in ['none', 'high'] %}[{{ reasoning_effort }}]{
         (SWITCH, {}, ""),
         (SWITCH, {"reasoning_effort": "none"}, "[enable False]"),
         (SWITCH, {"reasoning_effort": "low"}, "[enable True]"),
-        (SWITCH, {"reasoning": {"effort": "high", "max_tokens": 9}}, "[enable True]"),
+        (SWITCH, {"reasoning": {"effort": "high", "summary": "auto"}}, "[enable True]"),
         (SWITCH, {"reasoning": False}, "[enable False]"),
         (SWITCH, {"thinking": {"type": "disabled"}}, "[enable False]"),
         (SWITCH, {"thinking": {"type": "auto"}}, ""),

@@ -257,6 +257,11 @@ class ServerSettings:
     default_max_tokens: int | None = None
     """Output limit of requests that set none; by default the model's own (`generation_config`), else what is left of
     the context."""
+    thinking_budget: int | None = None
+    """Most tokens of reasoning in an answer to a chat whose request sets no budget; words for an effort are shares of
+    it (docs/apis.md). By default `max_tokens` alone limits it."""
+    thinking_message: str | None = None
+    """A sentence that the model is made to say before a budget ends its reasoning. By default there is none."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
     warmup_prompts: tuple[str, ...] = ()
@@ -297,9 +302,9 @@ class ServerSettings:
     """How the model marks its reasoning, which answers then carry as `reasoning_content`: between <think> tags, between
     [THINK] brackets, between the tags of a family, or on harmony's channels. auto: told from the chat template; none:
     it stays content."""
-    unknown_fields: Literal["refuse", "warn", "ignore"] = "refuse"
-    """What becomes of fields in a request that nobody knows, or that ask for what is not here. refuse: a 400 names
-    them; warn and ignore: they have no effect, and a header of the answer names them; warn also has the log name them
+    unknown_fields: Literal["refuse", "warn", "ignore"] = "warn"
+    """What becomes of fields in a request that nobody knows, or that ask for what is not here. warn and ignore: they
+    have no effect, and a header of the answer names them; warn also has the log name them; refuse: a 400 names them
     (docs/clients.md)."""
     max_choices: int = 16
     """Largest `n`, and most prompts in one completion request."""

@@ -12,7 +12,7 @@ from tandem.json_types import JsonObject
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,127}")
 _SECTIONS = ("model", "parallel", "scheduler", "speculation")
-_SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
+_SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser", "thinking_budget", "thinking_message")
 _NOT_OWN = ("served_name",)
 """Settings that a model's table cannot have: its name sets them."""
 _LAYOUT = (

@@ -70,7 +70,14 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"stop has {len(params.stop)} strings; give at most {MAX_STOPS}, none of them empty", param="stop")
     if params.min_tokens > params.max_tokens:
         raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", param="min_tokens")
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+    thinking = params.thinking
+    if thinking is not None and (thinking.limit < 0 or not thinking.tokens.opening or not thinking.tokens.closing):
+        raise RequestError(
+            f"thinking has the limit {thinking.limit}; it must be at least 0, with tokens that open and close the reasoning",
+            param="thinking",
+        )
+    tags = () if thinking is None else (*thinking.tokens.opening, *thinking.tokens.closing, *thinking.message)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias), ("thinking", tags)):
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise RequestError(f"{name} names token {token}; the model's are 0 to {vocab_size - 1}", param=name)

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from tandem.json_types import JsonObject
 from tandem.protocol.quarantine import QuarantineRecord
+from tandem.protocol.thinking import ThinkingBudget
 
 Pooling = Literal["last", "mean"]
 """How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
@@ -66,6 +67,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """None: nothing of the prompt; k >= 0: log probabilities of its tokens, and of the k most likely ones in their
     places."""
+    thinking: ThinkingBudget | None = None
+    """Most tokens of reasoning; None for no limit but `max_tokens`."""
 
     @property
     def greedy(self) -> bool:

@@ -219,7 +219,7 @@ class Runner:
         hidden = self._forward(pending, (len(ids), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in ids:
-                self._sampler.place(one, rows[one].length + 1)
+                self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
         places = [row * width + i for row, given in enumerate(fed) for i in range(len(given))]
         hidden = hidden.reshape(-1, 1, hidden.shape[-1])
         if len(places) < hidden.shape[0]:
@@ -272,7 +272,7 @@ class Runner:
         if pending.plan.digest and self._group is not None:
             pending.made[-1] += digest(logits)
         if self._sampler is not None:
-            if self._sampler.guided(ids):
+            if self._sampler.waits(ids):
                 dispatch(logits)
             part = self._sampler.sample(logits, ids, pending.allowed)
             pending.parts.append(part)

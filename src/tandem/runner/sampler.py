@@ -2,11 +2,12 @@
 
 Per-row parameters are device arrays, rebuilt only when the batch changes. A batch pays for what its rows ask for: all
 greedy is an argmax; without top-k, top-p or min-p nothing is sorted; log probabilities are computed for rows that want
-them. The order is: logit bias, penalties, grammar, (log probabilities), temperature, top-k, top-p, min-p, draw. Hugging
-Face has the same order of filters; vLLM applies min-p before top-k and top-p, and by default reports log probabilities
-of logits as they come from the model.
+them. The order is: logit bias, penalties, grammar, budget of thinking, (log probabilities), temperature, top-k, top-p,
+min-p, draw. Hugging Face has the same order of filters; vLLM applies min-p before top-k and top-p, and by default
+reports log probabilities of logits as they come from the model.
 
-Which tokens a grammar allows depends on the token before, so `sample` waits for that one where a row has a grammar.
+Which tokens a grammar allows depends on the token before, so `sample` waits for that one where a row has a grammar, and
+where a budget of thinking is nearly used up.
 Dispatch the logits first: then the device computes them while the masks are made, and nothing waits for the masks.
 """
 
@@ -25,6 +26,7 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import NOT_FINITE
+from tandem.runner.budgets import Budgets, ruled
 from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest, seed_keys, uniform_pairs
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 
@@ -132,6 +134,7 @@ class Sampler:
         self._history = TokenHistory(vocab_size)
         self._plans: dict[tuple[str, ...], _Plan] = {}
         self._guides = Guides(vocabulary) if vocabulary is not None else None
+        self._budgets = Budgets()
         self._untaken: list[tuple[list[tuple[int, str]], mx.array]] = []
         """Rows, ids and tokens int32 [n] that the matchers have not seen yet: they may still be under way."""
 
@@ -149,20 +152,25 @@ class Sampler:
             if self._guides is None:
                 raise ValueError(f"sequence {request_id} has a grammar, and there is no vocabulary")
             self._guides.add(request_id, params.structured_outputs, tokens[prompt_len:])
+        if params.thinking is not None:
+            self._budgets.add(request_id, params.thinking, tokens[prompt_len:])
         self._plans.clear()
 
-    def place(self, request_id: str, tokens: int) -> None:
+    def place(self, request_id: str, tokens: int, fed: Sequence[int]) -> None:
         """Record that the sequence has `tokens` tokens, prompt included, before the next one is sampled.
 
-        For plans with drafts, of which nobody here knows how many were accepted. KeyError if unknown.
+        For plans with drafts, of which nobody here knows how many were accepted. `fed`: the last of these tokens, and
+        the drafts after it. KeyError if unknown.
         """
         sequence = self._sequences[request_id]
         sequence.produced = tokens - sequence.prompt_len
+        self._budgets.place(request_id, sequence.produced, fed)
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence. KeyError if unknown."""
         del self._sequences[request_id]
         self._history.remove(request_id)
+        self._budgets.remove(request_id)
         if self._guides is not None and request_id in self._guides:
             self._follow()
             self._guides.remove(request_id)
@@ -172,6 +180,10 @@ class Sampler:
         """Rows and ids of those of `ids` that have a grammar."""
         guides = self._guides
         return [] if guides is None else [(row, one) for row, one in enumerate(ids) if one in guides]
+
+    def waits(self, ids: Sequence[str]) -> bool:
+        """Whether `sample` waits for earlier tokens of one of `ids`."""
+        return bool(self.guided(ids)) or self._budgets.waits(ids)
 
     def sample(self, logits: mx.array, ids: Sequence[str], allowed: Allowed | None = None) -> Sampled:
         """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
@@ -193,6 +205,8 @@ class Sampler:
             masks = [np.atleast_2d(allowed.get(one, free)) for one in ids]
             rows = [mask[min(i, len(mask) - 1)] for mask, i in zip(masks, plan.ahead, strict=True)]
             edited = mx.where(mx.array(np.stack(rows)), edited, -mx.inf)
+        if rulings := self._budgets.rulings(ids, plan.ahead):
+            edited = ruled(edited, rulings)
         plain = edited is raw and plan.keys is None
         tokens = _most_likely(logits) if plain else _marked(self._chosen(edited, plan), raw, edited)
         for sequence in plan.sequences:
@@ -205,6 +219,8 @@ class Sampler:
             # A copy: another thread fetches the tokens, and on CUDA two must not fetch the same buffer at once.
             self._untaken.append((guided, tokens + 0))
             arrays.append(self._untaken[-1][1])
+        if (followed := self._budgets.took(ids, plan.ahead, tokens)) is not None:
+            arrays.append(followed)
         if given_up:
             why = mx.array([given_up.get(row, 0) for row in range(len(ids))])
             tokens = mx.where(why < 0, why, tokens)

@@ -204,7 +204,7 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        answer = error_response(UnavailableError(reason, retry_after=seconds, code="settings_unusable"), path)
+        answer = error_response(UnavailableError(reason, retry_after=seconds, code="settings_unusable"), scope)
         if path.startswith("/health"):
             alive = path == "/health/live"
             answer = JSONResponse(

@@ -83,7 +83,7 @@ async def refuse_query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     detail["loc"] = detail["loc"][1:]  # without "query"
-    return error_response(explain(detail), request.url.path)
+    return error_response(explain(detail), request.scope)
 
 
 def require_known(names: Iterable[str], known: Collection[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 
 import msgspec
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from tandem.errors import AuthenticationError, NotFoundError, OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.json_types import JsonObject
@@ -28,8 +30,10 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+    529: "overloaded_error",
 }
 """Anthropic's types of errors, by HTTP status."""
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens\. .* resulted in (?:at least |more than )?(\d+) tokens")
 
 
 class ClientGone(RequestError):
@@ -56,13 +60,27 @@ def envelope(error: RequestError) -> JsonObject:
 
 
 def anthropic_envelope(error: RequestError) -> JsonObject:
-    """Return Anthropic's error object."""
-    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    """Return Anthropic's error object, with Anthropic's words for a prompt that is too long: clients look for them."""
+    status, message = _anthropic_status(error), error.message
+    if long := _TOO_LONG.search(message):
+        context, tokens = map(int, long.groups())
+        message = f"prompt is too long: {max(tokens, context + 1)} tokens > {context} maximum"
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def error_response(error: RequestError, path: str = "") -> Response:
-    """Return the HTTP response of an error in the shape that clients of `path` expect; Retry-After where waiting helps."""
+def _anthropic_status(error: RequestError) -> int:
+    return 529 if error.status == 503 or (error.status == 429 and error.code == "overloaded") else error.status
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client of a request expects the shapes of Anthropic's API."""
+    return scope["path"].startswith(ANTHROPIC_PATH) or any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def error_response(error: RequestError, scope: Scope | None = None) -> Response:
+    """Return the HTTP response of an error in the shape that the client of a request expects; Retry-After where waiting
+    helps."""
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
@@ -70,8 +88,10 @@ def error_response(error: RequestError, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not going to be read
-    shape = anthropic_envelope if path.startswith(ANTHROPIC_PATH) else envelope
-    return Response(msgspec.json.encode(shape(error)), error.status, headers, "application/json")
+    if scope is None or not speaks_anthropic(scope):
+        return Response(msgspec.json.encode(envelope(error)), error.status, headers, "application/json")
+    body = {**anthropic_envelope(error), "request_id": scope.get("tandem.request_id")}
+    return Response(msgspec.json.encode(body), _anthropic_status(error), headers, "application/json")
 
 
 def unexpected(error: BaseException | None, where: str, follows: str) -> None:
@@ -109,7 +129,7 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
 async def refuse_route(request: Request, error: Exception) -> Response:
     """Answer an error of the routing. A RequestError needs no handler: the gate answers it."""
     assert isinstance(error, HTTPException)
-    response = error_response(_from_http_exception(error, request), request.url.path)
+    response = error_response(_from_http_exception(error, request), request.scope)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response

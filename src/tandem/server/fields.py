@@ -80,10 +80,7 @@ GENERATING = _together(
         _only("vLLM", "length_penalty", 1),
         _only("vLLM", "bad_words logits_processors", []),
         _only("vLLM", "mm_processor_kwargs vllm_xargs kv_transfer_params", {}),
-        _only(
-            "vLLM",
-            "truncate_prompt_tokens allowed_token_ids cache_salt thinking_token_budget guided_whitespace_pattern structural_tag",
-        ),
+        _only("vLLM", "truncate_prompt_tokens allowed_token_ids cache_salt guided_whitespace_pattern structural_tag"),
         _any("SGLang", "rid data_parallel_rank return_cached_tokens_details"),
         _only("SGLang", "separate_reasoning stream_reasoning", True),
         _only("SGLang", "no_stop_trim return_hidden_states return_routed_experts", False),
@@ -97,7 +94,7 @@ GENERATING = _together(
         ),
         _only("llama.cpp", "typical_p tfs_z", 1),
         _only("llama.cpp", "xtc_probability mirostat dry_multiplier dynatemp_range n_probs n_indent min_keep", 0),
-        _only("llama.cpp", "top_n_sigma reasoning_budget reasoning_budget_tokens thinking_budget_tokens t_max_predict_ms", -1),
+        _only("llama.cpp", "top_n_sigma t_max_predict_ms", -1),
         _only("llama.cpp", "penalize_nl post_sampling_probs return_tokens", False),
         _only("llama.cpp", "repeat_last_n grammar grammar_lazy samplers json_schema response_fields"),
         _any(
@@ -117,7 +114,6 @@ GENERATING = _together(
         _any("GLM", "user_id tool_stream"),
         _only("GLM", "do_sample", True),
         _only("Qwen", "enable_search incremental_output", False),
-        _only("Qwen", "thinking_budget"),
     )
 )
 
@@ -125,7 +121,7 @@ CHAT = _together(
     (
         GENERATING,
         _only("vLLM", "add_generation_prompt", True),
-        _only("vLLM", "continue_final_message add_special_tokens echo", False),
+        _only("vLLM", "add_special_tokens echo", False),
         _only("vLLM", "documents", []),
         _only("vLLM", "chat_template chat_template_content_format media_io_kwargs"),
         _only("llama.cpp", "reasoning_format", "auto", "deepseek"),
@@ -142,6 +138,9 @@ COMPLETION = _together(
         _only("OpenAI", "tool_choice", "none", "auto"),
         _only("OpenAI", "suffix", ""),
         _only("vLLM", "add_special_tokens", True),
+        _only("vLLM", "thinking_token_budget"),
+        _only("llama.cpp", "reasoning_budget reasoning_budget_tokens thinking_budget_tokens", -1),
+        _only("Qwen", "thinking_budget"),
     )
 )
 

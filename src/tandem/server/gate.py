@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 import time
+import uuid
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
 from tandem.server.context import Api, key_digest, key_group
-from tandem.server.failures import ClientGone, error_response, internal_error
+from tandem.server.failures import ClientGone, error_response, internal_error, speaks_anthropic
 from tandem.server.fields import told
 from tandem.server.origins import Origins, check_content_type
 from tandem.server.quotas import group_of
@@ -40,6 +42,9 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET, of whose answer the connection sends the head alone
+            scope = {**scope, "method": "GET"}
+        request_id = scope["tandem.request_id"] = _request_id(Headers(scope=scope).get("x-request-id", ""))
         started = time.monotonic()
         status = 0
 
@@ -52,6 +57,10 @@ class Gate:
                     more += self._api.quotas.headers(scope["tandem.group"])
                 if ignored := scope.get("tandem.ignored"):
                     more.append((IGNORED_HEADER, told(ignored).encode()))
+                if not any(name == b"x-request-id" for name, _ in message.get("headers", ())):
+                    more.append((b"x-request-id", request_id.encode()))
+                if speaks_anthropic(scope):
+                    more.append((b"request-id", request_id.encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
@@ -106,16 +115,21 @@ class Gate:
         self._api.metrics.requests.labels(route, method, str(status)).inc()
         self._api.metrics.seconds.labels(route).observe(seconds)
         if self._api.settings.server.log_requests and scope["path"] not in OPEN_PATHS:
-            logger.info("%s %s %d %.3f s", method, route, status, seconds)
+            logger.info("%s %s %d %.3f s (%s)", method, route, status, seconds, scope["tandem.request_id"])
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, in the stream if one has begun."""
     write = scope.get("tandem.stream")
     if write is None:
-        await error_response(error, scope["path"])(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
     elif not isinstance(error, ClientGone):
         await send({"type": "http.response.body", "body": write(error), "more_body": False})
+
+
+def _request_id(given: str) -> str:
+    """Return the client's id of its request, if it is short and of plain characters, else a new one."""
+    return given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
 
 
 def _presented_key(headers: Headers) -> str | None:

@@ -20,6 +20,7 @@ from tandem.json_types import JsonObject
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.thinking import ThinkingTokens, begin, follow
 from tandem.server.context import get_api, get_group, gone, new_id
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone, internal_error
@@ -61,6 +62,7 @@ class Running(ABC):
         self.prompt_tokens, self.completion_tokens, self.choices = prompt_tokens, 0, len(work)
         self.created, self.started_at = time.time(), time.monotonic()
         self.group, self.api = get_group(http), get_api(http)
+        self._http_id = http.scope.get("tandem.request_id", "")
         self.error: RequestError | None = None
         """The error that ended it."""
         self.ended = False
@@ -174,7 +176,9 @@ class Running(ABC):
             how = "finished" if self.done else "ended early"
             seconds = time.monotonic() - self.started_at
             counts = (self.prompt_tokens, self.completion_tokens)
-            logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
+            logger.info(
+                "%s %s: %d prompt and %d output tokens, %.2f s (%s)", self.request_id, how, *counts, seconds, self._http_id
+            )
 
     def _unwatched(self, error: BaseException) -> None:
         """End the request: the watch for its client's leaving has failed."""
@@ -280,12 +284,15 @@ class ChoiceState:
         continues: bool,
         shown: frozenset[int],
         logs_end: bool = False,
+        thinking: ThinkingTokens | None = None,
     ) -> None:
-        """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text."""
+        """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text.
+        `thinking`: the tokens around reasoning, which is counted."""
         self.tokens = 0
         self.finish_reason: str | None = None
         self._index = index
         self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
+        self._thinking, self._thought = thinking, begin(thinking) if thinking is not None else None
         self._one_by_one = bool(stop)
         self._logs_end = logs_end
         self._pending: list[TokenLogprob] = []
@@ -295,6 +302,8 @@ class ChoiceState:
         """Return what an output adds; None while its text is held back. Log probabilities wait for their text."""
         visible = output.tokens[:-1] if output.stop_token else output.tokens
         text, used = self._push(visible)
+        if self._thinking is not None and self._thought is not None:
+            self._thought = follow(self._thinking, self._thought, visible[:used])
         self._pending += output.logprobs[: None if self._logs_end and not self._text.stopped else used]
         if output.prompt_logprobs is not None:
             self._prompt = output.prompt_logprobs
@@ -311,6 +320,11 @@ class ChoiceState:
         logprobs, self._pending = self._pending, []
         prompt, self._prompt = self._prompt, None
         return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched, prompt)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning so far; None if they are not counted."""
+        return self._thought.spent if self._thought is not None else None
 
     def _push(self, tokens: list[int]) -> tuple[str, int]:
         """Return new text and how many of `tokens` it took: where a stop string ends must not depend on batching."""
@@ -357,12 +371,13 @@ class Generation(Running):
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
         logs_end: bool = False,
+        thinking: ThinkingTokens | None = None,
     ) -> None:
         """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
         choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
-        `shown`: special tokens that are part of the text. `logs_end`: as for `ChoiceState`.
+        `shown`: special tokens that are part of the text. `logs_end`, `thinking`: as for `ChoiceState`.
         """
         self.params = work[0][1]
         """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
@@ -380,7 +395,7 @@ class Generation(Running):
         self.tokenizer = tokenizer
         self._choices = {
             request.request_id: ChoiceState(
-                index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end
+                index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end, thinking=thinking
             )
             for index, request in enumerate(self._requests)
         }
@@ -444,12 +459,14 @@ class Generation(Running):
     def usage(self) -> JsonObject:
         """Return OpenAI's `usage` object, with the tokens of the prompt that were read from disk, if any."""
         output = self.completion_tokens
+        counts = [count for choice in self._choices.values() if (count := choice.reasoning_tokens) is not None]
         tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.prompt_tokens + output,
             "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens), **tiers},
+            **({"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}),
         }
 
     def performance(self) -> dict[str, object]:

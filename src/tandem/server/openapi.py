@@ -40,6 +40,7 @@ class AnthropicError(BaseModel, extra="forbid"):
 
     type: Literal["error"]
     error: AnthropicErrorObject
+    request_id: str | None = None
 
 
 _described: list[type[BaseModel]] = [Error, AnthropicError]

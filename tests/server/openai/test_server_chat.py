@@ -24,6 +24,7 @@ def test_answer_in_one_piece(server, engine):
         "completion_tokens": output,
         "total_tokens": len(prompt) + output,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert {"prompt_eval_tokens_per_second", "eval_tokens_per_second", "cache_hit"} <= body["performance"].keys()
     request = next(iter(engine.submitted.values()))

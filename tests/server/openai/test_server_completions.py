@@ -104,7 +104,7 @@ def test_official_client(server, engine):
         ({"logprobs": True}, "logprobs"),
         ({"messages": []}, "messages"),
         ({"prompt": [5] * 256}, "prompt"),
-        ({"prompt": [5] * 200, "max_tokens": 57}, "prompt"),
+        ({"prompt": [5] * 256, "max_tokens": 57}, "prompt"),
     ],
 )
 def test_bad_fields(shared, fields, param):

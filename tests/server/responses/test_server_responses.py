@@ -193,12 +193,12 @@ def test_sampling_and_effort_reach_their_place(family, engine):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "input_text"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "n"}]}, "input[0]", "needs 'arguments'"),
         ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0]", "'name' does not belong"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "of type 'web_search'"),
+        ({"tools": [{"type": "strange"}]}, "tools[0]", "of type 'strange'"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "two tools"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice", "no tool 'x'"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "expected"),
-        ({"max_output_tokens": 1000}, "input", "maximum context length is 256"),
+        ({"input": "xq " * 300}, "input", "maximum context length is 256"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "'schema'"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}},
@@ -232,5 +232,5 @@ def test_an_error_within_a_stream_is_an_event(server, engine):
             events.append(event)
             if event.type == "response.created":
                 assert server.http.post(f"/v1/requests/{event.response.id}/cancel").status_code == 200
-    assert (events[-1].type, events[-1].code) == ("error", "request_cancelled")
+    assert (events[-1].type, events[-1].response.error.code) == ("response.failed", "request_cancelled")
     assert events[-1].sequence_number == len(events) - 1

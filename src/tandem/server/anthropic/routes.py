@@ -3,6 +3,9 @@ events."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
@@ -15,8 +18,9 @@ from tandem.server.anthropic.translate import NAMES, chat_request
 from tandem.server.body import parse, translated
 from tandem.server.body_validation import in_words
 from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.budgets import SENT_TO_ALL
 from tandem.server.chats.plan import plan_chat, start_chat
-from tandem.server.context import new_id
+from tandem.server.context import new_id, note_ignored
 from tandem.server.failures import anthropic_envelope
 from tandem.server.generation import Delta, Generation
 from tandem.server.openapi import documented
@@ -31,9 +35,12 @@ async def messages(http: Request) -> Response:
     """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
     fields = await parse(http, MessagesRequest)
     served = await acquire(http, fields.model, stream=fields.stream, error=failed_message)
+    http.scope[SENT_TO_ALL] = NAMES["thinking_token_budget"]
+    if hosted := [f"tools.{tool.name}" for tool in fields.tools or () if tool.hosted]:
+        note_ignored(http, *hosted)
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation = await start_chat(http, served, chat, new_id("msg", "_"), clip=True)
+        plan, generation = await start_chat(http, served, chat, new_id("msg", "_"))
     writer = MessageWriter(generation, Reply(plan), fields.max_tokens)
     if fields.stream:
         return await streamed(generation, writer)
@@ -87,7 +94,14 @@ def _whole_blocks(reply: Reply, text: str) -> list[JsonObject]:
             blocks.append(_block(reply, event))
             if not isinstance(event, CallStart):
                 blocks[-1][_FIELDS[type(event)]] = event.text
+            if isinstance(event, ReasoningText):
+                blocks[-1]["signature"] = _signature(event.text)
     return blocks
+
+
+def _signature(thinking: str) -> str:
+    """Return a digest of the text: clients check that there is a signature, and nobody what it says."""
+    return base64.b64encode(hashlib.blake2b(thinking.encode("utf-8", "surrogateescape")).digest()).decode()
 
 
 _FIELDS: dict[type[Event], str] = {Content: "text", ReasoningText: "thinking", CallArguments: "partial_json"}
@@ -126,14 +140,13 @@ class MessageWriter(AnswerWriter):
         self._reply = reply
         self._index = -1
         self._open: type[Event] | None = None
+        self._thinking = ""
         self._ending: JsonObject = {}
 
     def whole(self, answer: Delta) -> Response:
         """Return the message in one piece."""
         body = _message(self._generation) | {"content": _whole_blocks(self._reply, answer.text)}
-        response = json_response(body | self._ending_of(answer))
-        response.headers["request-id"] = self._generation.request_id
-        return response
+        return json_response(body | self._ending_of(answer))
 
     def _ending_of(self, last: Delta) -> JsonObject:
         """Return why the answer ended. One ended by length short of its own limit has filled the context."""
@@ -182,11 +195,17 @@ class MessageWriter(AnswerWriter):
             opening += named_event({"type": "content_block_start", "index": self._index, "content_block": block})
         if isinstance(event, CallStart):
             return opening
+        if isinstance(event, ReasoningText):
+            self._thinking += event.text
         delta = {"type": _DELTAS[kind], _FIELDS[kind]: event.text}
         return opening + named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
-        self._open = None
-        return named_event({"type": "content_block_stop", "index": self._index})
+        signed = b""
+        if self._open is ReasoningText:
+            delta = {"type": "signature_delta", "signature": _signature(self._thinking)}
+            signed = named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        self._open, self._thinking = None, ""
+        return signed + named_event({"type": "content_block_stop", "index": self._index})

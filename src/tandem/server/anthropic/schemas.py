@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -107,7 +107,16 @@ class Tool(Marked):
     defer_loading: Literal[False] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=16, fail_fast=True)] | None = None
 
-    _custom = model_validator(mode="before")(partial(only_type, "custom"))
+    hosted: bool = False
+    """A tool with a schema that only Anthropic's models know, such as web_search_20250305: it is left out here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and re.fullmatch(r"[a-z_]{1,40}_20\d{6}", kind):
+            return {"name": kind, "input_schema": {}, "hosted": True}
+        return only_type("custom", data)
 
 
 class Choice(Strict):
@@ -129,7 +138,8 @@ class Thinking(Strict):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Accepted, as clients must send it: thinking counts towards `max_tokens`, and has no limit of its own."""
+    """Most tokens of thinking, a part of `max_tokens`. Taken by models that do not think too, as agents send it to all.
+    """
     display: Literal["summarized"] | None = None
     """Accepted: thinking is always shown, in full."""
 
@@ -160,13 +170,6 @@ class CountRequest(Strict):
     output_config: OutputConfig | None = None
 
     _texts = field_validator("system", mode="before")(as_blocks)
-
-    @field_validator("messages")
-    @classmethod
-    def _ends_with_user(cls, value: list[Turn]) -> list[Turn]:
-        if value[-1].role == "assistant":
-            raise PydanticCustomError("prefill", "the last message must not be the assistant's: an answer cannot be begun here")
-        return value
 
 
 class MessagesRequest(CountRequest):

@@ -16,6 +16,7 @@ NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Names in Anthropic's API of fields of a chat request."""
 Json = dict[str, object]
@@ -24,13 +25,16 @@ Json = dict[str, object]
 def chat_request(fields: CountRequest) -> ChatRequest:
     """Translate the request into OpenAI's terms. Raises RequestError."""
     data: Json = {"model": fields.model, "messages": _conversation(fields)}
-    if fields.tools:
-        data["tools"] = [_tool(tool) for tool in fields.tools]
+    if tools := [_tool(tool) for tool in fields.tools or () if not tool.hosted]:
+        data["tools"] = tools
+    if fields.messages[-1].role == "assistant":
+        data["continue_final_message"] = True
     if (choice := fields.tool_choice) is not None:
         data["tool_choice"] = _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
         data["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if fields.thinking is not None:
         data["enable_thinking"] = fields.thinking.type != "disabled"
+        data["thinking_token_budget"] = fields.thinking.budget_tokens
     if (output := fields.output_config) is not None:
         if output.effort is not None:
             data["reasoning_effort"] = output.effort

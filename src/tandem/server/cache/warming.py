@@ -15,6 +15,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.plan import callable_tools, template_variables
 from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
 from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
@@ -105,7 +106,9 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
     """One that ends with a user's message is answered next, and is the prompt as it is. Of others, and of one whose
     last message goes on, that part is the prompt which any way to go on has: templates put the ends of messages, and
     some the beginning, where the next message decides."""
-    variables = template_variables(texts.http, fields, texts.tokenizer)
+    variables, vain = template_variables(fields, texts.tokenizer)
+    if vain:
+        note_ignored(texts.http, *vain)
     tools = callable_tools(fields, fields.tool_choice or ToolChoice(mode="auto"))
     shown = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
 

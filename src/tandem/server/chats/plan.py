@@ -6,20 +6,23 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
 from fastapi import Request
 
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
+from tandem.protocol.thinking import ThinkingTokens
+from tandem.server.chats.budgets import budget_of, thinking_tokens
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import accepted, described
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import note_ignored
 from tandem.server.engines.served_model import Served
 from tandem.server.generation import Generation
-from tandem.server.openai.messages import ToolChoice
+from tandem.server.openai.messages import Message, ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
-from tandem.server.openai.schemas import ChatRequest
-from tandem.server.tools.choose import OutputFormat, OutputParser, output_parser, told_formats
+from tandem.server.openai.schemas import BUDGETS, ChatRequest
+from tandem.server.tools.choose import THINKING, OutputFormat, OutputParser, output_parser, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
@@ -32,6 +35,8 @@ LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Efforts from the least to the most; `none` is not to think at all."""
 _USUAL = frozenset({"low", "medium", "high"})
 """Levels of a template that does not spell out which it knows."""
+NO_THINKING = ThinkingTokens((-1,), (-1,))
+"""Tags for a model that does not think: its tokens are none of these."""
 _SWITCHES = ("enable_thinking", "thinking")
 _RESERVED = frozenset(
     {"self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "chat_template"}
@@ -55,6 +60,10 @@ class ChatPlan:
     """The answer comes without what the model thinks."""
     short_ids: bool
     """Ids of calls have nine characters, as Mistral's templates demand."""
+    thinking: ThinkingTokens | None
+    """Tokens around reasoning; None without it, or where they are not the model's own."""
+    marked: bool
+    """The model marks its reasoning."""
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
@@ -62,7 +71,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     check_sizes(fields, most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     tokenizer, settings = texts.tokenizer, served.settings.server
-    variables = template_variables(http, fields, tokenizer)
+    variables, vain = template_variables(fields, tokenizer)
     choice = fields.tool_choice or _AUTO
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -73,16 +82,26 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
     told = [] if tools is None else [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
-    prompt = await texts.render(fields.messages, variables, tools=told)
+    messages, unfinished = fields.messages, ""
+    if fields.continue_final_message:
+        messages, unfinished = _unfinished(fields, formed=forced or asked is not None)
+    prompt = await texts.render(messages, variables, tools=told)
     own = told_formats(
         settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools, tokenizer.has_special
     )
+    if unfinished:
+        if own.begun:
+            unfinished, own = f"{THINKING[own.reasoning][1]}\n\n{unfinished}", replace(own, begun=False)
+        prompt.tokens.extend((await texts.encode([unfinished], "messages", special=False))[0])
     output_format = replace(
         own,
         format=forced_format(own.format) if forced or asked is not None else own.format,
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
     how = output_parser(output_format, tokenizer.has_special)
+    thinking = thinking_tokens(how.thinking if how is not None else None, tokenizer)
+    if vain and thinking is None:  # an effort is a share of a budget, too
+        note_ignored(http, *vain)
     plan = ChatPlan(
         prompt=prompt.tokens,
         form=await _form(texts, output_format, asked) if forced or asked is not None else None,
@@ -91,17 +110,14 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
         hides_reasoning=hides,
         short_ids=own.format == "mistral",
+        thinking=thinking,
+        marked=how is not None and how.thinking is not None,
     )
     return plan, texts
 
 
-async def start_chat(
-    http: Request, served: Served, fields: ChatRequest, request_id: str, *, clip: bool = False
-) -> tuple[ChatPlan, Generation]:
-    """Check the request and submit it; the generation is the caller's to close.
-
-    With `clip` an output limit beyond the context is no error. Raises RequestError.
-    """
+async def start_chat(http: Request, served: Served, fields: ChatRequest, request_id: str) -> tuple[ChatPlan, Generation]:
+    """Check the request and submit it; the generation is the caller's to close. Raises RequestError."""
     asked = _asked_tokens(fields)
     plan, texts = await plan_chat(http, served, fields)
     check_prompt_logprobs("prompt_logprobs", fields.prompt_logprobs, len(plan.prompt), 1)
@@ -115,8 +131,20 @@ async def start_chat(
         form=plan.form,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
-        clip=clip,
     )
+    effort = effort_of(fields)
+    budget = budget_of(
+        http,
+        fields,
+        (effort.budget_field, effort.budget, effort.effort),
+        plan.thinking,
+        texts,
+        served.settings.server,
+        most=asked,
+        left=texts.status.max_context - len(plan.prompt),
+    )
+    if budget is not None:
+        work = [(prompt, msgspec.structs.replace(params, thinking=budget)) for prompt, params in work]
     generation = Generation(
         http,
         served,
@@ -127,8 +155,21 @@ async def start_chat(
         prompt_tokens=len(plan.prompt),
         continues=plan.form is not None,
         shown=plan.shown,
+        thinking=plan.thinking or (None if plan.marked else NO_THINKING),
     )
     return plan, generation
+
+
+def _unfinished(fields: ChatRequest, *, formed: bool) -> tuple[list[Message], str]:
+    """Return the messages before the last, and the text of that, which the answer goes on with. Raises RequestError."""
+    *before, last = fields.messages
+    if last.role != "assistant" or last.tool_calls or not last.content or not before or formed:
+        message = (
+            "The answer can go on with a last message by the assistant that holds text alone, after other "
+            "messages, and without a form or a forced call."
+        )
+        raise RequestError(message, param="messages", code="invalid_value")
+    return before, last.content
 
 
 def _asked_tokens(fields: ChatRequest) -> int | None:
@@ -172,12 +213,10 @@ async def _form(
 # (DeepSeek V3.1, Kimi, Granite), or several of these.
 
 
-def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return what a chat's template is told. Raises RequestError."""
+def template_variables(fields: ChatRequest, tokenizer: Tokenizer) -> tuple[dict[str, object], list[str]]:
+    """Return what a chat's template is told, and the fields of which it makes nothing. Raises RequestError."""
     variables = _template_kwargs(fields)
-    if vain := add_thinking(effort_of(fields), tokenizer, variables):
-        note_ignored(http, *vain)
-    return variables
+    return variables, add_thinking(effort_of(fields), tokenizer, variables)
 
 
 def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
@@ -208,7 +247,10 @@ class ReasoningEffort:
     effort_field: str
     """The field that names the effort."""
     think: bool | None
-    """The value of a switch of the request."""
+    """The value of a switch of the request; false also for a budget of nothing."""
+    budget: int | None = None
+    """Most tokens of reasoning."""
+    budget_field: str = ""
 
 
 def effort_of(fields: ChatRequest) -> ReasoningEffort:
@@ -224,8 +266,17 @@ def effort_of(fields: ChatRequest) -> ReasoningEffort:
         "thinking.type": None if thinking in (None, "auto") else thinking != "disabled",
         "reasoning.enabled": reasoning.enabled if reasoning else None,
     }
+    budgets = {name: getattr(fields, name) for name in BUDGETS}
+    budgets |= {
+        "reasoning.max_tokens": reasoning and reasoning.max_tokens,
+        "thinking.budget_tokens": fields.thinking and fields.thinking.budget_tokens,
+    }
     effort_field, effort = _only("reasoning_effort", efforts)
-    return ReasoningEffort(effort, effort_field, _only("enable_thinking", switches)[1])
+    budget_field, budget = _only("thinking_token_budget", budgets)
+    think = _only("enable_thinking", switches)[1]
+    return ReasoningEffort(
+        effort, effort_field, False if think is None and budget == 0 else think, None if budget == -1 else budget, budget_field
+    )
 
 
 def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
@@ -242,9 +293,11 @@ def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[
 
     Returns the fields that have no effect with this template.
     """
+    reads = tokenizer.template_reads
+    if effort.budget is not None and "thinking_budget" in reads:  # Seed
+        variables.setdefault("thinking_budget", effort.budget)
     if effort.think is None and effort.effort is None:
         return []
-    reads = tokenizer.template_reads
     think = effort.think if effort.think is not None or effort.effort is None else effort.effort != "none"
     switches = [name for name in _SWITCHES if name in reads]
     if think is not None:

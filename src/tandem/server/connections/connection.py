@@ -230,7 +230,7 @@ def refusing(error: RequestError) -> ASGIApp:
     """Return an ASGI application that answers every request with `error` and closes the connection."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(error, scope["path"])
+        response = error_response(error, scope)
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 

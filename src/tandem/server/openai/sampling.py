@@ -63,13 +63,11 @@ def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: i
         raise RequestError(message, param=param, code="invalid_value")
 
 
-def room(
-    prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str, clip: bool = False
-) -> int:
-    """Most tokens that the output may have; with `clip` what is left when more is asked for.
+def room(prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str) -> int:
+    """Most tokens that the output may have: what is left of the context when more is asked for.
 
     The limit is the request's, else the server's, else the model's own, else what is left of the context. Raises
-    RequestError with OpenAI's words and code when prompt and output do not fit into the context.
+    RequestError with OpenAI's words and code when the prompt leaves no room.
     """
     context, default = status.max_context, served.settings.server.default_max_tokens or status.defaults.max_tokens
     if not prompt:
@@ -77,13 +75,6 @@ def room(
     left = context - len(prompt)
     if left < (asked != 0):
         raise too_long(context, param, len(prompt))
-    if asked is not None and asked > left and not clip:
-        message = (
-            f"This model's maximum context length is {context} tokens. However, you requested {len(prompt) + asked} "
-            f"tokens ({len(prompt)} in the {param}, {asked} in the completion). Please reduce the length of the "
-            f"{param} or completion."
-        )
-        raise RequestError(message, param=param, code="context_length_exceeded")
     return min(default or left if asked is None else asked, left)
 
 
@@ -143,14 +134,13 @@ def sequences_of(
     logprobs: int | None,
     form: StructuredOutputs | None,
     prompt_logprobs: int | None,
-    clip: bool = False,
 ) -> list[tuple[list[int], SamplingParams]]:
     """Return one prompt's sequences, a pair of prompt and parameters for each choice. Raises RequestError.
 
-    `asked`: the output limit of the request; with `clip` it may be beyond the context. In an answer in one piece the
+    `asked`: the output limit of the request, which may be beyond the context. In an answer in one piece the
     first choice has the prompt's log probabilities for all.
     """
-    max_tokens = room(prompt, asked, served, status, param=param, clip=clip)
+    max_tokens = room(prompt, asked, served, status, param=param)
     return [
         (
             prompt,

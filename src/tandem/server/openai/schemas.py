@@ -31,6 +31,8 @@ class StreamOptions(Strict):
     """Accepted for OpenAI's clients; nothing is padded here."""
 
 
+BUDGETS = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+"""Fields with a budget: vLLM's, Qwen's, and llama.cpp's, where -1 is none."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -41,6 +43,8 @@ class ReasoningEffort(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Accepted: reasoning is not summed up, but shown in full."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """OpenRouter's budget of thinking, a part of the output limit."""
 
 
 class Reasoning(ReasoningEffort):
@@ -49,8 +53,6 @@ class Reasoning(ReasoningEffort):
     enabled: bool | None = None
     exclude: bool | None = None
     """The answer comes without what the model thinks."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Accepted: thinking counts towards the output limit, and has none of its own."""
 
 
 class ThinkingSwitch(Strict):
@@ -58,7 +60,6 @@ class ThinkingSwitch(Strict):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Accepted, as in `reasoning`."""
     clear_thinking: bool | None = None
     """Accepted: what is kept of earlier thinking is the template's to say."""
 
@@ -233,7 +234,16 @@ class ChatRequest(SamplingFields):
     reasoning: Reasoning | None = None
     thinking: ThinkingSwitch | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None
+    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
+    reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
+    """Said before a budget ends the reasoning."""
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, the assistant's, as vLLM has it."""
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None

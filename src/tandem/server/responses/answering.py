@@ -40,11 +40,11 @@ def empty_response(fields: ResponsesRequest, response_id: str, model: str, creat
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "reasoning": fields.reasoning.model_dump() if fields.reasoning is not None else None,
+        "reasoning": fields.reasoning.model_dump(exclude={"max_tokens"}) if fields.reasoning is not None else None,
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": [tool.model_dump() for tool in fields.tools or ()],
+        "tools": [tool.model_dump(exclude={"hosted"}) for tool in fields.functions],
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
     }
 
@@ -122,8 +122,10 @@ class Answering(AnswerWriter):
         return b""
 
     def error(self, error: RequestError) -> bytes:
-        """The stream fails."""
-        return self._events([error_event(error)])
+        """The response fails."""
+        why = {"code": error.code or error.kind, "message": error.message}
+        failed = {**self.response(), "status": "failed", "error": why}
+        return self._events([{"type": "response.failed", "response": failed}])
 
     def response(self) -> JsonObject:
         """The response object as it is now."""
@@ -139,15 +141,18 @@ class Answering(AnswerWriter):
         }
 
     def _usage(self) -> JsonObject:
-        """Tokens; those of the reasoning are counted from its text."""
+        """Tokens; those of the reasoning are counted from its text where its tags are not tokens."""
         counted = self.generation.usage()
         output = counted["completion_tokens"]
-        thought = self.generation.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
+        details = counted.get("completion_tokens_details")
+        if details is None:
+            thought = self.generation.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
+            details = {"reasoning_tokens": min(len(thought), output)}
         return {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": min(len(thought), output)},
+            "output_tokens_details": details,
             "total_tokens": counted["total_tokens"],
         }
 

@@ -78,7 +78,9 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
         plan, generation = await start_chat(http, served, chat, response_id)
-    output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
+    if hosted := [f"tools.{tool.name}" for tool in fields.tools or () if tool.hosted]:
+        note_ignored(http, *hosted)
+    output = OutputItems(Reply(plan, ids), fields.functions, ids)
     return Answering(fields, generation, generation.model, output, int(created))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -59,7 +58,8 @@ class Item(Tagged):
     arguments: str | None = None
     output: Parts | None = None
     summary: Parts | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
+    """Accepted from other servers, and not read: what it holds is theirs."""
 
     _texts = field_validator("content", "output", mode="before")(as_parts)
 
@@ -71,14 +71,40 @@ class Item(Tagged):
         return data
 
 
+HOSTED = frozenset(
+    {
+        "web_search",
+        "web_search_preview",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "local_shell",
+        "shell",
+        "mcp",
+        "tool_search",
+        "computer",
+        "computer_use_preview",
+        "apply_patch",
+        "custom",
+    }
+)
+"""Types of tools that OpenAI runs, or that need what it alone has."""
+
+
 class Function(FunctionSpec):
     """A function that the model may call; here without a wrapper."""
 
     type: Literal["function"]
     namespace: str | None = None
     """The namespace that it came in."""
+    hosted: bool = False
+    """A tool that its server runs, such as a search: it is left out here."""
 
-    _function = model_validator(mode="before")(partial(only_type, "function"))
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        return {"type": "function", "name": kind, "hosted": True} if kind in HOSTED else only_type("function", data)
 
 
 def qualified(namespace: str | None, name: str) -> str:
@@ -162,6 +188,11 @@ class ResponsesRequest(Strict):
     background: bool | None = None
 
     _flat = field_validator("tools", mode="before")(flattened)
+
+    @property
+    def functions(self) -> list[Function]:
+        """Tools that the client runs."""
+        return [tool for tool in self.tools or () if not tool.hosted]
 
     @field_validator("input", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
@@ -28,10 +29,12 @@ def chat_request(fields: ResponsesRequest) -> ChatRequest:
     data["tool_choice"] = fields.tool_choice
     if isinstance(fields.tool_choice, dict):
         data["tool_choice"] = {"type": "function", "function": {"name": fields.tool_choice["name"]}}
-    if fields.tools:
-        data["tools"] = [_tool(tool) for tool in fields.tools]
+    if fields.functions:
+        data["tools"] = [_tool(tool) for tool in fields.functions]
     if fields.reasoning is not None and fields.reasoning.effort is not None:
         data["reasoning_effort"] = fields.reasoning.effort
+    if fields.reasoning is not None and fields.reasoning.max_tokens is not None:
+        data["thinking_token_budget"] = fields.reasoning.max_tokens
     if fields.text is not None and fields.text.format is not None:
         data["response_format"] = _format(fields.text.format)
     with in_words(NAMES):
@@ -91,7 +94,7 @@ def _take(message: _Message, item: Item) -> None:
     if item.type == "message":
         message.add("content", _text(item.content))
     elif item.type == "reasoning":
-        message.add("reasoning_content", _text(item.content))
+        message.add("reasoning_content", _text(item.content or item.summary))
     else:
         function = {"name": qualified(item.namespace, item.name or ""), "arguments": item.arguments}
         message.others.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
@@ -102,7 +105,7 @@ def _text(parts: Iterable[TextPart] | None) -> str:
 
 
 def _tool(tool: Function) -> JsonObject:
-    function = tool.model_dump(exclude={"type", "namespace"})
+    function = tool.model_dump(exclude={"type", "namespace", "hosted"})
     return {"type": "function", "function": {**function, "name": qualified(tool.namespace, tool.name)}}
 
 

@@ -143,12 +143,31 @@ def told_formats(
 
 
 @dataclass(frozen=True)
+class Marks:
+    """Texts around reasoning."""
+
+    opening: str
+    closing: str
+    ends: tuple[str, ...]
+    """Other texts of special tokens that end it."""
+    begun: bool = False
+    """The prompt ends with the opening text."""
+    again: bool = False
+    """True if reasoning may stand in several places."""
+
+
+_HARMONY = Marks(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.ENDS[0], harmony.ENDS[1:], again=True)
+
+
+@dataclass(frozen=True)
 class OutputParser:
     """How to read one answer."""
 
     reader: Reader
     markers: tuple[str, ...]
     """Texts that may be special tokens and yet must be seen."""
+    thinking: Marks | None = None
+    """None if reasoning is not told apart."""
 
 
 def output_parser(output_format: OutputFormat, special: Special) -> OutputParser | None:
@@ -156,8 +175,9 @@ def output_parser(output_format: OutputFormat, special: Special) -> OutputParser
     tools = output_format.tools
     calls = output_format.format if tools is not None else ""
     if "harmony" in (output_format.reasoning, calls):
-        return OutputParser(harmony.harmony, FORMATS["harmony"].others)
+        return OutputParser(harmony.harmony, FORMATS["harmony"].others, _HARMONY)
     reader: Reader = everything
+    marks = None
     around = ANSWERS.get(output_format.reasoning) or ANSWERS.get(calls, ())
     markers, ends = around, around[:1]
     if tools is not None:
@@ -165,7 +185,8 @@ def output_parser(output_format: OutputFormat, special: Special) -> OutputParser
         reader, ends = (lambda feed: chosen.read(feed, tools)), (*ends, *chosen.starts)
         markers = (*markers, *chosen.starts, *chosen.others)
     if tags := THINKING.get(output_format.reasoning):
-        reader = thinking(tags, reader, begun=output_format.begun, ends=tuple(filter(special, ends)))
+        marks = Marks(*tags, tuple(filter(special, ends)), output_format.begun)
+        reader = thinking(tags, reader, begun=output_format.begun, ends=marks.ends)
         markers = (*markers, *tags)
     reader = without(around, reader) if around else reader
-    return None if reader is everything else OutputParser(reader, markers)
+    return None if reader is everything else OutputParser(reader, markers, marks)

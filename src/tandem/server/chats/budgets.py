@@ -1,0 +1,73 @@
+"""Budgets of thinking: from what a request and the server ask for to tokens of the model."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from tandem.config.settings import ServerSettings
+from tandem.errors import RequestError
+from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.context import note_ignored
+from tandem.server.openai.schemas import ChatRequest
+from tandem.server.tools.choose import Marks
+from tandem.text.tokenizer import Tokenizer
+
+SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
+"""Shares of a budget by the word for an effort, as OpenRouter has them; `max` is all of it."""
+SENT_TO_ALL = "tandem.budget_sent_to_all"
+"""Key of an HTTP scope, where clients send budgets to models that do not think: their name for the field."""
+
+
+def thinking_tokens(marks: Marks | None, tokenizer: Tokenizer) -> ThinkingTokens | None:
+    """Return the tokens around reasoning; None without reasoning, or where a tag is text that any tokens may spell."""
+    if marks is None:
+        return None
+    opening, closing = (tuple(tokenizer.encode(tag, False)) for tag in (marks.opening, marks.closing))
+    if any(
+        len(ids) != 1 and not tokenizer.special_ids_of((tag,))
+        for tag, ids in ((marks.opening, opening), (marks.closing, closing))
+    ):
+        return None
+    ends = {tokenizer.encode(end, False)[0] for end in marks.ends} - {closing[0]}
+    return ThinkingTokens(opening, closing, tuple(sorted(ends)), marks.begun, marks.again)
+
+
+def budget_of(
+    http: Request,
+    fields: ChatRequest,
+    asked: tuple[str, int | None, str | None],
+    tokens: ThinkingTokens | None,
+    texts: RequestTexts,
+    server: ServerSettings,
+    *,
+    most: int | None,
+    left: int,
+) -> ThinkingBudget | None:
+    """Return the budget of an answer; None for no limit.
+
+    `asked`: the field with the budget, the budget and the effort. `most`: the output limit of the request; `left`:
+    tokens that the context has left. Raises RequestError naming the field.
+    """
+    field, limit, effort = asked
+    if limit is not None and most is not None and limit > most:
+        message = f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that."
+        raise RequestError(message, param=field, code="invalid_value")
+    if tokens is None:
+        if limit and SENT_TO_ALL not in http.scope:
+            message = (
+                f"'{field}' is not supported with this model: it does not think, or not between tokens of its own. Leave it out."
+            )
+            raise RequestError(message, param=field, code="unsupported_parameter")
+        if limit:
+            note_ignored(http, http.scope[SENT_TO_ALL])
+        return None
+    if limit is None:
+        limit, share = server.thinking_budget, SHARES.get(effort or "")
+        if limit is None and share is not None and "reasoning_effort" not in texts.tokenizer.template_reads:
+            limit = min(most or server.default_max_tokens or left, left)
+        if limit is None:
+            return None
+        limit = int(limit * (share or 1))
+    said = fields.reasoning_budget_message or server.thinking_message
+    return ThinkingBudget(limit, tokens, tuple(texts.tokenizer.encode(said, False)) if said else ())
