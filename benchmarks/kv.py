@@ -32,7 +32,7 @@ from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
 from tandem.processes.interpreter import module_command
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 
 LAYOUTS = {"1": {}, "pp": {"pipeline_parallel_size": 2}}
 END = SamplingParams(max_tokens=1, temperature=0.0)
@@ -127,7 +127,7 @@ def main() -> None:
             disk = {"kv_disk": directory, **layout}
             with LLM(model, **disk) as llm:
                 computed = first_token(llm, prompt)
-                count = (length - 1) // DISK_BLOCK * max(len(llm.engine.executor.pids), 1)
+                count = (length - 1) // DISK_BLOCK_SIZE * max(len(llm.engine.executor.pids), 1)
                 while len(list(Path(directory).glob("*/*.kv"))) < count:
                     time.sleep(0.1)
             with LLM(model, **disk) as llm:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from harness import Server, metric, middle, table
 from kv_roles import SPLIT, WARM, Stream, place
 
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 
 ANSWER = 96
 """Tokens of an answer, unless --answer says otherwise: so many that it is not done before its prompt is written."""
@@ -66,12 +66,12 @@ def compare(given: argparse.Namespace) -> None:
     def fresh(length: int) -> list[int]:
         return [random.randrange(100, given.vocabulary) for _ in range(length)]
 
-    flags = {"kv_disk_gb": 200, "kv_dtype": given.kv_dtype, "kv_tokens": 4 * (max(*given.tokens, WARM) + DISK_BLOCK)}
+    flags = {"kv_disk_gb": 200, "kv_dtype": given.kv_dtype, "kv_tokens": 4 * (max(*given.tokens, WARM) + DISK_BLOCK_SIZE)}
     with place(given, SPLIT, **flags) as server:
         for _ in range(2):  # machines are connected, kernels compiled
             handed_over(server, lambda: fresh(WARM), answer)
         for length in given.tokens:
-            whole, stays, goes, moved = length // DISK_BLOCK * DISK_BLOCK + 1, [], [], []
+            whole, stays, goes, moved = length // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE + 1, [], [], []
             for _ in range(given.prompts):
                 stays.append(waits(server, fresh(whole), answer, **AT_HOME))
                 found, counted = handed_over(server, lambda whole=whole: fresh(whole), answer)

@@ -14,7 +14,7 @@ import pytest
 
 from served import PATIENCE_S, TLS, Server, serving
 from tandem.cli.main import main
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.testing import tiny_model
 
 SYSTEM = "You answer in verse, and never say why. " * 25
@@ -78,7 +78,7 @@ def cached(server: Server, system: str) -> int:
 def test_the_prompts_of_warm_are_there_when_the_server_is_ready(two, place):
     for replica in ask(two, "GET", "/v1/cache").json()["data"][0]["replicas"]:
         [one] = replica["prefixes"]
-        assert one["tokens"] >= 512 and one["disk_tokens"] == one["tokens"] // DISK_BLOCK * DISK_BLOCK
+        assert one["tokens"] >= 512 and one["disk_tokens"] == one["tokens"] // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
     assert cached(two, SYSTEM) > 512
     told = two.command("serve", str(place / "tiny"), "--warmup-prompts", str(place / "none.txt"))
     assert told.returncode == 2
@@ -90,7 +90,7 @@ def test_a_system_prompt_is_warmed_listed_and_dropped(two, place):
     told = command(two, place, "warm", str(place / "system.txt")).splitlines()
     total = int(told[0].split(": ")[1].split()[0])
     assert 512 < total < 768
-    there = total // DISK_BLOCK * DISK_BLOCK
+    there = total // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
     # The second replica reads what the first has put on the disk that they share.
     kept = f"kept in memory {total // 32 * 32}, on disk {there}"
     assert told[1] == f"  replica 0: {total} computed, 0 were there; {kept}"

@@ -24,7 +24,7 @@ from tandem import LLM, SamplingParams
 from tandem.engine.build_layout import plan_layout
 from tandem.errors import UsageError
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)},
 }
 KIND: dict[str, Any] = {"layers": 4, "dtype": "float32", "config": {"max_position_embeddings": 1024}}
-PROMPT = [random.Random(7).randrange(3, 500) for _ in range(2 * DISK_BLOCK + 40)]
+PROMPT = [random.Random(7).randrange(3, 500) for _ in range(2 * DISK_BLOCK_SIZE + 40)]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,8 @@ def test_a_prefix_outlives_its_server(serve, expected, tmp_path):
         wait_until(lambda: len(files(tmp_path)) == 2 * 2)
     assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
     with serve("one") as llm:
-        assert answers(llm, expected) == 2 * DISK_BLOCK
-        assert hits(llm) == 2 * DISK_BLOCK
+        assert answers(llm, expected) == 2 * DISK_BLOCK_SIZE
+        assert hits(llm) == 2 * DISK_BLOCK_SIZE
 
 
 def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
@@ -100,7 +100,7 @@ def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
     with serve("one") as llm:
         got = answers(llm, expected)
         # Of which disk block that file is: with the first, nothing of the prefix is of use.
-        assert got in (0, DISK_BLOCK)
+        assert got in (0, DISK_BLOCK_SIZE)
         assert ask(llm, lambda engine: engine.scheduler.disk.counts.failures) == 1
     for path in files(tmp_path):
         path.write_bytes(b"TDMKV")
@@ -110,7 +110,7 @@ def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
         assert answers(llm, expected) == 0
         wait_until(lambda: len(files(tmp_path)) == 2)  # and kept anew
     with serve("one") as llm:
-        assert answers(llm, expected) == 2 * DISK_BLOCK
+        assert answers(llm, expected) == 2 * DISK_BLOCK_SIZE
 
 
 def test_another_model_or_type_finds_nothing(serve, expected, model, tmp_path):
@@ -129,14 +129,18 @@ def test_a_part_of_a_prompt_and_several_who_ask_at_once(serve, expected, tmp_pat
         assert list(submitted(llm, [private]))
         answers(llm, expected)
         report = asked(llm, QueryCache(1, tokens=PROMPT))  # once all that waits is written
-        assert (report.memory_has, report.disk_has) == (len(PROMPT) // 32 * 32, 2 * DISK_BLOCK)
+        assert (report.memory_has, report.disk_has) == (len(PROMPT) // 32 * 32, 2 * DISK_BLOCK_SIZE)
         assert len(files(tmp_path)) == 2
         assert asked(llm, QueryCache(2, tokens=private.prompt)).memory_has == 288
-    branch = PROMPT[: DISK_BLOCK + 30] + [11] * 300
+    branch = PROMPT[: DISK_BLOCK_SIZE + 30] + [11] * 300
     with serve("one") as llm:
         first, second, third = llm.generate([PROMPT, branch, PROMPT], PARAMS)
         assert first.token_ids == third.token_ids == expected.token_ids
-        assert [one.cached_tokens for one in (first, second, third)] == [2 * DISK_BLOCK, DISK_BLOCK, 2 * DISK_BLOCK]
+        assert [one.cached_tokens for one in (first, second, third)] == [
+            2 * DISK_BLOCK_SIZE,
+            DISK_BLOCK_SIZE,
+            2 * DISK_BLOCK_SIZE,
+        ]
         check(llm)
 
 
@@ -170,14 +174,14 @@ def test_a_model_with_windows_is_served_without(tmp_path, caplog):
 def test_a_prompt_is_warmed_and_dropped_on_all_ranks(serve, expected, tmp_path, layout):
     warming = EngineRequest(request_id="warm", prompt=PROMPT, params=SamplingParams(max_tokens=0), warms=True)
     with serve(layout) as llm:
-        for drop, there in (("", 0), ("memory", 2 * DISK_BLOCK)):
+        for drop, there in (("", 0), ("memory", 2 * DISK_BLOCK_SIZE)):
             asked(llm, QueryCache(1, drop=drop))
             [output] = submitted(llm, [warming])
             assert (output.tokens, output.cached_tokens, output.disk_tokens) == ([], there, there)
-        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE
         assert answers(llm, expected) == len(PROMPT) // 32 * 32
         text = ask(llm, lambda engine: engine.metrics.text()).decode()
-        assert f'tandem_prefix_cache_hits_total{{tier="disk"}} {2 * DISK_BLOCK:.1f}' in text
+        assert f'tandem_prefix_cache_hits_total{{tier="disk"}} {2 * DISK_BLOCK_SIZE:.1f}' in text
         assert f'tandem_prefix_cache_hits_total{{tier="memory"}} {len(PROMPT) // 32 * 32:.1f}' in text
         report = asked(llm, QueryCache(1, drop="all"))
         assert (report.count, report.tokens) == (0, 0)
@@ -186,12 +190,12 @@ def test_a_prompt_is_warmed_and_dropped_on_all_ranks(serve, expected, tmp_path, 
         assert not files(tmp_path)
         assert answers(llm, expected) == 0
         # What is in memory and not on disk is written when it is warmed.
-        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE
         for path in files(tmp_path):
             path.unlink()
         assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 0
         assert list(submitted(llm, [warming]))
-        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE
 
 
 @pytest.mark.slow
@@ -201,9 +205,9 @@ def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, t
         wait_until(lambda: len(files(tmp_path)) == 4)
         for rank in (0, 1):
             os.kill(ask(llm, lambda engine, rank=rank: engine.executor.pids[rank]), signal.SIGKILL)
-            assert answers(llm, expected) == 2 * DISK_BLOCK
+            assert answers(llm, expected) == 2 * DISK_BLOCK_SIZE
         assert ask(llm, lambda engine: engine.restarts) == 2
-        assert ask(llm, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 4 * DISK_BLOCK
+        assert ask(llm, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 4 * DISK_BLOCK_SIZE
         (tmp_path / "kv").rename(tmp_path / "away")
         (tmp_path / "kv").write_text("no directory")
         os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)
@@ -221,14 +225,14 @@ def test_kv_of_weights_that_have_changed_under_a_server_is_not_used(model, tmp_p
         new = llm.generate([PROMPT], PARAMS)[0].token_ids
     with LLM(str(mine), kv_disk=str(tmp_path / "kv"), **LAYOUTS["pp2"]) as llm:
         old = llm.generate([PROMPT], PARAMS)[0].token_ids
-        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE
         for path in other.glob("*.safetensors"):
             shutil.copy(path, mine)
         os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)  # the next ranks load the new ones
         got = llm.generate([PROMPT], PARAMS)[0]
         assert (got.token_ids, got.cached_tokens) == (new, 0)
         assert got.token_ids != old
-        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE
 
 
 def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int], int]:
@@ -267,15 +271,15 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
     for writer in tuple(engine_pool.values())[:4]:
         asked(writer, QueryCache(1, drop="all"))
         assert answers(writer, expected) == 0
-        assert asked(writer, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK  # once all that waits is written
+        assert asked(writer, QueryCache(1, tokens=PROMPT)).disk_has == 2 * DISK_BLOCK_SIZE  # once all that waits is written
         for name, reader in engine_pool.items():
             asked(reader, QueryCache(1, drop="memory"))  # and looks at the disk
             before = hits(reader)
-            assert answers(reader, expected) == 2 * DISK_BLOCK, name
-            assert hits(reader) == before + 2 * DISK_BLOCK
+            assert answers(reader, expected) == 2 * DISK_BLOCK_SIZE, name
+            assert hits(reader) == before + 2 * DISK_BLOCK_SIZE
     # A running sequence: its second disk block ends in what was answered, and is written when it leaves.
     params = SamplingParams(max_tokens=400, temperature=0.9, seed=5, ignore_eos=True)
-    prompt = PROMPT[: 2 * DISK_BLOCK - 12]
+    prompt = PROMPT[: 2 * DISK_BLOCK_SIZE - 12]
     with LLM(model, prefix_cache=0.0) as llm:
         whole = llm.generate([prompt], params)[0].token_ids
     pairs = [*permutations(tuple(engine_pool)[:4], 2), ("one-first", "one-second")]
@@ -285,11 +289,11 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
         before = hits(engine_pool[second])
         request = EngineRequest(request_id=f"moves-{number}", prompt=prompt, params=params)
         tokens, kept = handed_over(engine_pool[first], request, 20)
-        assert kept == 2 * DISK_BLOCK, (first, second)
+        assert kept == 2 * DISK_BLOCK_SIZE, (first, second)
         moved = replace(request, produced=tokens, kept=kept, params=replace(params, max_tokens=len(tokens) + 10))
         rest = [token for output in submitted(engine_pool[second], [moved]) for token in output.tokens]
         assert [*tokens, *rest] == whole[: len(tokens) + 10], (first, second)
-        assert hits(engine_pool[second]) == before + 2 * DISK_BLOCK
+        assert hits(engine_pool[second]) == before + 2 * DISK_BLOCK_SIZE
         check(engine_pool[second])
     # The directory goes while a sequence runs: it leaves all the same, and is computed again.
     monkeypatch.setattr("tandem.engine.engine.WRITE_S", 0.5)
@@ -297,7 +301,7 @@ def test_what_any_layout_keeps_serves_any_other(engine_pool, expected, model, tm
     asked(engine_pool["tp2"], QueryCache(1, drop="memory"))
     shutil.rmtree(tmp_path / "kv")
     tokens, kept = handed_over(engine_pool["pp2"], replace(request, request_id="homeless"), 20)
-    moved = replace(request, produced=tokens, kept=2 * DISK_BLOCK, params=replace(params, max_tokens=len(tokens) + 10))
+    moved = replace(request, produced=tokens, kept=2 * DISK_BLOCK_SIZE, params=replace(params, max_tokens=len(tokens) + 10))
     rest = [token for output in submitted(engine_pool["tp2"], [moved]) for token in output.tokens]
     assert [*tokens, *rest] == whole[: len(tokens) + 10]
     assert (kept, (tmp_path / "kv").exists()) == (0, False)
@@ -317,11 +321,11 @@ def test_ranks_with_disks_of_their_own_borrow_from_one_another(serve, expected, 
         wait_until(lambda: len(list((tmp_path / "kv").glob("*/*/*.kv"))) == 4)
     with serve("pp3") as llm:
         report = asked(llm, QueryCache(1, tokens=PROMPT))
-        assert report.disk_has == 2 * DISK_BLOCK, "what others have counts"
-        assert answers(llm, expected) == 2 * DISK_BLOCK
+        assert report.disk_has == 2 * DISK_BLOCK_SIZE, "what others have counts"
+        assert answers(llm, expected) == 2 * DISK_BLOCK_SIZE
         assert ask(llm, lambda engine: engine.scheduler.disk.counts.failures) == 0
         os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)
-        assert answers(llm, expected) == 2 * DISK_BLOCK
+        assert answers(llm, expected) == 2 * DISK_BLOCK_SIZE
         for path in (tmp_path / "kv").glob("*/*/*.kv"):
             path.unlink()
         asked(llm, QueryCache(1, drop="memory"))

@@ -12,12 +12,12 @@ from served import wait_until
 from submitted import ask, check
 from tandem import LLM, SamplingParams
 from tandem.errors import UnsupportedModel
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
 KIND: dict[str, Any] = {"layers": 4, "dtype": "float32", "config": {"max_position_embeddings": 1024, "head_dim": 32}}
-PROMPTS = [[random.Random(length).randrange(3, 500) for _ in range(length)] for length in (5, 70, DISK_BLOCK + 30, 33)]
+PROMPTS = [[random.Random(length).randrange(3, 500) for _ in range(length)] for length in (5, 70, DISK_BLOCK_SIZE + 30, 33)]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2": {"tensor_parallel_size": 2},
@@ -49,7 +49,7 @@ def same(llm: LLM, expected: Any) -> list[int]:
 def test_layouts_say_the_same(layout, model, expected, tmp_path):
     with LLM(model, kv_dtype="8bit", prefill_chunk=64, kv_disk=str(tmp_path / "kv"), **LAYOUTS[layout]) as llm:
         assert same(llm, expected) == [0, 0, 0, 0]
-        assert same(llm, expected)[2] >= DISK_BLOCK  # from memory
+        assert same(llm, expected)[2] >= DISK_BLOCK_SIZE  # from memory
         status = ask(llm, lambda engine: engine.status())
         assert (status.kv_dtype, status.kv_bytes_per_token) == ("8bit in layers 0-3", 640)
 
@@ -89,7 +89,7 @@ def test_a_prefix_on_disk_is_found_by_its_own_type_alone(model, expected, tmp_pa
             return int(got.cached_tokens)
 
     assert [kept(kind) for kind in ("8bit", "auto", "4bit")] == [0, 0, 0]
-    assert [kept(kind) for kind in ("8bit", "auto", "4bit")] == [DISK_BLOCK] * 3
+    assert [kept(kind) for kind in ("8bit", "auto", "4bit")] == [DISK_BLOCK_SIZE] * 3
     sizes = {path.parent.name.rpartition("-")[2]: path.stat().st_size for path in Path(tmp_path).glob("kv/*/*.kv")}
     assert sizes["4bit"] < sizes["8bit"] < sizes["float32"] / 3
 

@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.errors import RankFailure
 from tandem.executors.executor import Executor, Progress, Report
 from tandem.protocol.control import Ready
-from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
 

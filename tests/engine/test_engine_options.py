@@ -49,7 +49,7 @@ def test_the_same_tokens(name: str, model: str, expected: list[list[int]], caplo
     with caplog.at_level(logging.INFO, "tandem"):
         assert tokens(model, **OPTIONS[name]) == expected
     if (fuse := OPTIONS[name].get("fuse_projections")) and "layout" not in name:  # a rank of its own says it elsewhere
-        assert ("projections of the same input are computed together" in caplog.text) == (fuse == "on")
+        assert ("Fused projections of the same input" in caplog.text) == (fuse == "on")
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from scheduler_invariants import check_invariants, make_limits
 from tandem.kv.disk import AGAIN, OLD, SLOWER, DiskSpeed
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Refused
-from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
-LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK + 20)]
-OTHER = [7 + i % 41 for i in range(2 * DISK_BLOCK + 20)]
+LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK_SIZE + 20)]
+OTHER = [7 + i % 41 for i in range(2 * DISK_BLOCK_SIZE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
@@ -64,7 +64,7 @@ def test_who_waits_for_a_disk_holds_up_nobody() -> None:
     assert order.names == names(LONG)
     assert inserted(scheduler) == {"short": 0}
     fetched(scheduler, order.key)
-    assert inserted(scheduler) == {"long": 2 * DISK_BLOCK}
+    assert inserted(scheduler) == {"long": 2 * DISK_BLOCK_SIZE}
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -74,7 +74,7 @@ def test_one_rank_without_it_is_enough_to_compute(lost: bool) -> None:
     scheduler.submit(request("long", LONG), seed=1)
     [order] = scheduler.disk.orders
     fetched(scheduler, order.key, tuple(order.names) if lost else ())
-    assert inserted(scheduler) == {"long": 0 if lost else DISK_BLOCK}
+    assert inserted(scheduler) == {"long": 0 if lost else DISK_BLOCK_SIZE}
     assert not scheduler.disk.fetching
     scheduler.submit(request("again", [*LONG[:300], *LONG]), seed=1)
     assert scheduler.disk.counts.failures == lost
@@ -98,7 +98,7 @@ def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go
     own = scheduler.disk.orders.pop()
     assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "the rest is there still"
     fetched(scheduler, own.key)
-    assert inserted(scheduler) == {"a": DISK_BLOCK}
+    assert inserted(scheduler) == {"a": DISK_BLOCK_SIZE}
     far = make()
     begin(far, names(LONG)[:1], names(LONG)[:1])
     far.disk.take(Surveyed(0, 7, names(LONG), names(LONG)[1:]), far.prefixes)
@@ -130,7 +130,7 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     use_remote_stores(LONG)
     scheduler.submit(request("a", LONG), seed=1)
     order = scheduler.disk.orders.pop()
-    assert isinstance(order, Fetch) and order.within_s == pytest.approx(2 * DISK_BLOCK / 1000)
+    assert isinstance(order, Fetch) and order.within_s == pytest.approx(2 * DISK_BLOCK_SIZE / 1000)
     for rank in range(RANKS):  # one of them had all in time
         lost, late = ([], False) if rank else (names(LONG)[1:], True)
         scheduler.disk.take(Fetched(rank, order.key, lost, 5.0, 5000, 2000, late), scheduler.prefixes)
@@ -138,7 +138,7 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     own = scheduler.disk.orders.pop()
     assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "what came is on the ranks' disks"
     fetched(scheduler, own.key)
-    assert inserted(scheduler) == {"a": DISK_BLOCK}
+    assert inserted(scheduler) == {"a": DISK_BLOCK_SIZE}
     use_remote_stores(OTHER)
     for number in range(1, AGAIN + 1):
         scheduler.submit(request(f"b{number}", OTHER), seed=1)
@@ -147,9 +147,10 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     other.disk.computed(1000, 1000, 1.0)
     begin(other, names(LONG), names(LONG))
     other.submit(
-        EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5], kept=2 * DISK_BLOCK), seed=1
+        EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5], kept=2 * DISK_BLOCK_SIZE),
+        seed=1,
     )
-    assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * DISK_BLOCK / 1000)]
+    assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * DISK_BLOCK_SIZE / 1000)]
 
 
 def test_a_pace_follows_what_is_measured_slowly() -> None:
@@ -166,7 +167,7 @@ def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:
     scheduler.submit(request("a", LONG), seed=1)
     begin(scheduler, names(LONG), names(LONG))
     scheduler.disk.orders.clear()
-    scheduler.submit(request("b", LONG[:DISK_BLOCK]), seed=1)  # its last token is computed anyway
+    scheduler.submit(request("b", LONG[:DISK_BLOCK_SIZE]), seed=1)  # its last token is computed anyway
     assert not scheduler.disk.orders
     slow = make()
     begin(slow, names(LONG), names(LONG))
@@ -216,22 +217,22 @@ def test_from_memory_only_a_warmed_prompt_that_may_be_on_disk_is_written() -> No
 
 
 def test_a_full_prefix_cache_of_what_is_on_its_way_takes_no_more() -> None:
-    scheduler = make(prefix_tokens=2 * DISK_BLOCK + 64)
-    other = [4 + i % 37 for i in range(2 * DISK_BLOCK + 20)]
+    scheduler = make(prefix_tokens=2 * DISK_BLOCK_SIZE + 64)
+    other = [4 + i % 37 for i in range(2 * DISK_BLOCK_SIZE + 20)]
     begin(scheduler, names(LONG) + names(other), names(LONG) + names(other))
     scheduler.submit(request("a", LONG), seed=1)
     scheduler.submit(request("b", other), seed=1)
     [order] = scheduler.disk.orders
     assert inserted(scheduler) == {"b": 0}
     fetched(scheduler, order.key)
-    assert inserted(scheduler) == {"a": 2 * DISK_BLOCK}
+    assert inserted(scheduler) == {"a": 2 * DISK_BLOCK_SIZE}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make(kv_tokens=3000, prefix_tokens=1500, prefill_chunk=200)
-    texts = [[3 + (i * k) % 41 for i in range(rng.randrange(DISK_BLOCK, 4 * DISK_BLOCK))] for k in range(1, 6)]
+    texts = [[3 + (i * k) % 41 for i in range(rng.randrange(DISK_BLOCK_SIZE, 4 * DISK_BLOCK_SIZE))] for k in range(1, 6)]
     kept: list[list[bytes]] = [[], []]
     begin(scheduler, *kept)
     live: set[str] = set()
@@ -239,7 +240,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
     for step in range(3000):
         if step < 1500 and rng.random() < 0.1:
             live.add(f"r{step}")
-            scheduler.submit(request(f"r{step}", rng.choice(texts)[: rng.randrange(40, 4 * DISK_BLOCK)]), seed=1)
+            scheduler.submit(request(f"r{step}", rng.choice(texts)[: rng.randrange(40, 4 * DISK_BLOCK_SIZE)]), seed=1)
         if live and rng.random() < 0.02:
             scheduler.abort(name := rng.choice(sorted(live)))
             live.discard(name)
@@ -283,7 +284,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
 
 def test_a_disk_that_says_nothing_is_asked_for_nothing_more_until_it_answers() -> None:
     scheduler = make()
-    other = [4 + i % 37 for i in range(2 * DISK_BLOCK + 20)]
+    other = [4 + i % 37 for i in range(2 * DISK_BLOCK_SIZE + 20)]
     kept = names(LONG) + names(other)
     begin(scheduler, kept, kept)
     scheduler.submit(request("a", LONG), seed=1)
@@ -321,7 +322,7 @@ def test_what_each_rank_sees_is_all_that_it_has() -> None:
     for seen in (names(LONG)[:1], names(LONG)):
         for rank in range(RANKS):
             scheduler.disk.take(Surveyed(rank, 1, seen), scheduler.prefixes)
-        assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * DISK_BLOCK
+        assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * DISK_BLOCK_SIZE
     scheduler.disk.take(Surveyed(1, 2, []), scheduler.prefixes)
     assert scheduler.disk.has(block_hashes(LONG)) == 0
 
@@ -330,18 +331,18 @@ def test_a_look_for_some_disk_blocks_says_nothing_of_others() -> None:
     """Neither of what the ranks have, nor to whoever needs another prompt's."""
     scheduler = make()
     begin(scheduler, names(OTHER), names(OTHER))
-    told = EngineRequest(request_id="told", prompt=LONG, params=SamplingParams(max_tokens=4), kept=2 * DISK_BLOCK)
+    told = EngineRequest(request_id="told", prompt=LONG, params=SamplingParams(max_tokens=4), kept=2 * DISK_BLOCK_SIZE)
     scheduler.submit(told, seed=1)
     [look] = scheduler.disk.orders
     assert isinstance(look, Survey) and look.wanted == names(LONG)
-    scheduler.submit(request("elsewhere", [9] * (2 * DISK_BLOCK)), seed=1)
+    scheduler.submit(request("elsewhere", [9] * (2 * DISK_BLOCK_SIZE)), seed=1)
     assert inserted(scheduler) == {"elsewhere": 0}, "what is looked for is not its"
     scheduler.disk.orders.clear()
     scheduler.submit(request("same", LONG), seed=1)
     assert inserted(scheduler) == {} and not scheduler.disk.orders
     for rank in range(RANKS):
         scheduler.disk.take(Surveyed(rank, look.number, names(LONG)[:1], wanted=look.wanted), scheduler.prefixes)
-    assert scheduler.disk.has(block_hashes(OTHER[:-1])) == 2 * DISK_BLOCK
+    assert scheduler.disk.has(block_hashes(OTHER[:-1])) == 2 * DISK_BLOCK_SIZE
     [order] = scheduler.disk.orders
     fetched(scheduler, order.key)
     assert inserted(scheduler).keys() == {"told", "same"}

@@ -17,11 +17,11 @@ import pytest
 from tandem.errors import UsageError
 from tandem.kv.files import MARK, DiskBlockFiles, Unusable
 from tandem.kv.parts import KVSlice
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 
 Usage = namedtuple("Usage", "total used free")
 NAME = bytes(range(16))
-KEYS = np.arange(4 * 6 * DISK_BLOCK, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK, 1)
+KEYS = np.arange(4 * 6 * DISK_BLOCK_SIZE, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK_SIZE, 1)
 """Of 4 layers with 6 heads, one number for each position."""
 
 
@@ -65,7 +65,7 @@ def test_no_bit_of_a_file_can_change_unseen(tmp_path):
     files = store(tmp_path, (0, 1), (0, 1))
     [path] = tmp_path.glob("space/*.kv")
     data = path.read_bytes()
-    arrays = len(data) - 2 * 4 * DISK_BLOCK
+    arrays = len(data) - 2 * 4 * DISK_BLOCK_SIZE
     for position in (*range(arrays), *range(arrays, len(data), 16)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
@@ -139,14 +139,14 @@ def test_what_says_that_it_is_a_disk_block_is_not_believed(tmp_path):
     data = path.read_bytes()
     magic, length = struct.unpack_from("<8sI", data)
     header = msgspec.msgpack.decode(data[12 : 12 + length])
-    right = [1, 2, DISK_BLOCK, 1]
+    right = [1, 2, DISK_BLOCK_SIZE, 1]
     assert header["shapes"] == [[right, right]] * 2
     for shapes in (
-        [[[1, 2, DISK_BLOCK, 2**60], right], [right, right]],
-        [[[1, 1, 2 * DISK_BLOCK, 1], right], [right, right]],
+        [[[1, 2, DISK_BLOCK_SIZE, 2**60], right], [right, right]],
+        [[[1, 1, 2 * DISK_BLOCK_SIZE, 1], right], [right, right]],
         [[[2**63, 2**63], right]] * 2,
-        [[[1, 2, DISK_BLOCK, -1], [1, 2, DISK_BLOCK, 3]], [right, right]],
-        [[[1, 2, DISK_BLOCK, 0], [1, 2, DISK_BLOCK, 2]], [right, right]],
+        [[[1, 2, DISK_BLOCK_SIZE, -1], [1, 2, DISK_BLOCK_SIZE, 3]], [right, right]],
+        [[[1, 2, DISK_BLOCK_SIZE, 0], [1, 2, DISK_BLOCK_SIZE, 2]], [right, right]],
         [[right, right]] * 3,
     ):
         packed = msgspec.msgpack.encode({**header, "shapes": shapes})

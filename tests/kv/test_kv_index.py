@@ -10,7 +10,7 @@ import pytest
 from scheduler_invariants import check_prefixes
 from tandem.kv.budget import batch_positions, kv_capacity
 from tandem.kv.index import PrefixIndex, block_hashes
-from tandem.protocol.disk_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 
 
 def common(a: list[int], b: list[int]) -> int:

@@ -18,13 +18,13 @@ from tandem.kv.files import DiskBlockFiles, Unusable
 from tandem.kv.parts import KVSlice
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.protocol.blob_messages import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
-from tandem.protocol.disk_blocks import DISK_BLOCK
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.transport.blobs import BlobClient, checksum
 from tandem.transport.security import Authenticator
 
 NAME, OTHER = bytes(range(16)), bytes(range(1, 17))
-KEYS = np.arange(4 * 6 * DISK_BLOCK * 200, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK, 200)
+KEYS = np.arange(4 * 6 * DISK_BLOCK_SIZE * 200, dtype=np.float32).reshape(4, 1, 6, DISK_BLOCK_SIZE, 200)
 """Of 4 layers with 6 heads: a part of two layers has more bytes than one chunk."""
 KEY = ClusterKeys.generate()
 

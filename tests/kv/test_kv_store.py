@@ -17,11 +17,11 @@ from tandem.kv import store
 from tandem.kv.files import DiskBlockFiles, Kind
 from tandem.kv.parts import KVSlice
 from tandem.kv.store import KVDisk, Layers, kind_of
-from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 LAYERS, HEADS, WIDTH = 4, 2, 16
-KEYS = np.random.default_rng(0).standard_normal((LAYERS, 1, HEADS, len(NAMES) * DISK_BLOCK, WIDTH), dtype=np.float32)
+KEYS = np.random.default_rng(0).standard_normal((LAYERS, 1, HEADS, len(NAMES) * DISK_BLOCK_SIZE, WIDTH), dtype=np.float32)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, DiskBlockFiles, queue.SimpleQ
     other = files()
     kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)
     for i, name in enumerate(NAMES):
-        cut = KEYS[:, :, :, i * DISK_BLOCK : (i + 1) * DISK_BLOCK]
+        cut = KEYS[:, :, :, i * DISK_BLOCK_SIZE : (i + 1) * DISK_BLOCK_SIZE]
         other.write(name, [(layer, -layer) for layer in cut], "float32")
     one = KVDisk(0, files(kind), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
     yield one, other, reports
@@ -54,7 +54,7 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
     assert got.nbytes == 2 * KEYS.nbytes
     assert peak < 1.5 * got.nbytes
     for cache, expected in zip(one.take("a"), KEYS, strict=True):
-        assert cache.offset == len(NAMES) * DISK_BLOCK
+        assert cache.offset == len(NAMES) * DISK_BLOCK_SIZE
         for side, whole in zip(cache.state[:2], (expected, -expected), strict=True):
             assert np.array_equal(np.array(side), whole)
 
@@ -62,7 +62,7 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
 def test_disk_blocks_that_are_not_the_models_are_lost_before_anything_is_made_of_them(disk) -> None:
     """Alone they would be a whole prefix, which the rank takes up."""
     one, other, reports = disk
-    disk_block = KEYS[..., :DISK_BLOCK, :]
+    disk_block = KEYS[..., :DISK_BLOCK_SIZE, :]
     [path] = other.directory.glob(f"{NAMES[0].hex()}*")
     half = disk_block.astype(np.float16)
     for number, (keys, values, kind) in enumerate(

@@ -409,7 +409,7 @@ import msgspec
 files = resolve("org/tiny", weights=False)
 d = describe(files)
 spec = msgspec.convert(dict(model_path=str(files.path), model_name=files.name, rank=0, stage=0, stage_sizes=(1, 1),
-    layers=(int(sys.argv[1]), int(sys.argv[2])), tensor_split=None, micro-batches=1, dtype="float32", dequantize="no",
+    layers=(int(sys.argv[1]), int(sys.argv[2])), tensor_split=None, micro_batches=1, dtype="float32", dequantize="no",
     vocab_size=d.vocab_size, memory_share=1.0, eos_token_ids=(), channel="tcp", backend="ring", blas="none",
     log_level="INFO", hub=files.hub), StageSpec)
 seen = []

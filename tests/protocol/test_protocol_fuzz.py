@@ -54,7 +54,7 @@ SAMPLES = {
         [
             control.Submit(EngineRequest(request_id="r", prompt=[1, 2, 3], params=PARAMS)),
             control.Abort("r"),
-            control.Noted("r", resting=True),
+            control.QuarantineAck("r", resting=True),
             control.QueryStatus(1),
             control.QueryMetrics(2),
             control.Detach(),

@@ -22,8 +22,8 @@ from tandem.protocol import supervisor_messages as supervisor
         (agent.PairConfirm(b"p"), "PairConfirm"),
         (agent.PairProof(b"p"), "PairDone"),
         (supervisor.Done(1), "ReplicaChanged"),
-        (control.Trial("r", resting=False), "Trial"),
-        (control.Noted("r", resting=False), "Noted"),
+        (control.QuarantineNotice("r", resting=False), "QuarantineNotice"),
+        (control.QuarantineAck("r", resting=False), "QuarantineAck"),
         (control.Neighbours([("d", "tcp://1")]), "Neighbours"),
     ],
 )
@@ -36,7 +36,7 @@ def test_each_end_reads_what_the_other_sends() -> None:
     for kind, messages in (
         (agent.PairRequest, [agent.PairHello("h", "k"), agent.PairStart(b"e"), agent.PairConfirm(b"p")]),
         (agent.PairReply, [agent.PairIdentity("h", "k"), agent.PairElement(b"e"), agent.PairProof(b"p")]),
-        (control.ApiMessage, [control.Noted("r", resting=True), control.Neighbours([])]),
+        (control.ApiMessage, [control.QuarantineAck("r", resting=True), control.Neighbours([])]),
     ):
         for message in messages:
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message

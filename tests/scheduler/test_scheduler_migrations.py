@@ -9,14 +9,14 @@ import pytest
 from scheduler_invariants import check_invariants, make_limits
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import HandedOver, Output
-from tandem.protocol.disk_blocks import DISK_BLOCK, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
-LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK + 20)]
+LONG = [3 + i % 40 for i in range(2 * DISK_BLOCK_SIZE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
@@ -42,7 +42,7 @@ class Ranks:
             return None
         for keep in plan.keeps:
             computed = self.scheduler.batches.micro_batches[plan.micro_batch].members[keep.key].computed
-            assert all((number + 1) * DISK_BLOCK <= computed for number, _ in keep.disk_blocks)
+            assert all((number + 1) * DISK_BLOCK_SIZE <= computed for number, _ in keep.disk_blocks)
         self.writes += [name for op in (*plan.stores, *plan.keeps) for _, name in op.disk_blocks]
         for message in self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, [5] * len(plan.sampled()))):
             assert isinstance(message, Output)
@@ -74,7 +74,7 @@ def test_what_decodes_leaves_when_all_of_its_disk_blocks_are_written() -> None:
     scheduler = make()
     ranks = Ranks(scheduler)
     scheduler.submit(request("a", LONG), seed=1)
-    while len(ranks.outputs.get("a", [])) < DISK_BLOCK:
+    while len(ranks.outputs.get("a", [])) < DISK_BLOCK_SIZE:
         ranks.step()
     ranks.write()
     assert not scheduler.migrations.depart()
@@ -87,7 +87,7 @@ def test_what_decodes_leaves_when_all_of_its_disk_blocks_are_written() -> None:
     ranks.step()
     assert len(ranks.outputs["a"]) == before + 1
     ranks.write()
-    assert scheduler.migrations.depart() == [HandedOver("a", 3 * DISK_BLOCK)]
+    assert scheduler.migrations.depart() == [HandedOver("a", 3 * DISK_BLOCK_SIZE)]
     while ranks.step() is not None:
         scheduler.migrations.depart()
     assert scheduler.idle and scheduler.migrations.progress is None
@@ -98,7 +98,7 @@ def test_prompts_that_wait_to_leave_cost_a_step_nothing(monkeypatch: pytest.Monk
     ranks = Ranks(scheduler)
     scheduler.submit(request("runs", LONG), seed=1)
     for number in range(20):
-        scheduler.submit(request(f"q{number}", [3 + number] * 30 * DISK_BLOCK, 10, leaves=True), seed=1)
+        scheduler.submit(request(f"q{number}", [3 + number] * 30 * DISK_BLOCK_SIZE, 10, leaves=True), seed=1)
     ranks.step()
     looks, holds = [], scheduler.disk.holds
     monkeypatch.setattr(scheduler.disk, "holds", lambda name: looks.append(name) or holds(name))
@@ -107,14 +107,14 @@ def test_prompts_that_wait_to_leave_cost_a_step_nothing(monkeypatch: pytest.Monk
 
 
 def test_a_prompt_half_computed_leaves_with_what_it_has() -> None:
-    scheduler = make(prefill_chunk=DISK_BLOCK)
+    scheduler = make(prefill_chunk=DISK_BLOCK_SIZE)
     ranks = Ranks(scheduler)
-    scheduler.submit(request("a", [7 + i % 31 for i in range(6 * DISK_BLOCK)]), seed=1)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(6 * DISK_BLOCK_SIZE)]), seed=1)
     ranks.step()
     ranks.step()
     assert "a" not in ranks.outputs
     ranks.leave("a")
-    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK
+    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK_SIZE
 
 
 def test_who_waits_leaves_at_once_and_one_after_another_writes() -> None:
@@ -127,14 +127,14 @@ def test_who_waits_leaves_at_once_and_one_after_another_writes() -> None:
     ranks.leave("c", "a", "b")
     [first, *others] = scheduler.migrations.depart()
     assert first == HandedOver("c", 0) and not others
-    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK
-    assert ranks.until_gone("b").positions == 2 * DISK_BLOCK
+    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK_SIZE
+    assert ranks.until_gone("b").positions == 2 * DISK_BLOCK_SIZE
 
 
 def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
-    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK // 2)
+    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK_SIZE // 2)
     ranks = Ranks(scheduler)
-    prompt = [7 + i % 31 for i in range(4 * DISK_BLOCK + 50)]
+    prompt = [7 + i % 31 for i in range(4 * DISK_BLOCK_SIZE + 50)]
     names = disk_block_names(block_hashes(prompt))
     scheduler.submit(request("a", prompt, leaves=True), seed=1)
     written = list[bytes]()
@@ -143,10 +143,10 @@ def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
         ranks.step()
         written += ranks.writes
         ranks.write()
-        if 3 * DISK_BLOCK > scheduler.sequences["a"].computed >= 2 * DISK_BLOCK + DISK_BLOCK // 2:
+        if 3 * DISK_BLOCK_SIZE > scheduler.sequences["a"].computed >= 2 * DISK_BLOCK_SIZE + DISK_BLOCK_SIZE // 2:
             assert written == names[:2], "what is there is on its way"
     assert written == names, "each once, though the prefix is kept in memory too"
-    assert scheduler.migrations.depart() == [HandedOver("a", 4 * DISK_BLOCK)]
+    assert scheduler.migrations.depart() == [HandedOver("a", 4 * DISK_BLOCK_SIZE)]
     while ranks.step() is not None:
         pass
     assert scheduler.idle and ranks.outputs["a"] == [5]
@@ -154,9 +154,9 @@ def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
 
 @pytest.mark.parametrize("lost_when", ["before it is looked at", "once the next is ordered"])
 def test_what_disks_lose_meanwhile_is_written_again(lost_when: str) -> None:
-    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK, prefix_tokens=0)
+    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK_SIZE, prefix_tokens=0)
     ranks = Ranks(scheduler)
-    prompt = [7 + i % 31 for i in range(4 * DISK_BLOCK + 50)]
+    prompt = [7 + i % 31 for i in range(4 * DISK_BLOCK_SIZE + 50)]
     names = disk_block_names(block_hashes(prompt))
     scheduler.disk.begin([names[1:3]] * RANKS, (), scheduler.prefixes)
     scheduler.submit(request("a", prompt, leaves=True), seed=1)
@@ -171,11 +171,11 @@ def test_what_disks_lose_meanwhile_is_written_again(lost_when: str) -> None:
         written += ranks.writes
         ranks.write()
     assert sorted(written) == sorted([names[0], names[2], names[3]]), "each once"
-    assert scheduler.migrations.depart() == [HandedOver("a", 4 * DISK_BLOCK)]
+    assert scheduler.migrations.depart() == [HandedOver("a", 4 * DISK_BLOCK_SIZE)]
 
 
 def test_who_only_waits_for_its_grammar_leaves() -> None:
-    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK, prefix_tokens=0)
+    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK_SIZE, prefix_tokens=0)
     ranks = Ranks(scheduler)
     params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(json_object=True))
     for name, prompt in (("long", LONG), ("brief", [8, 9, 8])):
@@ -192,7 +192,7 @@ def test_who_only_waits_for_its_grammar_leaves() -> None:
     ranks.step()
     assert not ranks.writes[2:], "each once"
     ranks.write()
-    assert scheduler.migrations.depart() == [HandedOver("long", 2 * DISK_BLOCK)]
+    assert scheduler.migrations.depart() == [HandedOver("long", 2 * DISK_BLOCK_SIZE)]
     while ranks.step() is not None:
         pass
     assert scheduler.idle
@@ -204,9 +204,9 @@ def test_of_many_that_leave_none_waits_for_the_prompt_of_another() -> None:
     scheduler.submit(request("long", [9 + i % 31 for i in range(2000)], leaves=True), seed=1)
     scheduler.submit(request("short", LONG, leaves=True), seed=1)
     scheduler.submit(request("stays", [4, *LONG], 40), seed=1)
-    assert ranks.until_gone("short").positions == 2 * DISK_BLOCK
+    assert ranks.until_gone("short").positions == 2 * DISK_BLOCK_SIZE
     assert "long" not in ranks.outputs
-    assert ranks.until_gone("long").positions == 2000 // DISK_BLOCK * DISK_BLOCK
+    assert ranks.until_gone("long").positions == 2000 // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
     while ranks.step() is not None:
         assert not scheduler.migrations.depart()
     assert len(ranks.outputs["stays"]) == 40
@@ -228,7 +228,7 @@ def test_what_disks_do_not_take_is_finished_where_it_is() -> None:
     assert {name: len(tokens) for name, tokens in ranks.outputs.items()} == {"a": 60, "whole": 60, "brief": 1}
     ranks.writes.clear()
     scheduler.submit(request("b", [6, *LONG], 60, leaves=True), seed=1)
-    assert ranks.until_gone("b").positions == 2 * DISK_BLOCK, "disks that write again are used again"
+    assert ranks.until_gone("b").positions == 2 * DISK_BLOCK_SIZE, "disks that write again are used again"
     scheduler.disk.reset()
     scheduler.submit(request("off", LONG, 20, leaves=True), seed=1)
     while ranks.step() is not None:
@@ -237,9 +237,9 @@ def test_what_disks_do_not_take_is_finished_where_it_is() -> None:
 
 
 def test_a_prompt_that_leaves_when_its_ranks_die_or_its_replica_drains() -> None:
-    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK // 2)
+    scheduler = make(micro_batches=1, prefill_chunk=DISK_BLOCK_SIZE // 2)
     ranks = Ranks(scheduler)
-    scheduler.submit(request("a", [7 + i % 31 for i in range(4 * DISK_BLOCK + 20)], leaves=True), seed=1)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(4 * DISK_BLOCK_SIZE + 20)], leaves=True), seed=1)
     for _ in range(5):
         ranks.step()
     scheduler.restart()
@@ -249,7 +249,7 @@ def test_a_prompt_that_leaves_when_its_ranks_die_or_its_replica_drains() -> None
     for _ in range(5):
         ranks.step()
     ranks.leave("a")
-    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK, "now it leaves with what there is"
+    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK_SIZE, "now it leaves with what there is"
     assert scheduler.migrations.progress is None
 
 
@@ -272,7 +272,7 @@ def test_disks_that_say_nothing_hold_up_nobody_and_no_prefix_cache_is_needed() -
     while not ranks.outputs:
         ranks.step()
     ranks.leave("a")
-    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK
+    assert ranks.until_gone("a").positions == 2 * DISK_BLOCK_SIZE
 
 
 def test_some_are_finished_where_they_are() -> None:
@@ -323,7 +323,7 @@ def test_ranks_that_die_and_sequences_that_end_while_they_leave() -> None:
 def test_what_another_has_written_is_looked_for_once() -> None:
     scheduler = make()
     names = disk_block_names(block_hashes(LONG))
-    scheduler.submit(request("told", LONG, kept=2 * DISK_BLOCK), seed=1)
+    scheduler.submit(request("told", LONG, kept=2 * DISK_BLOCK_SIZE), seed=1)
     scheduler.submit(request("other", [8, 9]), seed=1)
     [order] = scheduler.disk.orders
     assert isinstance(order, Survey) and order.soon and not order.drop and scheduler.disk.fetching
@@ -337,7 +337,7 @@ def test_what_another_has_written_is_looked_for_once() -> None:
     [fetch] = scheduler.disk.orders
     assert fetch.names == names  # type: ignore[union-attr]
     empty = make()
-    empty.submit(request("told", LONG, kept=2 * DISK_BLOCK), seed=1)
+    empty.submit(request("told", LONG, kept=2 * DISK_BLOCK_SIZE), seed=1)
     [order] = empty.disk.orders
     empty.disk.orders.clear()
     for rank in range(RANKS):
@@ -345,7 +345,7 @@ def test_what_another_has_written_is_looked_for_once() -> None:
     assert not empty.disk.orders and not empty.disk.fetching
     assert empty.next_plan() is not None
     silent = make()
-    silent.submit(request("told", LONG, kept=2 * DISK_BLOCK), seed=1)
+    silent.submit(request("told", LONG, kept=2 * DISK_BLOCK_SIZE), seed=1)
     silent.disk.lose_patience()
     assert silent.next_plan() is not None
 

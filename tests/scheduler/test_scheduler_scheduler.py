@@ -14,7 +14,7 @@ from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import RequestError
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import Output, Refused
-from tandem.protocol.disk_blocks import Survey
+from tandem.protocol.kv_blocks import Survey
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult

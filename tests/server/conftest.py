@@ -35,12 +35,12 @@ from tandem.protocol.control import (
     HandOver,
     MetricsText,
     Output,
+    QuarantineNotice,
     QueryMetrics,
     QueryStatus,
     RankInfo,
     Refused,
     Submit,
-    Trial,
 )
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest
@@ -239,7 +239,7 @@ class FakeEngine:
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
                 if message.request.quarantine_record is not None and message.request.quarantine_record.suspect:
                     resting = self.rests and message.request.quarantine_record.rests
-                    self._send(identity, Trial(message.request.request_id, resting=resting))
+                    self._send(identity, QuarantineNotice(message.request.request_id, resting=resting))
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)
             if message.answered:

@@ -213,7 +213,7 @@ def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_pa
 
 
 def test_prompts_to_warm_that_are_gone_keep_no_later_api_from_serving(tmp_path):
-    with next_api(warm=(str(tmp_path / "gone.txt"),)) as (client, _):
+    with next_api(warmup_prompts=(str(tmp_path / "gone.txt"),)) as (client, _):
         assert client.get("/health").json()["status"] == "unreachable", "only the engine is missing"
 
 

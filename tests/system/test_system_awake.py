@@ -46,7 +46,7 @@ def test_a_mac_without_caffeinate_is_warned_of_and_served(monkeypatch, caplog):
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("tandem.system.awake.find_tool", lambda name: None)
     assert keep_awake() is None
-    assert "may fall asleep" in caplog.text
+    assert "may sleep while it serves" in caplog.text
 
 
 def test_elsewhere_nothing_is_started():

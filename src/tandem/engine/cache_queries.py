@@ -13,7 +13,7 @@ from tandem.engine.recovery import RankGroup
 from tandem.engine.status_report import StatusReport
 from tandem.kv.index import block_hashes
 from tandem.protocol.cached_prefixes import MOST_PREFIXES, CachedPrefixState, CacheReport, DiskReport, QueryCache
-from tandem.protocol.disk_blocks import Surveyed
+from tandem.protocol.kv_blocks import Surveyed
 from tandem.scheduler.scheduler import Scheduler
 
 PATIENCE_S = 30.0

@@ -25,8 +25,8 @@ from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestErro
 from tandem.executors.executor import Executor, Progress, Report, do_nothing
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
-from tandem.protocol.disk_blocks import UseRemoteStores
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.kv_blocks import UseRemoteStores
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.scheduler.scheduler import Scheduler

@@ -144,7 +144,7 @@ class EngineService:
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
-        elif isinstance(message, control.Noted):
+        elif isinstance(message, control.QuarantineAck):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
@@ -179,7 +179,7 @@ class EngineService:
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
-            if not isinstance(message, control.Output | control.Refused | control.HandedOver | control.Trial):
+            if not isinstance(message, control.Output | control.Refused | control.HandedOver | control.QuarantineNotice):
                 continue
             over = isinstance(message, control.Refused | control.HandedOver) or (
                 isinstance(message, control.Output) and message.finish_reason is not None

@@ -30,7 +30,9 @@ DOUBT_S = 2.0
 """Seconds without a message before a liveness probe is sent to an api: sending fails if its socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours | control.Detach
+Inbound = (
+    control.Submit | control.Abort | control.QuarantineAck | QueryCache | control.HandOver | control.Neighbours | control.Detach
+)
 
 
 class IPCServer:

@@ -22,7 +22,7 @@ from tandem.models.description import ModelDescription
 from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.disk_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits

@@ -27,7 +27,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
@@ -171,15 +171,15 @@ def _open_disk(
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = KVSlice(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"
-    space = f"{spec.kv_space}-{versions}-{DISK_BLOCK}-{dtype_name(stage.dtype)}"
+    space = f"{spec.kv_space}-{versions}-{DISK_BLOCK_SIZE}-{dtype_name(stage.dtype)}"
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
-    disk_block = DISK_BLOCK * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
+    disk_block = DISK_BLOCK_SIZE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
     if KEPT * spec.kv_disk_bytes < disk_block:
         return None, (
-            f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK} tokens of this model's KV, which are kept "
+            f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK_SIZE} tokens of this model's KV, which are kept "
             f"together, take {disk_block / 1e9:.2g}; give at least {2 * disk_block / 1e9:.2g}"
         )
-    most = MOST_HEADER + DISK_BLOCK * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
+    most = MOST_HEADER + DISK_BLOCK_SIZE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         as_bytes = spec.kv_dtype != "auto"
         kept = DiskBlockFiles(

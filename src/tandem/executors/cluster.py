@@ -38,8 +38,8 @@ from tandem.protocol.control import (
     Stepped,
     Stop,
 )
-from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.step import GrammarReady, StepPlan

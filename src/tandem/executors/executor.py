@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady, StepPlan
 

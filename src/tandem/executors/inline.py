@@ -20,7 +20,7 @@ from tandem.executors.watchdog import Watchdog
 from tandem.executors.weight_source import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner

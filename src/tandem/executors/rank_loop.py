@@ -16,7 +16,7 @@ from msgspec import Struct
 from tandem.crash_guard import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 from tandem.transport.mailbox import Mailbox

@@ -32,7 +32,7 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
-from tandem.protocol.disk_blocks import Fetch, Survey, UseRemoteStores
+from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import STANDBY, WorkerPayload
 from tandem.system.awake import keep_awake

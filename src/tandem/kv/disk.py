@@ -12,9 +12,9 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from tandem.kv.index import DiskBlockIndex, PrefixIndex, block_hashes, disk_block_names
-from tandem.protocol.disk_blocks import (
+from tandem.protocol.kv_blocks import (
     BLOCK_SIZE,
-    DISK_BLOCK,
+    DISK_BLOCK_SIZE,
     Fetch,
     Fetched,
     StoreOp,
@@ -48,9 +48,9 @@ class Seeking(Protocol):
     finished: bool
     fetched: int
     """Positions beyond what was in memory that were read from disk for it."""
-    awaits: bool
+    awaits_kv: bool
     """True while its prefix is being read; it joins no batch before."""
-    looked: bool
+    disk_checked: bool
     """Ranks have looked on their disks for what another engine wrote of it, or do."""
 
     @property
@@ -206,35 +206,36 @@ class DiskTier:
         hashes = block_hashes(sequence.tokens[:-1])
         every = disk_block_names(hashes)
         names = self._disk_blocks.leading(every)
-        told = not sequence.looked and sequence.request.kept >= DISK_BLOCK
-        if told and len(names) < min(sequence.request.kept // DISK_BLOCK, len(every)):
+        told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE
+        if told and len(names) < min(sequence.request.kept // DISK_BLOCK_SIZE, len(every)):
             self._look_for(sequence, wanted=every)
             return
-        if len(names) < len(every) and not sequence.looked:
+        if len(names) < len(every) and not sequence.disk_checked:
             for look in reversed(self._asked.values()):
                 if not look.names and not look.then and (look.wanted is None or every[len(names)] in look.wanted):
                     look.waiting.append(sequence)
-                    sequence.awaits = sequence.looked = True
+                    sequence.awaits_kv = sequence.disk_checked = True
                     return
         here = prefixes.peek(hashes)
         # What came from another replica is read whatever the pace: it came so that this one need not compute it.
-        came = sequence.request.kept >= DISK_BLOCK and bool(sequence.request.produced)
+        came = sequence.request.kept >= DISK_BLOCK_SIZE and bool(sequence.request.produced)
         names = next(
             (
                 some
                 for some in (names, self._own(names))
-                if len(some) * DISK_BLOCK - here >= DISK_BLOCK and (came or self._pays(some, len(some) * DISK_BLOCK - here))
+                if len(some) * DISK_BLOCK_SIZE - here >= DISK_BLOCK_SIZE
+                and (came or self._pays(some, len(some) * DISK_BLOCK_SIZE - here))
             ),
             [],
         )
         if not names:
             return
-        gain = len(names) * DISK_BLOCK - here
+        gain = len(names) * DISK_BLOCK_SIZE - here
         for asked in self._asked.values():
             if asked.names[: len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[: len(names) * DISK_BLOCK // BLOCK_SIZE])
+            key = prefixes.reserve(hashes[: len(names) * DISK_BLOCK_SIZE // BLOCK_SIZE])
             if key is None:
                 return
             # One that came would hold up others, were it computed here.
@@ -242,7 +243,7 @@ class DiskTier:
             self.orders.append(Fetch(key, names, within_s))
             asked = self._asked[key] = _Order(names=names, gain=gain)
         asked.waiting.append(sequence)
-        sequence.awaits, sequence.fetched = True, gain
+        sequence.awaits_kv, sequence.fetched = True, gain
 
     def _look_for(self, *sequences: Seeking, wanted: list[bytes] | None = None) -> None:
         """Look on the disks for what others may have written of these prompts before they are sought again.
@@ -250,7 +251,7 @@ class DiskTier:
         number = self._survey(soon=True, wanted=wanted)
         self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
         for sequence in sequences:
-            sequence.awaits = sequence.looked = True
+            sequence.awaits_kv = sequence.disk_checked = True
 
     def look(self, then: Callable[[], None], *, drop: bool) -> dict[int, Surveyed]:
         """Have ranks look at all that is on their disks once what waits has been written, or delete it first. Returns
@@ -275,7 +276,7 @@ class DiskTier:
 
     def _pays(self, names: list[bytes], gain: int) -> bool:
         pace = self._reading if len(self._own(names)) == len(names) else self._bringing
-        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * DISK_BLOCK):
+        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * DISK_BLOCK_SIZE):
             return True
         self._too_slow += 1
         return self._too_slow % AGAIN == 0
@@ -322,7 +323,7 @@ class DiskTier:
         self.counts.read_s += seconds
         if not lost or late:
             came = [name for name in asked.names if name not in lost]
-            (self._bringing if brought else self._reading).measure(len(came) * DISK_BLOCK, seconds)
+            (self._bringing if brought else self._reading).measure(len(came) * DISK_BLOCK_SIZE, seconds)
             self._lent.lose(came)  # the ranks have kept it
         if lost:
             self.counts.failures += not late
@@ -357,16 +358,16 @@ class DiskTier:
 
     def has(self, hashes: Sequence[bytes]) -> int:
         """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
-        return len(self._disk_blocks.leading(disk_block_names(hashes))) * DISK_BLOCK
+        return len(self._disk_blocks.leading(disk_block_names(hashes))) * DISK_BLOCK_SIZE
 
     @property
     def positions(self) -> int:
         """Positions on disk, counted in blocks that every rank has its part of."""
-        return len(self._disk_blocks) * DISK_BLOCK
+        return len(self._disk_blocks) * DISK_BLOCK_SIZE
 
 
 def _let_go(waiting: list[Seeking], *, arrived: bool = False) -> None:
     for sequence in waiting:
-        sequence.awaits = False
+        sequence.awaits_kv = False
         sequence.fetched = sequence.fetched if arrived else 0
     waiting.clear()

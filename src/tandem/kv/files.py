@@ -30,7 +30,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.kv.parts import KVSlice, sources
 from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.system.files import NotRegular, read_regular
 
 MAGIC = b"TDMKV\0\0\1"
@@ -443,7 +443,7 @@ def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
     shapes = [shape for pair in header.shapes for shape in pair]
-    if any(shape[:3] != [1, heads, DISK_BLOCK] or len(shape) != 4 or shape[3] < 1 for shape in shapes) or sum(
+    if any(shape[:3] != [1, heads, DISK_BLOCK_SIZE] or len(shape) != 4 or shape[3] < 1 for shape in shapes) or sum(
         map(math.prod, shapes)
     ) * dtype.itemsize != len(payload):
         raise ValueError("its arrays are not those of a disk block")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from tandem.protocol.disk_blocks import BLOCK_SIZE, DISK_BLOCK
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 
 SPARED = 0.5
 """Share of the budget that admission leaves to prefixes when prompts share their beginnings."""
@@ -282,7 +282,7 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 def disk_block_names(hashes: Sequence[bytes]) -> list[bytes]:
     """Names of the whole disk blocks of a prefix whose `block_hashes` these are."""
-    blocks = DISK_BLOCK // BLOCK_SIZE
+    blocks = DISK_BLOCK_SIZE // BLOCK_SIZE
     return list(hashes[blocks - 1 :: blocks])
 
 

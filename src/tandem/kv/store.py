@@ -22,7 +22,7 @@ from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.loading.stage_payload import dtype_name, storage_dtype
 from tandem.log import Seldom
-from tandem.protocol.disk_blocks import DISK_BLOCK, Fetch, Fetched, StoreOp, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, StoreOp, Survey, Surveyed, UseRemoteStores, Written
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -106,7 +106,7 @@ class _Arrived:
 
     def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
         """`first`: any disk block of it."""
-        self.dtype, self.length = dtype, DISK_BLOCK * disk_blocks
+        self.dtype, self.length = dtype, DISK_BLOCK_SIZE * disk_blocks
         self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
 
     def _room(self, side: np.ndarray) -> np.ndarray:
@@ -114,7 +114,7 @@ class _Arrived:
 
     def put(self, number: int, disk_block: list[Layer], dtype: str) -> None:
         """Copy a disk block into its place. Raises ValueError if it does not match the first."""
-        where = slice(number * DISK_BLOCK, (number + 1) * DISK_BLOCK)
+        where = slice(number * DISK_BLOCK_SIZE, (number + 1) * DISK_BLOCK_SIZE)
         for layer, held in zip(disk_block, self.layers, strict=True):
             for side, whole in zip(layer, held, strict=True):
                 place = whole[:, :, where]
@@ -151,7 +151,7 @@ class _Span:
 
     def disk_block(self, number: int) -> list[Layer]:
         """Waits until it is computed. For one thread."""
-        where = slice((number - self._first) * DISK_BLOCK, (number - self._first + 1) * DISK_BLOCK)
+        where = slice((number - self._first) * DISK_BLOCK_SIZE, (number - self._first + 1) * DISK_BLOCK_SIZE)
         return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
 
 
@@ -194,7 +194,7 @@ class KVDisk:
     def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[State], awaited: bool) -> None:
         """Queue as many of these consecutive disk blocks for writing as there is room for."""
         first = disk_blocks[0][0]
-        one = self._layers.stored(states, slice(first * DISK_BLOCK, (first + 1) * DISK_BLOCK))  # not evaluated
+        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # not evaluated
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
             seldom.warning("KV disk not used: this model's KV is not divided as its description says")
             return
@@ -205,7 +205,9 @@ class KVDisk:
         if len(taken) < len(disk_blocks):
             seldom.warning("KV disk too slow: not writing some blocks")
         if taken:
-            span = _Span(self._layers.stored(states, slice(first * DISK_BLOCK, (first + len(taken)) * DISK_BLOCK)), first)
+            span = _Span(
+                self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + len(taken)) * DISK_BLOCK_SIZE)), first
+            )
             for number, name in taken:
                 self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 

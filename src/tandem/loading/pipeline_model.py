@@ -217,7 +217,7 @@ class PipelineModel:
             forwarded_of = [_numbered(one, self._family.gives, forwarded) for one in seen]
             out = seen[0].out
             self._residuals = residuals(self.layers, out)
-            carried = self._as_sent(out)[1 : 1 + self._family.carries]
+            carried = self._as_sent(out)[1 : 1 + self._family.extra_outputs]
             stage_payload = StagePayload(
                 ArraySpec.of(out[0]), tuple(map(ArraySpec.of, carried)), tuple(map(ArraySpec.of, forwarded))
             )

@@ -17,8 +17,8 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
-from tandem.protocol.disk_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.events import Event
+from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan, StepResult
@@ -239,10 +239,10 @@ class MetricsText(Struct, frozen=True, tag=True):
     text: bytes
 
 
-class Trial(Struct, frozen=True, tag=True):
+class QuarantineNotice(Struct, frozen=True, tag=True):
     """Announce that a quarantined request is about to run alone.
 
-    The engine waits for the api to send it back as `Noted`, so that a request that kills the engine at once is known.
+    The engine waits for the api to send it back as `QuarantineAck`, so that a request that kills the engine at once is known.
     """
 
     request_id: str
@@ -250,16 +250,16 @@ class Trial(Struct, frozen=True, tag=True):
     """True while the engine idles to find out whether it dies without the request; else the request runs next."""
 
 
-class Noted(Trial, frozen=True, tag=True):
-    """Acknowledge a `Trial`."""
+class QuarantineAck(QuarantineNotice, frozen=True, tag=True):
+    """Acknowledge a `QuarantineNotice`."""
 
 
 class Neighbours(UseRemoteStores, frozen=True, tag=True):
     """Endpoints of other replicas that serve KV, as the supervisor knows them."""
 
 
-ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
-EngineMessage = Output | Refused | HandedOver | Trial | EngineStatus | MetricsText | CacheReport
+ApiMessage = Submit | Abort | QuarantineAck | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
+EngineMessage = Output | Refused | HandedOver | QuarantineNotice | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Ready(Struct, frozen=True, tag=True):
     quantized_layers: list[int] = []
     """Layers whose keys and values it keeps quantised."""
     disk_blocks: list[bytes] | None = None
-    """Names of the disk blocks of prefixes on its disk (tandem.protocol.disk_blocks); None where it keeps none there."""
+    """Names of the disk blocks of prefixes on its disk (tandem.protocol.kv_blocks); None where it keeps none there."""
     store: str = ""
     """Identity of that directory, model and KV type; equal on ranks that share one."""
     lends: str = ""

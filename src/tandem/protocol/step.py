@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from tandem.protocol.disk_blocks import StoreOp
+from tandem.protocol.kv_blocks import StoreOp
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import Pooling, SamplingParams
 

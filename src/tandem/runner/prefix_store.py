@@ -14,7 +14,7 @@ from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
-from tandem.protocol.disk_blocks import StoreOp
+from tandem.protocol.kv_blocks import StoreOp
 
 
 @dataclass(frozen=True)

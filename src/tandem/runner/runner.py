@@ -16,7 +16,7 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
-from tandem.protocol.disk_blocks import DISK_BLOCK, StoreOp
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
@@ -180,7 +180,7 @@ class Runner:
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Write disk blocks of a sequence to disk. Raises BatchDesync if they are not computed."""
         caches, length = micro_batch.caches(op.key)
-        if self.disk is None or any((number + 1) * DISK_BLOCK > length for number, _ in op.disk_blocks):
+        if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
         self.disk.store(op, [cache.state for cache in caches])
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from tandem.kv.disk import DiskTier
 from tandem.kv.index import block_hashes, disk_block_names
 from tandem.protocol.control import HandedOver
-from tandem.protocol.disk_blocks import DISK_BLOCK, StoreOp
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.scheduler.micro_batch import MicroBatch
 from tandem.scheduler.sequence import Sequence
 
-AT_ONCE = 1024 // DISK_BLOCK
+AT_ONCE = 1024 // DISK_BLOCK_SIZE
 """Most blocks queued for writing at once: each takes memory until it is written."""
 
 
@@ -108,7 +108,7 @@ class Migrations:
             disk_blocks = [
                 (number, name)
                 for number, name in self._missing(migration)
-                if name not in migration.ordered and (number + 1) * DISK_BLOCK <= sequence.computed
+                if name not in migration.ordered and (number + 1) * DISK_BLOCK_SIZE <= sequence.computed
             ][:room]
             if disk_blocks:
                 room -= len(disk_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from tandem.protocol.control import Refused, Trial
+from tandem.protocol.control import QuarantineNotice, Refused
 from tandem.protocol.quarantine import REST_S
 from tandem.protocol.step import StepPlan
 from tandem.scheduler.sequence import Sequence
@@ -50,13 +50,13 @@ class Quarantine:
             return next(iter(members), None) is None and sequence.may_be_tried and sequence.expected
         return not any(other.quarantine_record.suspect for other in members)
 
-    def watch(self, suspect: Sequence | None, now: float) -> list[Trial]:
+    def watch(self, suspect: Sequence | None, now: float) -> list[QuarantineNotice]:
         """Have the ranks stand idle before a `suspect` that is next, if it died alone; returns what to tell its api.
 
         Whether ranks die without it shows meanwhile. It runs once its api has taken note that it runs alone: a request
         that kills the engine at once could not be told from others any more.
         """
-        trials: list[Trial] = []
+        trials: list[QuarantineNotice] = []
         resting = None if suspect is None or suspect.may_be_tried else suspect
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
@@ -75,6 +75,6 @@ class Quarantine:
         return trials
 
     @staticmethod
-    def _trial(sequence: Sequence, *, resting: bool) -> list[Trial]:
+    def _trial(sequence: Sequence, *, resting: bool) -> list[QuarantineNotice]:
         """Return the message for the sequence's api; none if it keeps no suspicion."""
-        return [] if sequence.request.quarantine_record is None else [Trial(sequence.request_id, resting)]
+        return [] if sequence.request.quarantine_record is None else [QuarantineNotice(sequence.request_id, resting)]

@@ -107,7 +107,7 @@ class Scheduler:
         return (
             self.waiting
             if embeds and not self.disk.fetching
-            else deque(one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
+            else deque(one for one in self.waiting if not one.awaits_kv and (embeds or one.request.pooling is None))
         )
 
     @property

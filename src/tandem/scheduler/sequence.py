@@ -44,11 +44,11 @@ class Sequence:
     """Positions that came from the prefix cache when it was last inserted."""
     fetched: int = 0
     """Positions beyond what was in memory that were read from disk for it."""
-    awaits: bool = False
+    awaits_kv: bool = False
     """True while its prefix is being read from disk; it joins no batch before."""
     awaits_grammar: bool = False
     """True while the grammar is compiled, for which the last chunk of the prompt waits."""
-    looked: bool = False
+    disk_checked: bool = False
     """Ranks have looked on their disks for what another engine wrote of it, or do."""
     deaths: int = 0
     """rank groups that died while they worked on it."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
 from tandem.server.context import Api, key_digest, key_group
-from tandem.server.failures import ClientGone, error_response, internal_error, speaks_anthropic
+from tandem.server.failures import ClientGone, error_response, internal_error
 from tandem.server.fields import told
 from tandem.server.origins import Origins, check_content_type
 from tandem.server.quotas import group_of
@@ -59,8 +59,7 @@ class Gate:
                     more.append((IGNORED_HEADER, told(ignored).encode()))
                 if not any(name == b"x-request-id" for name, _ in message.get("headers", ())):
                     more.append((b"x-request-id", request_id.encode()))
-                if speaks_anthropic(scope):
-                    more.append((b"request-id", request_id.encode()))
+                more.append((b"request-id", request_id.encode()))  # Anthropic's name for it
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 

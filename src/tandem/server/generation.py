@@ -20,7 +20,7 @@ from tandem.json_types import JsonObject
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.thinking import ThinkingTokens, begin, follow
+from tandem.protocol.thinking import ThinkingTokens, Thought, begin, follow
 from tandem.server.context import get_api, get_group, gone, new_id
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone, internal_error
@@ -292,7 +292,10 @@ class ChoiceState:
         self.finish_reason: str | None = None
         self._index = index
         self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
-        self._thinking, self._thought = thinking, begin(thinking) if thinking is not None else None
+        self._thinking = thinking
+        self._thought: Thought | None = None
+        self._unread: list[int] = []
+        """Output tokens of which reasoning is not counted yet."""
         self._one_by_one = bool(stop)
         self._logs_end = logs_end
         self._pending: list[TokenLogprob] = []
@@ -302,8 +305,8 @@ class ChoiceState:
         """Return what an output adds; None while its text is held back. Log probabilities wait for their text."""
         visible = output.tokens[:-1] if output.stop_token else output.tokens
         text, used = self._push(visible)
-        if self._thinking is not None and self._thought is not None:
-            self._thought = follow(self._thinking, self._thought, visible[:used])
+        if self._thinking is not None:
+            self._unread += visible[:used]
         self._pending += output.logprobs[: None if self._logs_end and not self._text.stopped else used]
         if output.prompt_logprobs is not None:
             self._prompt = output.prompt_logprobs
@@ -324,7 +327,11 @@ class ChoiceState:
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens of reasoning so far; None if they are not counted."""
-        return self._thought.spent if self._thought is not None else None
+        if self._thinking is None:
+            return None
+        self._thought = follow(self._thinking, self._thought or begin(self._thinking), self._unread)
+        self._unread.clear()
+        return self._thought.spent
 
     def _push(self, tokens: list[int]) -> tuple[str, int]:
         """Return new text and how many of `tokens` it took: where a stop string ends must not depend on batching."""

@@ -14,7 +14,7 @@ from vllm.utils.network_utils import get_ip
 
 from tandem.env import machine_memory, variable
 from tandem.launchers.ray.nodes import UNIT
-from tandem.protocol.disk_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.params import check
 from tandem.vllm_plugin.rendezvous import add_keys

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from doubles import NamedRouter
-from tandem.protocol.disk_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE
 from tandem.server.engines.router import EXPECTED_OUTPUT, KEY_TOKENS, MOST_BLOCKS, TAIL, SentPrefixes, prompt_hashes
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")

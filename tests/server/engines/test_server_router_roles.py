@@ -8,13 +8,13 @@ import pytest
 
 from doubles import NamedRouter
 from tandem.config.settings import Role
-from tandem.protocol.disk_blocks import DISK_BLOCK
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
 from tandem.server.engines.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER
 
 PREFILL, DECODE = 0, 1
 
 
-WRITTEN = 6000 // DISK_BLOCK * DISK_BLOCK
+WRITTEN = 6000 // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
 
 
 def engine_pool(*roles: Role, pace: float = 1000.0) -> NamedRouter:
@@ -62,7 +62,7 @@ def test_what_is_on_the_disk_need_not_be_computed_apart():
     assert moved == (1, False)
     assert choose(router, "like it", [*prompt(6000), 6]) == (2, False), "it reads that"
     assert router.kept("like it") == WRITTEN
-    assert choose(router, "more", [*prompt(6000), *prompt(LONG + DISK_BLOCK, seed=2)]) == (PREFILL, True)
+    assert choose(router, "more", [*prompt(6000), *prompt(LONG + DISK_BLOCK_SIZE, seed=2)]) == (PREFILL, True)
 
 
 @pytest.mark.parametrize("state", ["recovering", "starting", "silent", "draining", "failed"])

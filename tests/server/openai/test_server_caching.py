@@ -21,7 +21,7 @@ def test_usage_says_what_was_read_from_disk(server, engine):
 def test_limits_of_clients_do_not_hold_up_the_prompts_of_warm(serve, engine, tmp_path, limits):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": {list(range(8, 12 + i))}}}\n' for i in range(3)))
-    server = serve(warm=(str(path),), **limits)
+    server = serve(warmup_prompts=(str(path),), **limits)
     assert [len(request.prompt) for request in engine.submitted.values()] == [4, 5, 6]
     assert server.chat(model="tiny").status_code == 200, "the client has all of its own"
 
@@ -30,7 +30,7 @@ def test_prompts_of_warm_go_on_behind_the_last_that_was_computed(serve, engine, 
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": {list(range(8, 12 + i))}}}\n' for i in range(3)))
     engine.hold = True
-    server = serve(warm=(str(path),), ready=False)
+    server = serve(warmup_prompts=(str(path),), ready=False)
     wait_until(lambda: len(engine.submitted) == 1)
     engine.refusal = (429, "full", "overloaded", 1.0)
     engine.hold = False

@@ -18,7 +18,7 @@ from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
 from tandem.json_types import JsonObject
 from tandem.kv.files import ABOUT, MARK
-from tandem.protocol.disk_blocks import BLOCK_SIZE, DISK_BLOCK
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 from tandem.server.cache.warm_file import read_warm_file, text_body
 from tandem.system.files import read_text
 
@@ -55,7 +55,7 @@ def look(directory: Path) -> list[Space]:
         for path, size, used in _files(place):
             names.add(path.name.partition(".")[0])
             space.files, space.nbytes, space.used = space.files + 1, space.nbytes + size, max(space.used, used)
-        space.tokens = DISK_BLOCK * len(names)
+        space.tokens = DISK_BLOCK_SIZE * len(names)
         if names:
             found.append(space)
     return sorted(found, key=lambda one: -one.used)

@@ -26,7 +26,7 @@ class Family:
     the files hold no head."""
     defaults: JsonMapping = field(default_factory=dict)
     """Values that mlx-lm assumes for keys that `config.json` may leave out."""
-    carries: int = 0
+    extra_outputs: int = 0
     """Values besides the hidden states that each layer hands to the next one; they travel between stages too."""
     hidden: int | str = 0
     """Place or name of the hidden states among a layer's arguments."""
@@ -153,7 +153,7 @@ FAMILIES: dict[str, Family] = {
     "internlm2": Family(tied="config-false"),
     "nemotron_h": Family(layers="backbone.layers", tied="never"),
     "longcat_flash": Family(tied="never"),
-    "rwkv7": Family(tied="config-false", carries=1),
+    "rwkv7": Family(tied="config-false", extra_outputs=1),
     "recurrent_gemma": Family(tied="file", defaults={"multi_query": True}),
     "baichuan_m1": Family(tied="config-false"),
     "glm_moe_dsa": Family(tied="never"),
@@ -171,7 +171,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan": Family(tied="always"),
     "bailing_hybrid": Family(tied="config-false", counts=True),
     "bailing_moe_linear": Family(tied="config-false", counts=True),
-    "kimi_k3": Family(layers=_NESTED, tied="config-false", carries=1),
+    "kimi_k3": Family(layers=_NESTED, tied="config-false", extra_outputs=1),
     "gemma3n": Family(
         layers="model.language_model.layers",
         tied="always",

@@ -10,27 +10,11 @@ from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import note_ignored
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.tools.choose import Marks
-from tandem.text.tokenizer import Tokenizer
 
 SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """Shares of a budget by the word for an effort, as OpenRouter has them; `max` is all of it."""
 SENT_TO_ALL = "tandem.budget_sent_to_all"
 """Key of an HTTP scope, where clients send budgets to models that do not think: their name for the field."""
-
-
-def thinking_tokens(marks: Marks | None, tokenizer: Tokenizer) -> ThinkingTokens | None:
-    """Return the tokens around reasoning; None without reasoning, or where a tag is text that any tokens may spell."""
-    if marks is None:
-        return None
-    opening, closing = (tuple(tokenizer.encode(tag, False)) for tag in (marks.opening, marks.closing))
-    if any(
-        len(ids) != 1 and not tokenizer.special_ids_of((tag,))
-        for tag, ids in ((marks.opening, opening), (marks.closing, closing))
-    ):
-        return None
-    ends = {tokenizer.encode(end, False)[0] for end in marks.ends} - {closing[0]}
-    return ThinkingTokens(opening, closing, tuple(sorted(ends)), marks.begun, marks.again)
 
 
 def budget_of(

@@ -12,7 +12,7 @@ from fastapi import Request
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
 from tandem.protocol.thinking import ThinkingTokens
-from tandem.server.chats.budgets import budget_of, thinking_tokens
+from tandem.server.chats.budgets import budget_of
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import accepted, described
 from tandem.server.chats.texts import LARGE, off_loop
@@ -22,7 +22,7 @@ from tandem.server.generation import Generation
 from tandem.server.openai.messages import Message, ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
 from tandem.server.openai.schemas import BUDGETS, ChatRequest
-from tandem.server.tools.choose import THINKING, OutputFormat, OutputParser, output_parser, told_formats
+from tandem.server.tools.choose import THINKING, OutputFormat, OutputParser, output_parser, thinking_tokens, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
@@ -132,18 +132,18 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    effort = effort_of(fields)
-    budget = budget_of(
-        http,
-        fields,
-        (effort.budget_field, effort.budget, effort.effort),
-        plan.thinking,
-        texts,
-        served.settings.server,
-        most=asked,
-        left=texts.status.max_context - len(plan.prompt),
-    )
-    if budget is not None:
+    effort, server = effort_of(fields), served.settings.server
+    if effort.budget is not None or effort.effort is not None or server.thinking_budget is not None:
+        budget = budget_of(
+            http,
+            fields,
+            (effort.budget_field, effort.budget, effort.effort),
+            plan.thinking,
+            texts,
+            server,
+            most=asked,
+            left=texts.status.max_context - len(plan.prompt),
+        )
         work = [(prompt, msgspec.structs.replace(params, thinking=budget)) for prompt, params in work]
     generation = Generation(
         http,
@@ -293,6 +293,8 @@ def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[
 
     Returns the fields that have no effect with this template.
     """
+    if effort.budget is None and effort.think is None and effort.effort is None:
+        return []
     reads = tokenizer.template_reads
     if effort.budget is not None and "thinking_budget" in reads:  # Seed
         variables.setdefault("thinking_budget", effort.budget)

@@ -256,7 +256,12 @@ class EngineClient:
 
     def _handle(
         self,
-        message: control.Refused | control.HandedOver | control.Trial | control.EngineStatus | control.MetricsText | CacheReport,
+        message: control.Refused
+        | control.HandedOver
+        | control.QuarantineNotice
+        | control.EngineStatus
+        | control.MetricsText
+        | CacheReport,
     ) -> None:
         if isinstance(message, control.EngineStatus):
             if not self.alive:
@@ -266,10 +271,10 @@ class EngineClient:
             self._answered(message)
         elif isinstance(message, control.MetricsText | CacheReport):
             self._answered(message)
-        elif isinstance(message, control.Trial):
+        elif isinstance(message, control.QuarantineNotice):
             if (sink := self._sinks.get(message.request_id)) is not None:
                 sink.tried(resting=message.resting)
-                self._send(control.Noted(message.request_id, message.resting))
+                self._send(control.QuarantineAck(message.request_id, message.resting))
         elif (sink := self._sinks.pop(message.request_id, None)) is not None:
             sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 

@@ -20,7 +20,7 @@ from itertools import product
 
 from tandem.config.settings import Role
 from tandem.kv.index import block_hashes
-from tandem.protocol.disk_blocks import BLOCK_SIZE, DISK_BLOCK
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 
 EXPECTED_OUTPUT = 256
 """Tokens of output that a request is expected to have, when its limit is higher: few come near their limit."""
@@ -239,7 +239,7 @@ class Router:
         hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
-        on_disks = {store: sent.matched(hashes) // DISK_BLOCK * DISK_BLOCK for store, sent in stores.items()}
+        on_disks = {store: sent.matched(hashes) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE for store, sent in stores.items()}
         kept, cheap = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
         for i, (store, tokens_there) in product(candidates, (on_disks | dict(written or {})).items()):
             if self.reads(i, store):
@@ -284,7 +284,10 @@ class Router:
 
     def _follows(self, home: int, reader: int, tokens: int) -> bool:
         """True if `home` can take over `tokens` that `reader` computes."""
-        return self.reads(home, self._replicas[reader].store) and self._replicas[home].room >= tokens // DISK_BLOCK * DISK_BLOCK
+        return (
+            self.reads(home, self._replicas[reader].store)
+            and self._replicas[home].room >= tokens // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
+        )
 
     def _bears(self, reader: int, home: int, work: Mapping[int, int]) -> bool:
         """True if the first token would not come much later from `reader`."""

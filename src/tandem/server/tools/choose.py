@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from tandem.protocol.thinking import ThinkingTokens
 from tandem.server.tools import harmony, json_calls, pythonic, tagged
 from tandem.server.tools.gemma import TAGS, gemma
 from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, thinking, without
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
+from tandem.text.tokenizer import Tokenizer
 
 Special = Callable[[str], bool]
 """Is a text made of special tokens of the model?"""
@@ -190,3 +192,17 @@ def output_parser(output_format: OutputFormat, special: Special) -> OutputParser
         markers = (*markers, *tags)
     reader = without(around, reader) if around else reader
     return None if reader is everything else OutputParser(reader, markers, marks)
+
+
+def thinking_tokens(marks: Marks | None, tokenizer: Tokenizer) -> ThinkingTokens | None:
+    """Return the tokens around reasoning; None without reasoning, or where a tag is text that any tokens may spell."""
+    if marks is None:
+        return None
+    opening, closing = (tuple(tokenizer.encode(tag, False)) for tag in (marks.opening, marks.closing))
+    if any(
+        len(ids) != 1 and not tokenizer.special_ids_of((tag,))
+        for tag, ids in ((marks.opening, opening), (marks.closing, closing))
+    ):
+        return None
+    ends = {tokenizer.encode(end, False)[0] for end in marks.ends} - {closing[0]}
+    return ThinkingTokens(opening, closing, tuple(sorted(ends)), marks.begun, marks.again)

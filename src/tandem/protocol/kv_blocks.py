@@ -1,7 +1,7 @@
 """Disk blocks of prefixes that ranks keep on disk: what the engine orders, and what ranks report.
 
-A disk block is the KV of `DISK_BLOCK` positions in a row, beginning at a multiple of that. Its name is the hash of all tokens up
-to its end, so the same name means the same KV wherever it was computed.
+A disk block is the KV of `DISK_BLOCK_SIZE` positions in a row, beginning at a multiple of that. Its name is the hash of
+all tokens up to its end, so the same name means the same KV wherever it was computed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 BLOCK_SIZE = 32
 """Positions of a block of KV: prefixes are found by the hashes of their blocks. None shorter is kept."""
-DISK_BLOCK = 2 * BLOCK_SIZE
+DISK_BLOCK_SIZE = 2 * BLOCK_SIZE
 """Positions of a disk block, which is a fixed run of blocks: files of single blocks are written a third more slowly,
 and read a fifth. What a prompt has behind its last whole disk block is computed again."""
 
