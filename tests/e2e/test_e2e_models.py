@@ -72,7 +72,7 @@ model = "{path / "alpha"}"
 [scheduler]
 memory_fraction = {budget!r}
 kv_tokens = 16384
-self-check = false
+self_check = false
 [models.beta]
 model = "{path / "beta"}"
 pipeline_parallel_size = 2
