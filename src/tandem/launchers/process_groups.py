@@ -20,7 +20,7 @@ from tandem.launchers.base import ProcessGroup
 from tandem.processes.leftovers import temporary_prefix
 
 LOWEST, HIGHEST = 20000, 61000
-"""Range above the ports of most services and, by default on Linux, beyond those of outgoing connections."""
+"""Lower bound, above the ports of most services; first port above Linux's default ephemeral range."""
 OTHERS_FIRST = 29600
 """First of Tandem's fixed ports. Ephemeral ports are above by default (Linux: from 32768, macOS: from 49152)."""
 ENOUGH = 1000

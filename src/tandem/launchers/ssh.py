@@ -94,10 +94,10 @@ PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem"
 
 
 def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
-    """Return a command for the host's login shell that runs `python -m module`, or its equivalent `tandem words`.
+    """Return a command for the host's login shell that runs `python -m module`, or the equivalent `tandem words`.
 
-    The first interpreter found is used: `python`; this machine's path, also relative to the home directory; the login shell's
-    `tandem`; the install paths of uv, pipx and Homebrew; the interactive shell's, since many users set PATH only there for zsh.
+    Without `python` the first of these interpreters is used: this machine's path, also relative to the home directory; the login
+    shell's; those in `PLACES`; the interactive shell's. Many users set PATH for zsh only in the last.
     """
     run = f"{SAFE} -m {module}"
     if python is not None:

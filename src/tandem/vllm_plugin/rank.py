@@ -94,7 +94,7 @@ class LoadedRank:
         return counted_heads(self.description, self.kv_heads)
 
     def counted_room(self, nbytes: int) -> int:
-        """Convert a KV budget of `nbytes` to the bytes that vLLM is told."""
+        """Convert a KV budget of `nbytes` to the bytes to report to vLLM, see `counted_room`."""
         heads, width = self.counted_heads
         counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
         return counted_room(nbytes, counted, self.stage.cache_bytes, self.cached_prefix_positions)
@@ -133,10 +133,10 @@ def load(
     drafts: int = 0,
     sharing: int = 1,
 ) -> LoadedRank:
-    """Load this rank's slice. `dtype` None is the device's default; `memory_share` is a fraction of the memory; `drafts` is the
-    maximum of draft tokens per sequence and step; `sharing` is the number of ranks on this machine.
+    """Load this rank's slice.
 
-    Raises ModelError and OutOfMemory.
+    `dtype` None is the device's default. `memory_share` is a fraction of the memory. `drafts` is the maximum of draft tokens per
+    sequence and step. `sharing` is the number of ranks on this machine. Raises ModelError and OutOfMemory.
     """
     choose_device("auto")
     limit_memory(memory_share, sharing)

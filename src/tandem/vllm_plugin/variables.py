@@ -12,7 +12,7 @@ DEVICES = "VLLM_METAL_VISIBLE_DEVICES"
 WITHOUT_EFFECT = {"VLLM_METAL_USE_PAGED_ATTENTION": "the KV cache is Tandem's own, in rows; leave it out"}
 """Variables of vllm-metal without effect here -> explanation for the warning."""
 FROM_VLLM_METAL = ("VLLM_METAL_MEMORY_FRACTION", "VLLM_METAL_RING_BASE_PORT", DEVICES, *WITHOUT_EFFECT)
-"""Variables of vllm-metal that vLLM itself does not know."""
+"""Variables of vllm-metal that vLLM itself would report as unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

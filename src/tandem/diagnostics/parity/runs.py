@@ -142,7 +142,7 @@ def run_layout(settings: Settings, layout: RankGroupLayout, workload: ParityWork
 def run_prompts(
     executor: Executor, layout: RankGroupLayout, workload: ParityWorkload, ranks: Sequence[StageSpec]
 ) -> list[list[int]]:
-    """Return the greedy tokens of each prompt. Each prompt runs alone in its batch, so that all layouts compute alike.
+    """Return the greedy tokens of each prompt. Each prompt runs alone in its batch, so that all layouts compute the same.
 
     `ranks` are the ranks that report to `executor`.
     """

@@ -54,7 +54,7 @@ class Check:
     proves: str
     """Statement that holds if the verdict is ok."""
     public: bool = field(default=False, kw_only=True)
-    """True if it stands in docs/checks.md; docs/checks.md has all."""
+    """Mark for docs/checks.md, which lists all checks regardless; read nowhere."""
     hosts: bool = field(default=False, kw_only=True)
     """True if the check needs a hosts file."""
     risky: bool = field(default=False, kw_only=True)

@@ -1,10 +1,10 @@
 """Pairing: two machines exchange public keys, authenticated by a six-digit code that the user types in.
 
 The exchange is SPAKE2 (Abdalla and Pointcheval, "Simple Password-Based Encrypted Key Exchange Protocols", CT-RSA 2005; also RFC
-9382) in the `spake2` package, which magic-wormhole uses for its short codes. The group is Ed25519, the head is side A, the agent
-side B. The code is the password; names and CURVE keys are the identities. Both ends get the same strong key if and only if they
-used the same code and saw the same names and CURVE keys. Each then proves possession of that key, the head first: HMAC-SHA256 of
-its role.
+9382). The `spake2` package implements it; magic-wormhole uses it for its short codes. The group is Ed25519, the head is side A,
+the agent side B. The code is the password; names and CURVE keys are the identities. Both ends get the same strong key if and
+only if they used the same code and saw the same names and CURVE keys. Each then proves possession of that key, the head first:
+HMAC-SHA256 of its role.
 
 An eavesdropper learns nothing about the code. An active attacker can test one guess per run. The agent counts runs when they
 begin: a code allows three runs, five minutes and one success. After that, pairing is refused until the user requests a new code.

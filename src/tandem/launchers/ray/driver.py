@@ -88,8 +88,8 @@ class RayDriver(HostProcess):
 
     def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
         """Start the driver. `address` is host:port, `auto` for this machine's cluster, or `new` for a new one with room for
-        `start_units` ranks; None uses RAY_ADDRESS, else `auto`. `on_host` is called in another thread with the node agents'
-        output and ends. With `token` Ray authenticates with the user's token.
+        `start_units` ranks; None uses RAY_ADDRESS, else `auto`. `on_host` is called in another thread with each `HostOutput`
+        and `HostEnded`. With `token` Ray authenticates with the user's token.
 
         Raises UsageError when Ray is not installed.
         """

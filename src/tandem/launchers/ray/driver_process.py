@@ -1,9 +1,9 @@
 """The Ray driver: the process that uses Ray, and the only launcher module that imports it.
 
-It is separate from the engine, since Ray exits a process that has lost the cluster's head for 60 seconds and replaces its signal
-handlers, while an engine must keep its requests (docs/adr/0013-ray-has-a-process-of-its-own.md). The driver reserves a device
-per rank with a placement group. On each it keeps an actor, which starts and watches the node agent. When the driver exits for
-any reason, Ray ends the actors, and they end node agents and ranks.
+Ray exits a process that has lost the cluster's head for 60 seconds, and replaces its signal handlers. An engine must keep its
+requests, so the driver is a separate process (docs/adr/0013-ray-has-a-process-of-its-own.md). The driver reserves a device per
+rank with a placement group. On each it keeps an actor, which starts and watches the node agent. When the driver exits for any
+reason, Ray ends the actors, and they end node agents and ranks.
 
 Ray pickles arguments and results of calls; Tandem passes only bytes and strings.
 """

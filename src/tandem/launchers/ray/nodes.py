@@ -34,8 +34,7 @@ class RayNode(Struct, frozen=True):
     def bundle(self) -> dict[str, float]:
         """Resources of one rank on this node; empty if the node cannot run ranks.
 
-        If `mlx` and `GPU` describe the same devices, a rank takes one of each, so that no other job gets the device as the other
-        resource.
+        If `mlx` and `GPU` describe the same devices, a rank takes one of each. Otherwise another job could get the device.
         """
         gpu = {"GPU": 1.0} if self.total.get("GPU", 0) else {}
         if self.total.get(UNIT, 0):
@@ -74,8 +73,8 @@ def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[st
     """Choose a node for each of `count` ranks, ordered by rank; None if there is too little room.
 
     Nodes with most room are filled first, which keeps a replica together and puts the next one elsewhere. Ranks follow their
-    nodes' addresses, after those on the engine's node (`here`), so that machines numbered along a chain of cables are used in
-    that order. Nodes with ids in `avoid` are used last.
+    nodes' addresses, those on the engine's node (`here`) first. So machines numbered along a chain of cables are used in that
+    order. Nodes with ids in `avoid` are used last.
     """
     room = sorted(
         (node for node in nodes if not node.trouble and node.units(node.free)),

@@ -249,8 +249,8 @@ STEPS = 8
 MODES = ("waiting", "ahead")
 """`waiting`: wait for each step before building the next. `ahead`: dispatch the next step, then wait for the last."""
 IN_PLACE = 0.75
-"""Limit of a step's extra memory, as a share of one layer's keys, per mode beyond the mode before. A copy would take at least
-one layer's keys."""
+"""Extra memory that a step may take in each mode beyond the previous mode, as a share of one layer's keys. A copy takes at least
+all of them."""
 
 
 def donation(task: Task) -> Figures:
