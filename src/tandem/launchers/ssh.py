@@ -96,7 +96,7 @@ PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem"
 def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
     """Return a command for the host's login shell that runs `python -m module`, or the equivalent `tandem words`.
 
-    Without `python` the first of these interpreters is used: this machine's path, also relative to the home directory; the login
+    Without `python`, these interpreters are tried in order: this machine's path, also below the home directory; the login
     shell's; those in `PLACES`; the interactive shell's. Many users set PATH for zsh only in the last.
     """
     run = f"{SAFE} -m {module}"

@@ -1,9 +1,8 @@
 """Conversion of vLLM's SchedulerOutput to Tandem's StepPlan. Pure and deterministic: all workers get the same outputs.
 
-vLLM picks the sequences of each step anew; Tandem's runner decodes whole micro-batches. A step becomes one plan for the
-micro-batch with most of the step's decoding sequences. Other sequences of the step move there; decoding ones that are not in the
-step move out. With pipeline stages vLLM keeps several disjoint batches in flight. Each settles in its own micro-batch, so moves
-are rare.
+vLLM picks new sequences for each step; Tandem's runner decodes whole micro-batches. A step becomes one plan for the micro-batch
+with most of the step's decoding sequences. Other sequences of the step move there; decoding ones that are not in the step move
+out. With pipeline stages vLLM keeps several disjoint batches in flight. Each settles in its own micro-batch, so moves are rare.
 
 KV is stored in rows, not in vLLM's blocks. A prefix that vLLM considers computed is restored from a cached prefix. Positions
 that no cached prefix has are recomputed, invisibly to vLLM.
@@ -46,7 +45,7 @@ class _HeldRequest:
     tokens: list[int] = field(default_factory=list)
     """Tokens to prefill before decoding: the prompt and, after a preemption, the output so far."""
     micro_batch: int = -1
-    """Index of its micro-batch; -1 if the ranks have dropped the request after a preemption."""
+    """Index of its micro-batch; -1 while the ranks do not hold the request: new or preempted."""
     computed: int = 0
     """KV positions present once all plans so far have run."""
     decoding: bool = False
@@ -86,8 +85,8 @@ class PlanBuilder:
         `stages` is the number of pipeline stages. `kv_tokens` is the number of KV positions that vLLM allocates; `chunk` the
         maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which running
         sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the additional cost
-        of a cached prefix, in positions, for SSM states. With `drafts` vLLM schedules draft tokens, and `sampled` is called for
-        each step before the next `plan`.
+        of a cached prefix, in positions, for SSM states. With `drafts` vLLM schedules draft tokens, and the caller passes each
+        step's tokens to `sampled` before the next `plan`.
         """
         self.micro_batches = stages + 1
         """Number of micro-batches: one per batch in flight, and a last one for sequences that wait."""

@@ -141,6 +141,6 @@ class NgramDrafter:
                 self._drafts[request_id] = index.drafts(self._most)
 
     def take(self) -> DraftTokenIds:
-        """Return the drafts after the last step, once."""
+        """Return the drafts for the last step's sequences, and forget them."""
         drafts, self._drafts = self._drafts, {}
         return DraftTokenIds(list(drafts), list(drafts.values()))

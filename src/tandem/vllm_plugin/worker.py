@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.tandem")
 
 KV_SHARE = 0.5
-"""Share of the memory beside the weights that vLLM may allocate as KV blocks. The rest is for padding, since rows are as long as
-the longest of their batch, and for cached prefixes."""
+"""Share of the memory beside the weights that vLLM may allocate as KV blocks. The rest is for cached prefixes and padding: rows
+are as long as the longest of their batch."""
 STOP_S = 2.0
 
 

@@ -233,7 +233,8 @@ class _Examination:
                 evidence.links[source, target] = ask(source, target, self._question.seconds)
 
     def _collective(self) -> None:
-        """Time an all_sum over the ranks. Skipped unless every link works, every host has mlx and RDMA passed."""
+        """Time an all_sum over the ranks. Skipped unless every link works, every host has mlx, RDMA passed and `TRIED` has the
+        backend."""
         evidence, question = self._evidence, self._question
         ranks = evidence.carriers
         names = {host.name for host in ranks}

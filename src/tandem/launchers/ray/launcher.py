@@ -46,7 +46,7 @@ class _Placement:
 
 
 class RayLauncher(HostsLauncher):
-    """Places each rank on a device of the cluster. After the loss of a node agent all are placed anew: other places may have to
+    """Places each rank on a device of the cluster. After the loss of a node agent all are placed again: other places may have to
     change, and the ranks restart anyway."""
 
     def __init__(self, settings: Settings) -> None:
@@ -84,7 +84,7 @@ class RayLauncher(HostsLauncher):
             self._current.served = True
 
     def present(self, count: int) -> list[int] | None:
-        """Return None: all ranks are placed anew, or none."""
+        """Return None: this launcher places all ranks again, never single ones."""
         return None
 
     def bring(self, missing: list[int], *, first: bool) -> None:
