@@ -1,8 +1,9 @@
 """Conversion of vLLM's SchedulerOutput to Tandem's StepPlan. Pure and deterministic: all workers get the same outputs.
 
-vLLM picks new sequences for each step; Tandem's runner decodes whole micro-batches. A step becomes one plan for the micro-batch
-with most of the step's decoding sequences. Other sequences of the step move there; decoding ones that are not in the step move
-out. With pipeline stages vLLM keeps several disjoint batches in flight. Each settles in its own micro-batch, so moves are rare.
+vLLM picks the sequences of each step independently; Tandem's runner decodes whole micro-batches. A step becomes one plan for the
+micro-batch with most of the step's decoding sequences. Other sequences of the step move there; decoding ones that are not in the
+step move out. With pipeline stages vLLM keeps several disjoint batches in flight. Each settles in its own micro-batch, so moves
+are rare.
 
 KV is stored in rows, not in vLLM's blocks. A prefix that vLLM considers computed is restored from a cached prefix. Positions
 that no cached prefix has are recomputed, invisibly to vLLM.
