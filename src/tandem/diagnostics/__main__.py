@@ -1,6 +1,6 @@
-"""Entry point of processes that diagnose, but for probes: `python -m tandem.diagnostics`.
+"""Entry point of diagnostic subprocesses: `python -m tandem.diagnostics`.
 
-The first line of standard input is the task (`tasks.AnyTask`). Probes, which other machines may start, take no tasks.
+The first line of standard input is the task, a JSON `tasks.AnyTask`. Probes run remotely and have their own entry point.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRACE_S = 10.0
 
 
 def main() -> None:
-    """Do the task. What imports mlx is imported by the task itself, after the BLAS."""
+    """Run the task from standard input. Each task imports mlx itself, since the BLAS must be loaded before."""
     own_process()
     raise_limit()
     task = msgspec.json.decode(receive_payload(), type=AnyTask)
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def answer(task: Task | TimingTask) -> None:
-    """Check or measure, and leave the answer. Ends the process."""
+    """Run a check or a timing, write the result to `task.result`, and exit with code 0."""
     watch_lifeline()
     if isinstance(task, Task):
         from tandem.diagnostics.selftest.check import look
@@ -48,18 +48,18 @@ def answer(task: Task | TimingTask) -> None:
 
         leave(time_rank(task), task.result)
     sys.stdout.flush()
-    os._exit(0)  # MLX's ring waits for its peers when it is taken down
+    os._exit(0)  # skips destructors: MLX's ring waits for its peers in its own
 
 
 def run_command(task: CommandTask) -> None:
-    """Run `tandem` in this process until it ends, or the parent does."""
+    """Run `tandem` in this process until the command or the parent process exits."""
     sys.argv = ["tandem", *task.words]
     watch_lifeline(_end)
     runpy.run_module("tandem", run_name="__main__")
 
 
 def _end() -> None:
-    """End the command as Ctrl-C would, so that it ends its own children; by force after `GRACE_S` seconds."""
+    """Send SIGTERM to this process, so that the command stops its children; exit with code 1 after `GRACE_S` seconds."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(1)

@@ -1,6 +1,6 @@
-"""Processes of this machine that get a task and leave an answer in a file: checks, and ranks that are timed.
+"""Local subprocesses that run one task and write its result to a file: checks, and ranks that are timed.
 
-All run `python -m tandem.diagnostics`, which a task on standard input tells what to do.
+All run `python -m tandem.diagnostics` and read the task from standard input.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tandem.system.files import write_private
 MODULE = "tandem.diagnostics"
 LATE = "late"
 TAIL = 65536
-"""Bytes at the end of a process's output in which its last words are looked for."""
+"""Bytes at the end of a process's output that are searched for its last line."""
 END_S = 10.0
 POLL_S = 0.05
 T = TypeVar("T")
 
 Figures = dict[str, str | int | float | bool]
-"""Measurements of a check, in the order in which a person should read them."""
+"""Measurements of a check by label, in display order."""
 Verdict = Literal["ok", "failed", "does not apply", "no answer"]
-"""`no answer`: the check's process died, or did not end in time."""
+"""`no answer`: the check's process died or exceeded its deadline."""
 
 
 # --- tasks ---
@@ -45,71 +45,71 @@ class Task(Struct, frozen=True, kw_only=True, tag="check"):
     """A check of the self-test, or a part of one."""
 
     entry: str
-    """Module and function below `selftest.checks`, `module:function`; it takes the task and returns figures."""
+    """Function to call, `module:function` below `selftest.checks`; takes the task and returns figures."""
     result: str
-    """File for the `TaskResult`."""
+    """Path of the file for the `TaskResult`."""
     directory: str
-    """Directory of the whole run, for what checks leave to later ones."""
+    """Directory that all checks of a run share, for files that later checks read."""
     model: str
-    """Directory of the model that is served."""
+    """Path of the served model's directory."""
     hostfile: str = ""
-    """MLX's hosts file; empty without one."""
+    """Path of MLX's hosts file; empty without one."""
     random: bool = False
-    """The model's weights are random: the check `model` makes it."""
+    """True if the model has random weights, which the check `model` generates."""
     options: JsonObject = {}
-    """Arguments of a part of a check."""
+    """Arguments for one part of a check."""
 
 
 class TaskResult(Struct, frozen=True, kw_only=True):
-    """The answer to a `Task`."""
+    """Result of a `Task`."""
 
     verdict: Verdict
     detail: str = ""
-    """Why it is not ok, in one line."""
+    """Reason, in one line, unless the verdict is `ok`."""
     figures: Figures = {}
 
 
 class TimingTask(Struct, frozen=True, kw_only=True, tag="timing"):
-    """Time what joins one rank to others or, alone, the steps of its machine."""
+    """Time one rank's collectives and channels or, with `ranks` 1, the decode and prefill steps of its machine."""
 
     rank: int = 0
     ranks: int = 1
     backend: str = "ring"
     operations: list[str] = []
-    """Operations to time, see `Row.operation`."""
+    """Operations to time, as in `Row.operation`."""
     sizes: list[int] = []
-    """Bytes of one array."""
+    """Array sizes to time, in bytes."""
     iterations: int = 0
     keys: ClusterKeys | None = None
-    """For `tcp`."""
+    """Keys for the operation `tcp`, else None."""
     listen: tuple[str, int] = ("", 0)
-    """Address and port of its channel."""
+    """Address and port of this rank's TCP channel."""
     following: str = ""
-    """Address of the next rank: tcp://ADDRESS:PORT."""
+    """URL of the next rank's TCP channel, tcp://ADDRESS:PORT."""
     fast_sync: bool = False
-    """With MLX's fast fences, on a Mac."""
+    """True to turn on MLX's fast fences (macOS)."""
     result: str = ""
-    """File for the `RankTimes`."""
+    """Path of the file for the `RankTimes`."""
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """Repeated calls of one operation with one size."""
+    """Timing of one operation at one message size."""
 
     operation: str
-    """all_sum: of an array that is there; between: an all_sum between two operations of the device; tcp and ring: one
-    hop."""
+    """`all_sum`: sum of an evaluated array; `between`: sum between two device operations; `tcp`, `ring`: one hop to the next
+    rank."""
     bytes: int
     median_us: float
     p99_us: float
     gb_per_s: float
-    """10**9 bytes a second."""
+    """Bandwidth in 10**9 bytes a second."""
 
 
 class RankTimes(Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to a `TimingTask`; with `error` (and nothing else that counts) if the rank failed."""
+    """Result of a `TimingTask`. If the rank failed, `error` is set and the other fields are meaningless."""
 
     error: str | None = None
-    """`LATE` if its time was up."""
+    """Message of the failure, `LATE` after a timeout, None on success."""
     device: str = ""
     gpu: bool = False
     metal: bool = False
@@ -120,21 +120,21 @@ class RankTimes(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def latency_s(self) -> dict[str, float]:
-        """Bytes (as text) -> median seconds of an all_sum."""
+        """Return the median seconds of an all_sum by message size in bytes, as text."""
         return {str(row.bytes): row.median_us / 1e6 for row in self.rows if row.operation == "all_sum"}
 
 
 class RecordingTask(Struct, frozen=True, kw_only=True, tag="recording"):
-    """Be a rank that serves, and record its logits."""
+    """Serve as one rank and record its logits."""
 
     worker: Raw
-    """The rank's `WorkerPayload`."""
+    """JSON of the rank's `WorkerPayload`."""
     path: str
-    """File for the logits."""
+    """Path of the file for the logits."""
 
 
 class CommandTask(Struct, frozen=True, kw_only=True, tag="command"):
-    """Run `tandem` with these words until it ends or the parent does. There need be no `tandem` on PATH."""
+    """Run `tandem` with these arguments until the command or the parent exits. Needs no `tandem` on PATH."""
 
     words: list[str]
 
@@ -146,15 +146,15 @@ AnyTask = Task | TimingTask | RecordingTask | CommandTask
 
 
 class TaskProcess(ChildProcess):
-    """A process with a task, which names the file for its answer; its output goes to a log beside that file.
+    """Subprocess that runs one task; its output goes to a log beside `task.result`.
 
-    A context manager that ends the process.
+    A context manager that kills the process on exit.
     """
 
     def __init__(
         self, task: Task | TimingTask, *, name: str, variables: Mapping[str, str] | None = None, module: str = MODULE
     ) -> None:
-        """Start it with `variables` added to the environment. Raises SpawnError."""
+        """Start the process with `variables` added to its environment. Raises SpawnError."""
         self.result = Path(task.result)
         self._log = self.result.with_suffix(".log")
         self.result.unlink(missing_ok=True)
@@ -171,19 +171,19 @@ class TaskProcess(ChildProcess):
         self.wait(END_S)
 
     def answer(self, kind: type[T]) -> T | None:
-        """Return the answer that the process left; None if there is none."""
+        """Return the result that the process has written; None if there is none."""
         try:
             return msgspec.json.decode(self.result.read_bytes(), type=kind)
         except FileNotFoundError:
             return None
 
     def last_words(self) -> str:
-        """Return the last line of its output; empty if there is none."""
+        """Return the last non-empty line of the process's output; empty if there is none."""
         lines = [line for line in self._log.read_bytes()[-TAIL:].decode(errors="replace").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
     def finding(self, deadline_s: float) -> TaskResult:
-        """Wait for the process to end and return a check's finding, or one that tells how the process ended."""
+        """Wait up to `deadline_s` seconds for the process to exit. Return its result, or `no answer` with the reason."""
         ended = self.wait(deadline_s)
         if finding := self.answer(TaskResult):
             return finding
@@ -195,16 +195,16 @@ class TaskProcess(ChildProcess):
 
 
 def leave(answer: TaskResult | RankTimes, result: str) -> None:
-    """Write the answer to the file `result`, whole or not at all; called in the process."""
+    """Write the result atomically to the file `result`. Called in the subprocess."""
     write_private(Path(result), msgspec.json.encode(answer), sync=False)
 
 
 @contextmanager
 def check_parts(entry: str, options: Sequence[dict[str, object]], variables: Sequence[Mapping[str, str]]
                 ) -> Iterator[list[TaskProcess]]:  # fmt: skip
-    """Start a process for each of `options` and `variables`, which makes the part `entry` of a check.
+    """Start one process for each pair of `options` and `variables`; each runs the part `entry` of a check.
 
-    They share a directory and end with the context.
+    The processes share a temporary directory and are killed when the context ends.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-selftest-"))
@@ -220,7 +220,7 @@ def check_parts(entry: str, options: Sequence[dict[str, object]], variables: Seq
 
 @contextmanager
 def local_group(backend: str, ranks: int) -> Iterator[list[dict[str, str]]]:
-    """Make an MLX group on this machine; yields the environment variables of each rank. Raises LayoutError."""
+    """Make an MLX group on this machine and yield each rank's environment variables. Raises LayoutError."""
     launcher, process_group = LocalLauncher(1), make_process_group(backend, ranks, 0)
     try:
         yield [{**launcher.variables(rank, ranks), **process_group.variables(rank)} for rank in range(ranks)]
@@ -229,7 +229,7 @@ def local_group(backend: str, ranks: int) -> Iterator[list[dict[str, str]]]:
 
 
 def timing_group(task: TimingTask, addresses: Sequence[str], ports: Sequence[int]) -> list[TimingTask]:
-    """Return the task of each rank of a group, which listens at its address and port."""
+    """Return one task per rank; rank i listens at `addresses[i]`:`ports[i]` and sends to rank i + 1 in a ring."""
     keys, count = ClusterKeys.generate(), len(addresses)
     ends = [f"tcp://{address}:{port}" for address, port in zip(addresses, ports, strict=True)]
     return [
@@ -243,7 +243,7 @@ def timing_group(task: TimingTask, addresses: Sequence[str], ports: Sequence[int
 def run_ranks(
     tasks: Sequence[TimingTask], variables: Sequence[Mapping[str, str]], timeout_s: float, module: str = MODULE
 ) -> list[RankTimes]:
-    """Run timing tasks side by side, each with its variables. All end when one fails, or after `timeout_s` seconds."""
+    """Run timing tasks in parallel, each with its environment variables. All are killed when one fails or after `timeout_s`."""
     answers: dict[int, RankTimes] = {}
     deadline = time.monotonic() + timeout_s
     with ExitStack() as stack:

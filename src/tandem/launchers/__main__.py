@@ -1,7 +1,7 @@
-"""Entry point of the processes that launchers start: `python -m tandem.launchers ROLE ...`.
+"""Entry point of processes that launchers start: `python -m tandem.launchers ROLE ...`.
 
-`rank-host` starts and watches a rank on its machine. `agent NAME PROGRAM` is a session with an agent, in ssh's place.
-`ray ACTION ...` speaks to a Ray cluster.
+`rank-host` is a node agent, which starts and watches a rank. `agent NAME PROGRAM` runs a session with an agent, in place of ssh.
+`ray ACTION ...` uses a Ray cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tandem.crash_guard import own_process
 
 
 def main(role: str, *words: str) -> int:
-    """Run a role until it ends; return its exit code."""
+    """Run the role until it ends; return its exit code."""
     own_process()
     if role == "rank-host":
         from tandem.launchers.node_agent import main as host_ranks

@@ -1,4 +1,4 @@
-"""The hosts of the hostfile that an engine has, from its settings."""
+"""Hosts of the hostfile that belong to an engine, by its settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.launchers.hostfile import HostEntry, hosts_of, read_hostfile
 
 
 def hosts_for(parallel: ParallelSettings) -> tuple[HostEntry, ...]:
-    """Return the hosts of the hostfile that these settings use; empty without a hostfile. Raises ConfigError."""
+    """Return the hosts of the hostfile that these settings select; empty without a hostfile. Raises ConfigError."""
     if parallel.hostfile is None:
         return ()
     return hosts_of(read_hostfile(parallel.hostfile), parallel.host_entries)
 
 
 def named_backend(parallel: ParallelSettings) -> str | None:
-    """Return the backend that the settings, or else their hostfile, name; None if neither does. Raises ConfigError."""
+    """Return the backend of the settings, or else of the hostfile; None if unspecified. Raises ConfigError."""
     if parallel.backend not in ("auto", "any"):
         return parallel.backend
     backend = None if parallel.hostfile is None else read_hostfile(parallel.hostfile).backend
@@ -26,9 +26,9 @@ def named_backend(parallel: ParallelSettings) -> str | None:
 
 
 def with_layout(parallel: ParallelSettings) -> ParallelSettings:
-    """Add a layout where a hostfile comes without one: a pipeline over all hosts that each replica gets.
+    """Return the settings; if a hostfile comes without a layout, add a pipeline over each replica's hosts.
 
-    Raises LayoutError when there are too few hosts.
+    Raises LayoutError if there are too few hosts, or they do not divide evenly among the replicas.
     """
     hosts = hosts_for(parallel)
     if not hosts:
@@ -54,9 +54,9 @@ def with_layout(parallel: ParallelSettings) -> ParallelSettings:
 
 
 def replica_hosts(parallel: ParallelSettings, index: int) -> ParallelSettings:
-    """Return one replica's settings, with its own group of hosts.
+    """Return the settings of replica `index`, with its own hosts.
 
-    Replica i has the i-th group; one that is added later takes hosts that are left over, else it raises LayoutError.
+    Replica i has the i-th group of hosts, also if added later. Raises LayoutError if the hostfile has too few.
     """
     hosts = hosts_for(parallel)
     if not hosts:
@@ -83,14 +83,14 @@ def role_of(parallel: ParallelSettings) -> Role:
 
 
 def told_memory(parallel: ParallelSettings) -> list[int]:
-    """Return the memory of each host in bytes, if the hostfile tells that of all; else an empty list."""
+    """Return each host's memory in bytes; empty unless the hostfile has it for all hosts."""
     known = [host.memory_bytes for host in hosts_for(parallel)]
     return [] if None in known else [size or 0 for size in known]
 
 
 def stage_memory(parallel: ParallelSettings, sizes: Sequence[int]) -> list[int]:
-    """Return the weight of each stage in the layer split: its hosts' memory where the hostfile tells that of all, else
-    its number of ranks."""
+    """Return each stage's weight for the layer split: its hosts' memory in bytes if the hostfile has it, else its number of
+    ranks."""
     memory = told_memory(parallel)[: sum(sizes)]
     if not memory:
         return list(sizes)

@@ -1,4 +1,4 @@
-"""Facts that a node agent reports of its machine when it joins."""
+"""Facts about a machine, which its node agent reports when joining."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tandem.version import __version__
 
 
 def installed() -> dict[str, str | None]:
-    """Return the versions of Python, Tandem and MLX here; None for what is not installed."""
+    """Return the installed versions of Python, Tandem, mlx and mlx-lm; None for a missing package."""
     numbers: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
     for name in ("mlx", "mlx-lm"):
         try:
@@ -35,7 +35,7 @@ def installed() -> dict[str, str | None]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be alike on all machines; Python's without its last number."""
+    """Return the versions that must agree on all machines; Python's is major.minor."""
     return {
         name: number or "missing"
         for name, number in {**installed(), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}.items()
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def host_facts(address: str) -> HostFacts:
-    """Describe this machine, which is reached at `address`."""
+    """Return the facts of this machine, which others reach at `address`."""
     return HostFacts(
         name=socket.gethostname(),
         machine=machine_id(),
@@ -60,7 +60,7 @@ def host_facts(address: str) -> HostFacts:
 
 
 def chip() -> str:
-    """Return the name of this machine's processor; empty where the system does not tell."""
+    """Return the processor's name; empty if unknown."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string")
     try:
@@ -71,14 +71,14 @@ def chip() -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's IPv4 address from which packets go to `host`, without sending any. Raises OSError."""
+    """Return this machine's IPv4 address on the route to `host`; sends no packets. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
 def is_own(address: str) -> bool:
-    """True when this machine has `address`."""
+    """True if `address` belongs to this machine."""
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
@@ -88,7 +88,7 @@ def is_own(address: str) -> bool:
 
 
 def launched_process_group() -> MlxProcessGroup:
-    """Read what `mlx.launch` put into this process's environment. Raises ConfigError when it cannot be read."""
+    """Return the process group that `mlx.launch` put into the environment; empty without it. Raises ConfigError."""
     rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
     host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
     try:
@@ -111,7 +111,7 @@ def launched_process_group() -> MlxProcessGroup:
 
 
 def _listed(name: str) -> object:
-    """Read the JSON file that a variable names, a list for each rank; mlx.launch leaves it empty for a single rank."""
+    """Return the JSON list (one entry per rank) in the file that a variable names; empty for an empty or unset one."""
     path = variable(name)
     text = read_text(path).strip() if path else ""
     return json.loads(text) if text else []

@@ -1,8 +1,8 @@
-"""MLX's hostfile, as `mlx.distributed_config` writes it and `mlx.launch` reads it.
+"""Reader of MLX's hostfile, as `mlx.distributed_config` writes it and `mlx.launch` reads it.
 
-Either a list of hosts, or an object with `backend`, `envs` and `hosts`; a host has `ssh`, `ips` and `rdma`. Fields of
-Tandem's own: `address` (where all others reach the host), `python` (its interpreter), and what `tandem plan` wants to
-know of a machine.
+A hostfile is a list of hosts, or an object with `backend`, `envs` and `hosts`; a host has `ssh`, `ips` and `rdma`. Tandem's own
+fields: `address` (at which all others reach the host), `python` (its interpreter), and the machine data of `tandem plan`
+(`PLAN_FIELDS`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.system.files import read_text
 
 TOP_FIELDS = ("backend", "envs", "hosts")
 PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops", "fence")
-"""For `tandem plan`; `memory`, where every host has it, also decides how many layers each gets."""
+"""Fields for `tandem plan`. `memory`, if every host has it, also weights the layer split."""
 HOST_FIELDS = ("ssh", "ips", "address", "rdma", "python", *PLAN_FIELDS)
 BACKENDS = tuple(name for name in get_args(get_type_hints(ParallelSettings)["backend"]) if name != "auto")
 LOCAL_NAMES = ("127.0.0.1", "localhost")
@@ -32,25 +32,25 @@ LOCAL_NAMES = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class HostEntry:
-    """One host of the file: room for one rank. A host that shall run several stands there several times."""
+    """One host of the file, for one rank. A host is listed several times to run several ranks."""
 
     ssh: str
-    """Destination for ssh: a name, an address, user@host, or a name from ~/.ssh/config."""
+    """Destination for ssh (name, address, user@host, or alias in ~/.ssh/config), or agent:NAME."""
     ips: tuple[str, ...] = ()
-    """Addresses over which its collectives go."""
+    """Addresses for the host's collectives."""
     address: str | None = None
-    """Address at which all other hosts reach it, where that is none of `ips`, which may be cables to one host each."""
+    """Address at which all other hosts reach this one, if not among `ips`: each of those may be a cable to one host."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
     """RDMA devices towards each host of the file, in order; None for itself."""
     python: str | None = None
-    """The host's Python interpreter."""
+    """Path of the host's Python interpreter."""
     memory_bytes: int | None = None
     facts: tuple[tuple[str, str], ...] = ()
-    """Values for `tandem plan` (`PLAN_FIELDS`) as they are written in the file."""
+    """Values of `PLAN_FIELDS` as written in the file."""
 
     @property
     def reached_at(self) -> str | None:
-        """Address for channels, the engine's bus, and the coordinator of a group."""
+        """Address for channels, the engine's bus and a group's coordinator; None if the file has none."""
         return self.address or next(iter(self.ips), None)
 
     @property
@@ -61,17 +61,17 @@ class HostEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Hostfile:
-    """A hostfile that was read."""
+    """Content of a hostfile."""
 
     path: str
     hosts: tuple[HostEntry, ...]
     backend: str | None = None
     envs: tuple[tuple[str, str], ...] = ()
-    """Variables for all ranks."""
+    """Environment variables for all ranks."""
 
 
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
-    """Read and check a hostfile. Raises ConfigError in one line that names entry, field, value and remedy."""
+    """Return the checked hostfile. Raises ConfigError with one line: entry, field, value and remedy."""
     return _HostfileReader(path, label).read()
 
 
@@ -92,7 +92,7 @@ class _HostfileReader:
             self._fail(f"line {error.lineno}, column {error.colno}: is not valid JSON: {error.msg}")
         except UnicodeDecodeError:
             self._fail("is not UTF-8 text")
-        except (ValueError, RecursionError) as error:  # endless digits, endless nesting
+        except (ValueError, RecursionError) as error:  # e.g. too many digits, too deep nesting
             self._fail(f"cannot be read: {error}")
         if isinstance(data, list):
             data = {"hosts": data}
@@ -114,7 +114,7 @@ class _HostfileReader:
         )
 
     def _fields(self, values: JsonObject, fields: Sequence[str], where: str) -> JsonObject:
-        """Check names and values of an object of the file; leave out what MLX leaves empty."""
+        """Check names and values of an object's fields; return those that are not null."""
         for name in values:
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1)
@@ -127,7 +127,7 @@ class _HostfileReader:
         return present
 
     def _check(self, kind: str, value: object, what: str, verb: str = "is", **words: str) -> None:
-        """Refuse a value that is not of a kind of `CHECKS`."""
+        """Raise ConfigError unless `value` fits `kind`, a key of `CHECKS`."""
         fits, must = CHECKS[kind]
         if not fits(value):
             self._fail(f"{what} {verb} {value!r}; must be {must.format(**words)}")
@@ -199,11 +199,11 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
         PLAN_FIELDS, (lambda value: isinstance(value, str | int | float) and not isinstance(value, bool), "a text or a number")
     ),
 }
-"""Kind of a value, mostly its field -> its check, and what it must be."""
+"""Kind of value, usually a field's name -> predicate, and what the value must be."""
 
 
 def hosts_of(hostfile: Hostfile, entries: Sequence[int] | None) -> tuple[HostEntry, ...]:
-    """Return the hosts with these numbers, in this order, or all. Raises ConfigError."""
+    """Return the hosts with these indices, in this order; all for None. Raises ConfigError for an index out of range."""
     for number in entries or ():
         if number >= len(hostfile.hosts):
             raise ConfigError(

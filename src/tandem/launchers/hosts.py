@@ -1,4 +1,4 @@
-"""Launcher whose ranks are started by node agents, which ssh, Ray or people start."""
+"""Base class of launchers whose ranks are started by node agents, over ssh, by Ray or by hand."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from tandem.protocol.payloads import HostPayload
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
-"""Seconds that a node agent tries to join."""
+"""Seconds for which a node agent tries to join."""
 WAIT_S = 0.1
 SEEK_S = 30.0
-"""Seconds between two warnings about a lost machine that does not return."""
+"""Seconds between two warnings about a lost machine."""
 
 
 def copy_line(label: str, line: str) -> None:
-    """Add a line of a node agent to the log. It has its own time, level and rank; `label` tells where it is from."""
+    """Write a line of a node agent to standard error after `label`. The line has its own time, level and rank."""
     sys.stderr.write(printable(f"[{label}] {line}\n"))
     sys.stderr.flush()
 
 
 class HostsLauncher(Launcher):
-    """Listens for node agents. Subclasses start them (`bring`) and end them (`release`)."""
+    """Accepts node agents and starts ranks through them. Subclasses start (`bring`) and stop (`release`) node agents."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class HostsLauncher(Launcher):
         tickets: bool = True,
         log_level: str = "INFO",
     ) -> None:
-        """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
+        """Open the join socket at `bind` (0.0.0.0: all addresses) and `port` (0: any free one).
 
-        With `tickets` each node agent must show the one of its latest invitation. `log_level` is theirs. Raises
-        UsageError when the port is taken.
+        With `tickets` each node agent must present the ticket of its latest invitation. `log_level` is for the node agents.
+        Raises UsageError when the port is taken.
         """
         self._bind = bind
         self._log_level = log_level
@@ -78,19 +78,19 @@ class HostsLauncher(Launcher):
         """Slot of each rank."""
         self._sought_at = 0.0
         self._trouble = ""
-        """Why a machine that had joined once could not return lately."""
+        """Message of the last failure to restart a lost node agent."""
         self._files: dict[int, dict[str, str]] = {}
         self._rank_groups = 0
-        """Number of rank groups that were recruited."""
+        """Number of rank groups recruited so far."""
 
     @property
     def bus_host(self) -> str:
-        """Address to which the join socket is bound, too."""
+        """Address to which the engine's sockets bind, like the join socket."""
         return self._bind
 
     def invite(self, slot: int, head: str, address: str | None = None, join_timeout: float = JOIN_S) -> HostPayload:
-        """Return the payload for a new node agent for `slot` that reaches this machine at `head`; remove the one before.
-        `address` and `join_timeout` as in `HostPayload`."""
+        """Return the payload for a new node agent in `slot`, and remove the previous one. The node agent reaches this machine at
+        `head`. `address` and `join_timeout` as in `HostPayload`."""
         ticket = secrets.token_hex(16)
         self.membership.issue(slot, ticket)
         return HostPayload(
@@ -103,27 +103,27 @@ class HostsLauncher(Launcher):
             log_level=self._log_level,
         )
 
-    # --- what subclasses do ---
+    # --- for subclasses ---
 
     @abstractmethod
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Start a node agent for each slot in `missing`. Called over and over while any is missing.
+        """Start a node agent for each slot in `missing`. Called repeatedly while any is missing.
 
-        `first` is True until all have joined once. Raises UsageError or RankFailure when one cannot be started.
+        `first` is True until all have joined once. Raises UsageError or RankFailure if one cannot be started.
         """
 
     @abstractmethod
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line that names the hosts which did not join in time, with the remedy."""
+        """Return an error message with the hosts that did not join in time, and the remedy."""
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Note that the node agents of all these slots have joined: one that is missing from now on was lost."""
+        """Called when the node agents of all `slots` have joined; one that is missing from now on is lost."""
 
     def release(self) -> None:
-        """End what `bring` started; the node agents were told to end."""
+        """Stop what `bring` started; the node agents have already been told to exit."""
 
     def addresses(self, slot: int) -> list[str]:
-        """Return the addresses (IPs) for the rank's collectives; the first is used where only one can be."""
+        """Return the IP addresses for the rank's collectives; single-address backends use the first."""
         member = self._member(slot)
         mlx = member.mlx
         if mlx.rank is not None and mlx.rank < len(mlx.hostfile):
@@ -131,11 +131,11 @@ class HostsLauncher(Launcher):
         return [self._address(member)]
 
     def meeting_address(self, slot: int) -> str:
-        """Return the address at which a group that begins with this rank meets, which all its ranks must reach."""
+        """Return the coordinator's address for a group that begins with this rank; all its ranks must reach it."""
         return self.addresses(slot)[0]
 
     def devices(self, slot: int) -> Devices:
-        """Return the RDMA devices of the rank's machine towards each slot; empty when unknown."""
+        """Return the RDMA devices of the rank's machine towards each slot; empty if unknown."""
         mlx = self._member(slot).mlx
         return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
 
@@ -151,7 +151,7 @@ class HostsLauncher(Launcher):
     def recruit(
         self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
     ) -> list[Place]:
-        """Start the node agents and wait for them."""
+        """Start node agents, wait for them, and return their places; see `Launcher.recruit`."""
         first = self._rank_groups == 0
         wanted = list(range(count)) if slots is None else list(slots)
         while missing := [slot for slot in wanted if (joined := self.membership.fill(count))[slot] is None]:
@@ -173,7 +173,7 @@ class HostsLauncher(Launcher):
     def _place(self, member: JoinedHost) -> Place:
         facts = member.facts
         together = self._together(member)
-        memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # that of a GPU is not known here
+        memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # a GPU's memory is unknown here
         shared_out = bool(facts.gpus) and len({tuple(other.facts.gpus) for other in together}) == len(together) > 1
         return Place(
             host=facts.name,
@@ -185,11 +185,11 @@ class HostsLauncher(Launcher):
         )
 
     def _together(self, member: JoinedHost) -> list[JoinedHost]:
-        """Return the hosts on its machine, by rank."""
+        """Return the hosts on the member's machine, by rank."""
         return [other for other in self._members if other.facts.machine == member.facts.machine]
 
     def _bring(self, missing: list[int], *, first: bool) -> None:
-        """Call `bring`; a machine that had joined once and cannot return now may still return in time."""
+        """Call `bring`. A RankFailure is logged and retried, since a lost machine may return in time."""
         try:
             self.bring(missing, first=first)
         except RankFailure as failure:
@@ -199,7 +199,7 @@ class HostsLauncher(Launcher):
                 log.warning("%s; trying again", failure.message)
 
     def present(self, count: int) -> list[int] | None:
-        """Return the slots whose node agents are connected; the others are started again."""
+        """Return the slots whose node agents are connected; restart the others."""
         joined = self.membership.fill(count)
         missing = [slot for slot, member in enumerate(joined) if member is None]
         if missing:
@@ -207,14 +207,14 @@ class HostsLauncher(Launcher):
         return [slot for slot in range(count) if slot not in missing]
 
     def _address(self, member: JoinedHost) -> str:
-        """Return the address for other machines. One that reached the head over loopback is the head's own machine."""
+        """Return the member's address for other machines. A loopback address is the head's own machine, so use the head's."""
         own = member.facts.address
         if not own.startswith("127."):
             return own
         return next((other.join.head for other in self._members if not other.facts.address.startswith("127.")), own)
 
     def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
-        """Make an MLX group. The first rank group uses what mlx.launch prepared, if it did; later ones take fresh ports."""
+        """Make an MLX group. The first rank group uses the ports that mlx.launch prepared, if any; later ones use fresh ports."""
         chosen = self.default_backend() if backend == "auto" else backend
         process_group = self._make_process_group(chosen, ranks)
         for index, rank in enumerate(ranks):
@@ -242,7 +242,7 @@ class HostsLauncher(Launcher):
         return jaccl_process_group(backend, names, rows, self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
     def _mpi(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Make a group of ranks that inherit what mpirun gave to their hosts; mpirun lets them start once."""
+        """Make a group from the environment that mpirun gave the hosts; works once, since mpirun's ranks cannot be restarted."""
         if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
             raise LayoutError(
                 "--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
@@ -265,7 +265,7 @@ class HostsLauncher(Launcher):
         return listeners
 
     def _coordinator(self, rank: int, prepared: str) -> str:
-        """Return IP:port on the rank's machine at which its group meets."""
+        """Return IP:port of the group's coordinator, on the machine of `rank`."""
         address, _, port = prepared.rpartition(":")
         if rank or not prepared:
             address, port = self.meeting_address(self._slots[rank]), ""
@@ -274,7 +274,7 @@ class HostsLauncher(Launcher):
         return f"{address}:{free}"
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
-        """Have the rank's host start the rank."""
+        """Ask the rank's host to start the rank."""
         member = self._members[rank]
         process = self.membership.begin(member)
         self.membership.send(
@@ -297,28 +297,29 @@ class HostsLauncher(Launcher):
         return environment | thread_variables(self._threads) if self._threads else environment
 
     def keep_standby(self, rank: int, world_size: int, spec: bytes) -> None:
-        """Start a standby process on the rank's machine."""
+        """Ask the rank's host to start a standby process."""
         member = self._members[rank]
         self.membership.send(member, KeepStandby(rank, spec, self._variables(rank), len(self._together(member))))
 
     def drop_standbys(self) -> None:
-        """End the standby processes of connected hosts; those of a lost host end with it."""
+        """Stop the standby processes of connected hosts; those of lost hosts stop by themselves."""
         for member in self._members:
             self.membership.send(member, DropStandby())
 
     def environment(self, slot: int) -> dict[str, str]:
-        """Return variables that the user sets for ranks."""
+        """Return the user's environment variables for ranks."""
         return {}
 
     @staticmethod
     def _gpu(member: JoinedHost, together: list[JoinedHost]) -> dict[str, str]:
-        """Assign a GPU to each rank of a machine, if there are enough and they are not assigned already."""
+        """Return the variables that give each rank of a machine its own GPU; empty if there are too few or they are already
+        assigned."""
         gpus = member.facts.gpus
         if not 1 < len(together) <= len(gpus) or any(other.facts.gpus != gpus for other in together):
             return {}
         return {"CUDA_VISIBLE_DEVICES": gpus[together.index(member)]}
 
     def close(self) -> None:
-        """Release the node agents and end them."""
+        """Release the node agents and stop them."""
         self.membership.close()
         self.release()

@@ -1,4 +1,4 @@
-"""Rank processes on this machine: all ranks of the local launcher, and those of a node agent."""
+"""Rank processes on this machine: all ranks of the local launcher, and the rank of a node agent."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ Variables = Mapping[str, str | None]
 
 
 def thread_variables(count: int) -> dict[str, str]:
-    """Return the environment in which numerical libraries use `count` threads."""
+    """Return environment variables that limit numerical libraries to `count` threads."""
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
 
 
 class Standbys:
-    """Standby processes, at most one for each rank, started with the rank's environment. A rank without one starts from
-    scratch."""
+    """Standby processes, at most one per rank, with the rank's environment. A rank without one starts from scratch."""
 
     def __init__(self, module: str = WORKER_MODULE) -> None:
-        """`module` is the ranks' entry point; only Tandem's own has standby processes."""
+        """Store the ranks' entry point `module`; only `WORKER_MODULE` supports standby processes."""
         self._module = module
         self._waiting: dict[int, tuple[ChildProcess, dict[str, str]]] = {}
 
     def keep(self, rank: int, spec: bytes, variables: Variables) -> None:
-        """Start a standby process for `rank` with its specification, unless one waits already."""
+        """Start a standby process for `rank` with its specification, unless a fitting one exists."""
         env = child_environment(variables)
         if self._module != WORKER_MODULE or self._fits(rank, env):
             return
@@ -49,8 +48,8 @@ class Standbys:
             log.warning("No standby process for rank %d: %s", rank, error)
 
     def start(self, rank: int, payload: bytes, variables: Variables, late: Mapping[str, str]) -> ChildProcess:
-        """Start the rank in the standby process with an environment of these `variables`, or else in a new one. `late`
-        are variables of this rank group alone, which no import reads. Raises SpawnError."""
+        """Start the rank in a standby process with equal `variables`, or else in a new one. `late` are variables of this rank
+        group, which imports do not read. Raises SpawnError."""
         env = child_environment(variables)
         if not self._fits(rank, env):
             self.drop(rank)
@@ -61,14 +60,14 @@ class Standbys:
         return process
 
     def drop(self, rank: int) -> None:
-        """End the process that waits for `rank`, if there is one."""
+        """Kill the standby process of `rank`, if any."""
         if rank in self._waiting:
             process, _ = self._waiting.pop(rank)
             process.kill()
             process.wait(END_S)
 
     def clear(self) -> None:
-        """End all standby processes."""
+        """Kill all standby processes."""
         for rank in list(self._waiting):
             self.drop(rank)
 
@@ -81,21 +80,21 @@ class LocalLauncher(Launcher):
     """Starts ranks as child processes, and divides the machine's cores and GPUs among them."""
 
     def __init__(self, threads_per_rank: int | None, module: str = WORKER_MODULE, cuda: bool = False) -> None:
-        """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
-        some."""
+        """Store the options. `module` is the ranks' entry point (`python -m`). With `cuda` ranks use NVIDIA GPUs if there are
+        any."""
         self._threads = threads_per_rank
         self._standbys = Standbys(module)
         self._cuda = cuda
 
     @property
     def bus_host(self) -> str:
-        """Loopback: nothing off this machine can connect."""
+        """Loopback, which is closed to other machines."""
         return "127.0.0.1"
 
     def recruit(
         self, count: int, deadline: float, on_wait: OnWait | None = None, slots: Sequence[int] | None = None
     ) -> list[Place]:
-        """Return places on this machine, which has room for any number."""
+        """Return places on this machine; there is no limit to their number."""
         count = count if slots is None else len(slots)
         here = Place(
             host="this machine",
@@ -107,9 +106,9 @@ class LocalLauncher(Launcher):
         return [here] * count
 
     def process_group(self, backend: str, ranks: Sequence[int]) -> ProcessGroup:
-        """Make a group on loopback; by default over NCCL if each rank has an NVIDIA GPU of its own, else a ring.
+        """Make a group on loopback; by default NCCL if each rank has its own NVIDIA GPU, else a ring.
 
-        Raises LayoutError for ranks that would have to share a GPU: their sums come to a standstill on CUDA.
+        Raises LayoutError for ranks that share a GPU: their collectives deadlock on CUDA.
         """
         gpus = len(visible_gpus()) if self._cuda else 0
         if 0 < gpus < len(ranks):
@@ -128,7 +127,7 @@ class LocalLauncher(Launcher):
         return self._standbys.start(rank, payload, self.variables(rank, world_size), extra_env)
 
     def variables(self, rank: int, world_size: int) -> dict[str, str]:
-        """Return a rank's part of the cores and GPUs, as variables of its environment."""
+        """Return environment variables with a rank's share of cores and GPUs."""
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
         gpus = visible_gpus() if world_size > 1 else []
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
@@ -139,9 +138,9 @@ class LocalLauncher(Launcher):
         self._standbys.keep(rank, spec, self.variables(rank, world_size))
 
     def drop_standbys(self) -> None:
-        """End the standby processes."""
+        """Kill the standby processes."""
         self._standbys.clear()
 
     def close(self) -> None:
-        """End the standby processes."""
+        """Kill the standby processes."""
         self._standbys.clear()

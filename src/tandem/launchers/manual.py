@@ -1,4 +1,4 @@
-"""Rank hosts that people start with `tandem rank`, or under `mlx.launch`; the head only waits for them."""
+"""Launcher for node agents that the user starts with `tandem rank` or `mlx.launch`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ALL_ADDRESSES = "0.0.0.0"
 
 
 class ManualLauncher(HostsLauncher):
-    """Accepts node agents in any order; those beyond what the layout needs stand by."""
+    """Accepts node agents in any order; surplus ones stand by."""
 
     def __init__(self, parallel: ParallelSettings) -> None:
-        """Read or make the token file, and listen. Raises UsageError without one, or when the port is taken."""
+        """Read or create the token file, and open the join port. Raises UsageError if either fails."""
         if not parallel.token_file:
             raise ConfigError(
                 "--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
@@ -43,7 +43,7 @@ class ManualLauncher(HostsLauncher):
         )
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Log once how to start node agents."""
+        """Log how to start node agents, whenever the number of missing ones changes."""
         if self._told != len(missing):
             self._told = len(missing)
             log.info(
@@ -55,7 +55,7 @@ class ManualLauncher(HostsLauncher):
             )
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line with the number of node agents that did not join, and the remedy."""
+        """Return an error message with the number of missing node agents, and the remedy."""
         return (
             f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
             f"THIS-MACHINE:{self.membership.port} --token-file FILE` on their machines"
@@ -63,7 +63,7 @@ class ManualLauncher(HostsLauncher):
 
 
 def make_token(path: str) -> ClusterKeys:
-    """Return the keys in a token file; make one with fresh keys when it is missing. Raises ConfigError."""
+    """Return the keys in a token file; create it with fresh keys if missing. Raises ConfigError."""
     try:
         descriptor = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -77,7 +77,7 @@ def make_token(path: str) -> ClusterKeys:
 
 
 def read_token(path: str) -> ClusterKeys:
-    """Read the keys in a token file. Raises ConfigError when it is missing, readable by others, or no token file."""
+    """Return the keys in a token file. Raises ConfigError if it is missing, readable by others, or malformed."""
     try:
         file = Path(path).expanduser()
         content, mode = read_regular(file, BY_HAND), file.stat().st_mode

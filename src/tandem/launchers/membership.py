@@ -1,4 +1,4 @@
-"""Membership of node agents: a thread of the head talks with those that have joined, beside the engine's thread."""
+"""Membership of node agents: those that have joined, served by a thread of the head beside the engine's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ seldom = Seldom(log)
 POLL_S = 0.1
 PING_S = 1.0
 ASK_S = 10.0
-"""Seconds for a node agent to answer a question."""
+"""Timeout in seconds for a node agent's answer."""
 LOST = 255
 """Exit code of a rank on a lost host."""
 
 
 class RemoteRank:
-    """A rank process on another machine, as its node agent reports it."""
+    """A rank process on another machine, as reported by its node agent."""
 
     def __init__(self, number: int, member: JoinedHost, kill: Callable[[], None], changed: threading.Condition) -> None:
         self.number = number
@@ -42,28 +42,28 @@ class RemoteRank:
         self._how = ""
 
     def poll(self) -> int | None:
-        """Exit code, or None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._code
 
     def describe_exit(self) -> str:
-        """Tell in words how it ended, and where."""
+        """Return how and where the process ended, or where it runs, as text."""
         where = self._member.facts.name
         return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
 
     def ended(self, code: int, how: str) -> None:
-        """Note that it has ended; the membership calls it."""
+        """Record the exit. Called by `Membership`."""
         with self._changed:
             if self._code is None:
                 self._code, self._how = code, how
             self._changed.notify_all()
 
     def kill(self) -> None:
-        """Have its host kill it."""
+        """Ask the host to kill the process."""
         if self._code is None:
             self._kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end; False when `timeout_s` seconds pass first."""
+        """Wait for the process to exit; return False after `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._code is not None, timeout_s)
 
@@ -75,26 +75,26 @@ class JoinedHost:
     identity: bytes
     join: hosts.Join
     slot: int | None
-    """Rank that it is for; None while it stands by."""
+    """Rank that the host serves; None for a standby host."""
     heard: float
     rank: RemoteRank | None = None
 
     @property
     def facts(self) -> hosts.HostFacts:
-        """Facts of its machine."""
+        """Facts of the host's machine."""
         return self.join.facts
 
     @property
     def mlx(self) -> hosts.MlxProcessGroup:
-        """Variables of mlx.launch on its machine."""
+        """Process group that mlx.launch prepared on the machine."""
         return self.join.mlx
 
 
 class Membership:
-    """The node agents that have joined; silent ones are removed. Methods are for the engine's thread."""
+    """Node agents that have joined; silent ones are removed. Public methods are for the engine's thread unless noted."""
 
     def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
-        """Listen. With `tickets` a node agent needs the one that was last issued for its slot. Raises TransportError."""
+        """Open the join socket. With `tickets` a node agent must present its slot's latest ticket. Raises TransportError."""
         self._end = HeadEnd(keys, host, port)
         self.port = self._end.port
         self._heartbeat = heartbeat_s
@@ -104,9 +104,9 @@ class Membership:
         self._members: dict[bytes, JoinedHost] = {}
         self._changed = threading.Condition()
         self._numbers = itertools.count(1)
-        """For ranks and questions."""
+        """Numbers for ranks and questions."""
         self._ports: dict[int, hosts.Ports] = {}
-        """Answers, by the number of the question."""
+        """Answers by the question's number."""
         self._refusals: dict[int | None, str] = {}
         self._closing = False
         self._pinged = 0.0
@@ -115,7 +115,7 @@ class Membership:
     # --- the engine's thread ---
 
     def issue(self, slot: int, ticket: str) -> None:
-        """Admit the node agent that joins for `slot` with `ticket`, once. Remove another host in that slot."""
+        """Admit one node agent for `slot` with `ticket`, and remove the slot's current one."""
         with self._changed:
             self._tickets[slot] = ticket
             self._refusals.pop(slot, None)
@@ -123,7 +123,7 @@ class Membership:
                 self._strike(member, "another is started in its place", level=logging.INFO)
 
     def fill(self, count: int) -> list[JoinedHost | None]:
-        """Return the host of each of `count` ranks, or None; standby hosts fill empty places as they have joined."""
+        """Return the host of each of `count` ranks, None if missing. Standby hosts fill empty slots in order of joining."""
         with self._changed:
             self._count = count
             places: list[JoinedHost | None] = [None] * count
@@ -138,7 +138,7 @@ class Membership:
             return places
 
     def refusal(self, slot: int) -> str | None:
-        """Return why the node agent for `slot` was refused, if it was."""
+        """Return and forget why the node agent for `slot` was refused; None if it was not."""
         with self._changed:
             return self._refusals.pop(slot, None)
 
@@ -148,11 +148,11 @@ class Membership:
             self._changed.wait(timeout_s)
 
     def send(self, member: JoinedHost, message: hosts.HeadMessage) -> None:
-        """Have the membership's thread send a message."""
+        """Send a message through the membership's thread."""
         self._end.post(member.identity, message)
 
     def begin(self, member: JoinedHost) -> RemoteRank:
-        """Register a rank process of the member's host, which is told next to start it."""
+        """Register a rank process on the member's host, before `StartRank` is sent."""
         number = next(self._numbers)
         rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
         with self._changed:
@@ -162,7 +162,8 @@ class Membership:
         return rank
 
     def reserve(self, member: JoinedHost, address: str, count: int, wanted: list[int]) -> list[int]:
-        """Ask for free ports on the member's machine. Raises RankFailure."""
+        """Return `count` free ports at `address` of the member's machine, those in `wanted` if free. Raises RankFailure after
+        `ASK_S` seconds or the host's loss."""
         number = next(self._numbers)
         self.send(member, hosts.ReservePorts(number, address, count, wanted))
         deadline = time.monotonic() + ASK_S
@@ -177,7 +178,7 @@ class Membership:
         return answer.ports
 
     def leave(self, ticket: str, reason: str) -> None:
-        """Remove the member with this ticket: its process has ended. From any thread."""
+        """Remove the member with this ticket, since its process has exited. Thread-safe."""
         with self._changed:
             for member in [other for other in self._members.values() if other.join.ticket == ticket]:
                 self._strike(member, reason)
@@ -190,7 +191,7 @@ class Membership:
             self._closing = True
         self._thread.join()
 
-    # --- its own thread ---
+    # --- the membership's own thread ---
 
     def _run(self) -> None:
         while not self._closing:
@@ -213,7 +214,7 @@ class Membership:
         self._end.close()
 
     def _broken(self, error: BaseException) -> None:
-        """Remove all hosts, as the thread that hears them has failed. Raises its error, which ends our own process."""
+        """Remove all hosts after a failure of the receiving thread. Raises its error, which exits this process."""
         with self._changed:
             for member in list(self._members.values()):
                 self._strike(member, "cannot be heard: the thread that listens has failed")
@@ -248,7 +249,7 @@ class Membership:
             if identity not in self._members:
                 for earlier in [other for other in self._members.values() if other.join.host_id == join.host_id]:
                     if earlier.join.attempt > join.attempt:
-                        return  # a delayed message; the node agent has reconnected since
+                        return  # a delayed message: the node agent has reconnected since
                     self._strike(earlier, "has joined anew")
                 if (reason := self._objection(join)) is not None:
                     seldom.warning(
@@ -270,11 +271,11 @@ class Membership:
                     join.facts.memory_bytes / 2**30,
                 )
                 self._changed.notify_all()
-            # Within the lock: others post to a member that they see, and a host drops what comes before this.
+            # Within the lock: other threads may post to a visible member, and a host drops messages that precede this one.
             self._end.post(identity, hosts.Welcome(self._heartbeat))
 
     def _objection(self, join: hosts.Join) -> str | None:
-        """Return why the node agent cannot be admitted, or None; use up its ticket."""
+        """Return why the node agent is refused, None if it is admitted. Uses up its ticket."""
         facts, own = join.facts, versions()
         different = [
             f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
@@ -296,7 +297,7 @@ class Membership:
         return None
 
     def _keep_up(self) -> None:
-        """Ping all hosts, and remove silent ones."""
+        """Ping all hosts and remove silent ones, at most every `PING_S` seconds."""
         now = time.monotonic()
         if now - self._pinged < PING_S:
             return

@@ -1,8 +1,8 @@
-"""A node agent: the process on a rank's machine that joins the head and starts, watches and kills a rank there.
+"""Node agent: the process on a rank's machine that joins the head and starts, watches and kills a rank.
 
-`python -m tandem.launchers rank-host`, with a `HostPayload` as a line on standard input, is what launchers start;
-`tandem rank` is the same for people. It holds no mlx, so it stays awake while its rank is stuck in a collective: a rank
-ends within `heartbeat_timeout` of the last sign of the head, whatever has happened to either, or to the network.
+Launchers run `python -m tandem.launchers rank-host` with a `HostPayload` as a line on standard input; users run `tandem rank`.
+The node agent imports no mlx, so it stays responsive while its rank hangs in a collective. The rank is killed within
+`heartbeat_timeout` of the head's last message, whatever failed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ PROCESS_GROUP_VARIABLES = (
     "NCCL_PORT",
     "MLX_WORLD_SIZE",
 )
-"""Variables of the process that started this one, which ranks must not inherit: the head tells them their group.
-MLX's jaccl reads its own names before MLX's."""
+"""Variables of the node agent's own environment that ranks must not inherit, since the head sends their group. jaccl reads the
+names without the MLX_ prefix first."""
 
 
 class _RankProcess:
@@ -71,7 +71,7 @@ class _RankProcess:
         self.process = standbys.start(order.rank, order.payload, _variables(order), process_group)
 
     def kill(self) -> None:
-        """End the process and delete its files. Idempotent."""
+        """Kill the process and delete its files. Idempotent."""
         self.process.kill()
         self.process.wait(END_S)
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -83,7 +83,7 @@ def _variables(order: hosts.StartRank | hosts.KeepStandby) -> Variables:
 
 
 class NodeAgent:
-    """Joins the head and obeys it until it is released, refused, or loses the head."""
+    """Joins the head and follows its orders until released, refused, or the head is lost."""
 
     def __init__(self, payload: HostPayload, mlx: hosts.MlxProcessGroup | None = None) -> None:
         self._payload = payload
@@ -96,11 +96,11 @@ class NodeAgent:
         self._heartbeat_s = 0.0
 
     def end(self) -> None:
-        """Make `run` return soon. From any thread, or a signal handler."""
+        """Make `run` return soon. Safe in threads and signal handlers."""
         self._told_to_end = True
 
     def run(self) -> int:
-        """Serve until the end. Return an exit code, 0 when the head released this host. Raises UsageError."""
+        """Join and serve until the end. Return an exit code, 0 if the head released this host. Raises UsageError."""
         while True:
             link = self._join()
             if link is None:
@@ -119,7 +119,8 @@ class NodeAgent:
     # --- joining ---
 
     def _join(self) -> HostEnd | None:
-        """Try the head's addresses in turn; None when told to end. Raises UsageError when none answers in time."""
+        """Return a link to the head, trying its addresses in turn; None after `end`. Raises UsageError if no address answers
+        within `join_timeout`."""
         payload = self._payload
         deadline = time.monotonic() + payload.join_timeout
         troubles: dict[str, str] = {}
@@ -188,7 +189,7 @@ class NodeAgent:
     # --- serving ---
 
     def _serve(self, link: HostEnd) -> int | None:
-        """Obey the head. Return the exit code, or None when the head is lost."""
+        """Follow the head's orders. Return the exit code, or None if the head is lost."""
         heard = time.monotonic()
         while not self._told_to_end:
             try:
@@ -258,7 +259,7 @@ class NodeAgent:
 
 
 def host_ranks(payload: HostPayload) -> int:
-    """Run a node agent in this process until it ends. Returns its exit code; raises UsageError. Main thread only."""
+    """Run a node agent in this process until it ends; return its exit code. Raises UsageError. Main thread only."""
     raise_limit()
     keep_awake()
     host = NodeAgent(payload, launched_process_group())
@@ -267,7 +268,7 @@ def host_ranks(payload: HostPayload) -> int:
         host.end()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             signal.signal(number, on_signal)
     if not payload.rejoin:
         watch_lifeline(host.end)
@@ -275,11 +276,11 @@ def host_ranks(payload: HostPayload) -> int:
 
 
 def main() -> int:
-    """Run the node agent that a launcher has started, by the payload on standard input. Return its exit code."""
+    """Run the node agent that a launcher has started, with the payload on standard input. Return its exit code."""
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
     set_up(payload.log_level, prefix="[node agent]")
     try:
         return host_ranks(payload)
     except UsageError as error:
-        print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by whoever started this
+        print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by the launcher
         return 2

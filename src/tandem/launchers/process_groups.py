@@ -1,4 +1,4 @@
-"""Process groups of MLX: the variables and files that its backends need in the ranks' environment."""
+"""MLX process groups: variables and files that MLX's backends need in the ranks' environment."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from tandem.launchers.base import ProcessGroup
 from tandem.processes.leftovers import temporary_prefix
 
 LOWEST, HIGHEST = 20000, 61000
-"""Below it stand the ports of many services; from it on Linux gives none to outgoing connections, as it comes."""
+"""Lower bound, above the ports of most services; first port above Linux's default ephemeral range."""
 OTHERS_FIRST = 29600
-"""Tandem's own fixed ports begin here, and those that systems give to outgoing connections are above (Linux: from 32768
-on, macOS: from 49152 on), unless their settings say otherwise."""
+"""First of Tandem's fixed ports. Ephemeral ports are above by default (Linux: from 32768, macOS: from 49152)."""
 ENOUGH = 1000
 ATTEMPTS = 20
 JACCL_MESH = 8
 """Largest number of ranks in a jaccl mesh."""
 Devices = list[str | list[str] | None]
-"""A rank's RDMA devices towards every rank of its group, null for itself."""
+"""RDMA devices of a rank towards every rank of its group, None for itself."""
 _GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
-"""Matches a GPU's number or UUID."""
+"""Pattern of a GPU's index or UUID."""
 
 
 def make_process_group(backend: str, size: int, first_rank: int) -> ProcessGroup:
-    """Make the group of `size` ranks of this machine that starts at the rank group's rank `first_rank`. Ranks take GPUs in
-    order. Raises LayoutError."""
+    """Make a group of `size` local ranks that starts at the rank group's rank `first_rank`; ranks take GPUs in order. Raises
+    LayoutError."""
     if backend in ("ring", "any"):
         return written_process_group(ring_process_group([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     if backend == "nccl":
@@ -68,8 +67,8 @@ def make_process_group(backend: str, size: int, first_rank: int) -> ProcessGroup
 
 
 def ring_process_group(listeners: Sequence[Sequence[str]]) -> ProcessGroup:
-    """Make a ring. `listeners` are the addresses (IP:port) of each rank; several make as many connections to each
-    neighbour."""
+    """Make a ring. `listeners` has the IP:port addresses of each rank; each additional address adds a connection to both
+    neighbours."""
     content = json.dumps([list(addresses) for addresses in listeners])
     return ProcessGroup(
         "ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))], [{"MLX_HOSTFILE": content}] * len(listeners)
@@ -79,7 +78,7 @@ def ring_process_group(listeners: Sequence[Sequence[str]]) -> ProcessGroup:
 def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> ProcessGroup:
     """Make a group over RDMA (Thunderbolt). `hosts` are names for messages, `coordinator` is IP:port of the first rank.
 
-    Raises LayoutError when a device is missing that a mesh (jaccl) or ring (jaccl-ring) needs.
+    Raises LayoutError for a missing or one-sided device in the mesh (jaccl) or ring (jaccl-ring), or a mesh of over 8 ranks.
     """
     size = len(hosts)
     if backend == "jaccl" and size > JACCL_MESH:
@@ -130,7 +129,7 @@ def nccl_process_group(size: int, coordinator: str) -> ProcessGroup:
 
 
 def any_process_group(ring: ProcessGroup, rdma: ProcessGroup | None) -> ProcessGroup:
-    """Combine a ring and an RDMA group, between which MLX chooses."""
+    """Combine a ring and an optional RDMA group; MLX chooses between them."""
     process_groups = [ring] if rdma is None else [rdma, ring]
     size = range(len(ring.environment))
     return ProcessGroup(
@@ -141,7 +140,7 @@ def any_process_group(ring: ProcessGroup, rdma: ProcessGroup | None) -> ProcessG
 
 
 def written_process_group(process_group: ProcessGroup) -> ProcessGroup:
-    """Write the files of a group to this machine's disk, until `remove`; return the group with their paths."""
+    """Write a group's files to a temporary directory, which `remove` deletes; return the group with their paths."""
     directory = Path(tempfile.mkdtemp(prefix=temporary_prefix(process_group.backend)))
     environment = []
     for index, own in enumerate(process_group.environment):
@@ -151,38 +150,38 @@ def written_process_group(process_group: ProcessGroup) -> ProcessGroup:
 
 
 def written_files(directory: Path, files: Mapping[str, str]) -> dict[str, str]:
-    """Write files, named as the variables that must point to them; return these variables."""
+    """Write each content to a file named like its variable; return the variables with the files' paths."""
     for name, content in files.items():
         (directory / name).write_text(content)
     return {name: str(directory / name) for name in files}
 
 
 def visible_gpus() -> list[str]:
-    """List the NVIDIA GPUs that processes started here may use, in CUDA's terms."""
-    named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: none
+    """Return the NVIDIA GPUs that child processes may use, as indices or UUIDs for CUDA_VISIBLE_DEVICES."""
+    named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: no GPU
     if named is not None:
-        # CUDA takes those before the first that names none, such as -1.
+        # CUDA ignores everything from the first invalid entry on, such as -1.
         return list(takewhile(_GPU.fullmatch, map(str.strip, named.split(","))))
     return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
 def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
-    """Find ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
+    """Return `count` distinct ports of `address` that are free now; `wanted` if all of those are.
 
-    They are used seconds later, so they are none of those that the system gives to outgoing connections. Raises OSError
-    when this machine does not have the address.
+    The ports are used seconds later, so the system's ephemeral range is avoided. Raises OSError if `address` is not this
+    machine's.
     """
     if len(wanted) == count:
         with suppress(OSError):
             return _bound(address, wanted)
     for _ in range(ATTEMPTS):
-        with suppress(OSError):  # one of them is taken
+        with suppress(OSError):  # one of the ports is taken
             return _bound(address, random.SystemRandom().sample(_lasting(), count))
     return _bound(address, [0] * count)
 
 
 def _lasting() -> range:
-    """Return the range of ports that the system never assigns by itself."""
+    """Return a range of ports outside the system's ephemeral range."""
     first = OTHERS_FIRST
     with suppress(OSError, ValueError):
         first = min(first, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
@@ -193,7 +192,7 @@ def _bound(address: str, ports: Sequence[int]) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in ports]
         for listener, port in zip(sockets, ports, strict=True):
-            if port:  # one that the last rank group has just released
+            if port:  # the last rank group may have just released the port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, port))
         return [int(listener.getsockname()[1]) for listener in sockets]

@@ -1,5 +1,5 @@
-"""The table of launchers and their properties. No other module compares their names; what a launcher needs is
-imported when it is made."""
+"""Table of launchers and their properties. No other module compares launcher names. A launcher's module is imported only when
+used."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tandem.system.cuda import uses_cuda
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherKind:
-    """Properties of a kind of launcher, for other packages, before one is made."""
+    """Properties of a launcher, known before it is created."""
 
     make: Callable[[Settings], Launcher]
-    """Raises UsageError."""
+    """Create the launcher. Raises UsageError."""
     here: bool = False
-    """Ranks run on the engine's machine, and share its cores, memory and GPUs with those of other engines."""
+    """True if ranks run on the engine's machine and share its cores, memory and GPUs with other engines' ranks."""
     by_hostfile: bool = False
-    """Ranks run on the hosts of the hostfile, which may tell their memory."""
+    """True if ranks run on the hosts of the hostfile, which may state their memory."""
     by_hand: bool = False
-    """People start the ranks, which come to a port of their engine and stay with it."""
+    """True if the user starts the ranks; they join an engine's port and stay with that engine."""
     own_devices: bool = False
-    """Each rank gets a device that no other rank has, of whichever engine."""
+    """True if each rank has a device to itself, even across engines."""
 
 
 def _local(settings: Settings) -> Launcher:
@@ -60,29 +60,28 @@ LAUNCHERS = {
     "ray": LauncherKind(make=_ray, own_devices=True),
     "manual": LauncherKind(make=_manual, by_hand=True),
 }
-"""By their names in settings. Paired machines (`tandem agent`) are hosts of a hostfile that ssh's launcher reaches."""
+"""Launchers by their names in settings. Paired machines (`tandem agent`) belong to `ssh`, as hosts of a hostfile."""
 
 
 def launcher_kind(parallel: ParallelSettings) -> LauncherKind:
-    """Return the kind of the launcher that these settings choose."""
+    """Return the properties of the launcher that the settings choose."""
     return LAUNCHERS[parallel.chosen_launcher]
 
 
 def make_launcher(settings: Settings) -> Launcher:
-    """Make the launcher that the settings choose. Raises UsageError."""
+    """Create the launcher that the settings choose. Raises UsageError."""
     return launcher_kind(settings.parallel).make(settings)
 
 
 def on_several_machines(parallel: ParallelSettings) -> bool:
-    """True if the ranks of all replicas may be on more machines than this one, as far as is known. Raises
-    ConfigError."""
+    """True if ranks of any replica may run on other machines. Raises ConfigError."""
     kind = launcher_kind(parallel)
     return not (kind.here or (kind.by_hostfile and all(host.is_here for host in hosts_for(parallel))))
 
 
 def sharing(parallel: ParallelSettings, index: int) -> int:
-    """Count the replicas that share the machines of replica `index`, as far as is known. Replicas share a machine by
-    the hostfile, or run on this one; what joins by hand has a machine of its own."""
+    """Return the number of replicas that share the machines of replica `index`: by the hostfile, or all if ranks are local;
+    otherwise 1."""
     count, kind = parallel.data_parallel_size, launcher_kind(parallel)
     if not kind.by_hostfile:
         return count if kind.here else 1

@@ -1,4 +1,4 @@
-"""Rank hosts over the system's ssh, with the user's own keys, agent and configuration."""
+"""Launcher that starts node agents over the system's ssh, with the user's keys, agent and configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10
 ALIVE_S, ALIVE_COUNT = 2, 4
-"""Seconds between ssh's keep-alive messages, and how many may stay unanswered before it gives up."""
+"""Seconds between ssh's keep-alive messages, and how many may stay unanswered before ssh disconnects."""
 SSH_FAILED, NOT_FOUND = 255, 127
 TAIL = 20
 END_S = 3.0
@@ -48,7 +48,7 @@ OPTIONS = (
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
 )
-"""No questions to a terminal; no connection shared with others, which could outlive this one."""
+"""Options against terminal prompts and shared connections, which could outlive this one."""
 _PING = "ping -c 3 {host}   (is it on, and are cable and address right?)"
 _NAME_PYTHON = "name its interpreter with --remote-python, or as `python` in the hostfile"
 SSH_TROUBLES = (
@@ -75,7 +75,7 @@ SSH_TROUBLES = (
     ("no route to host", "it cannot be reached", _PING),
     ("network is unreachable", "it cannot be reached", _PING),
 )
-"""Words of ssh, or of the agent's link in its place; their meaning; the remedy."""
+"""Text in the output of ssh or an agent session -> meaning, remedy."""
 PYTHON_TROUBLES = (
     (
         "operation not permitted",
@@ -88,17 +88,16 @@ PYTHON_TROUBLES = (
     ("no such file", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
     ("xcode-select", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
 )
-"""Words of a shell or of Python; their meaning; the remedy, or else to install Tandem."""
+"""Text in the output of a shell or Python -> meaning, remedy; an empty remedy means installing Tandem."""
 PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
-"""Paths where installers put programs that a login shell need not find; relative ones are below the home."""
+"""Paths where installers put programs that a login shell may not find; relative ones are below the home directory."""
 
 
 def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
-    """Return the line for the host's login shell that runs `module`, which `tandem` with `words` runs too.
+    """Return a command for the host's login shell that runs `python -m module`, or the equivalent `tandem words`.
 
-    The interpreter is, in this order, the named one, that of the same path as here (below the home directory too), the
-    one that a login shell finds, one where uv, pipx and Homebrew put programs, or the one that an interactive shell
-    finds: many people set PATH for zsh there alone.
+    Without `python`, these interpreters are tried in order: this machine's path, also below the home directory; the login
+    shell's; those in `PLACES`; the interactive shell's. Many users set PATH for zsh only in the last.
     """
     run = f"{SAFE} -m {module}"
     if python is not None:
@@ -114,7 +113,7 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
             f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
             f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
             f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
-            # What is there, and closed to ssh, looks as if it were not.
+            # macOS privacy makes a forbidden path look missing.
             f'for one in {interpreters}; do case "$(LC_ALL=C ls -d "$one" 2>&1)" in *"not permitted"*) '
             'echo "$one: Operation not permitted" >&2; exit 126;; esac; done',
             f'exec "$shell" -lc {shlex.quote(f"exec python3 {run}")}',
@@ -124,7 +123,7 @@ def remote_command(python: str | None, module: str = RANK_HOST, words: str = "ra
 
 
 def path_below_home(path: str) -> list[str]:
-    """Translate a path to one below another user's home, as a word of shell; empty for a path that is elsewhere."""
+    """Return the path relative to another user's home, as a shell word in a list; empty if it is not below the home."""
     home = str(Path.home())
     if not path.startswith(home + os.sep):
         return []
@@ -132,13 +131,13 @@ def path_below_home(path: str) -> list[str]:
 
 
 def ssh_command(host: str, command: str) -> list[str]:
-    """Return the ssh command that runs a line of shell on `host`, without a terminal."""
+    """Return an ssh command that runs a shell command on `host`, without a terminal."""
     return ["ssh", "-T", "-x", *(word for option in OPTIONS for word in ("-o", option)), "--", host, command]
 
 
 def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | None:
-    """Return why ssh to `host`, or the program there, ended, and the remedy; None if `said`, its last lines, do not
-    tell."""
+    """Return why ssh to `host`, or the program there, failed, and the remedy; None if unknown. `said` has the last lines of
+    output."""
     text = "\n".join(said).lower()
     if code == NOT_FOUND:
         text += ": no such file"
@@ -154,7 +153,7 @@ def _last(said: Sequence[str]) -> str:
 
 
 def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
-    """Return a line that tells why no node agent runs there, with the remedy. `lines` are the last of its output."""
+    """Return an error message for a host whose node agent did not start. `lines` are the last of its output."""
     if trouble := diagnose(entry.ssh, code, lines):
         return f"host {entry.ssh}: {'; '.join(trouble)}"
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
@@ -162,12 +161,12 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
 
 
 class HostProcess:
-    """A command that runs a program on a host, and threads that read its output."""
+    """A local command that runs a program on a host, with threads that read its output."""
 
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *, stderr: int = subprocess.STDOUT
     ) -> None:
-        """Start it with `variables` in its environment. Subclasses start the readers."""
+        """Start `command` with `variables` in its environment. Subclasses start the reader threads."""
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -181,7 +180,7 @@ class HostProcess:
     def _follow(
         self, stream: IO[bytes] | None, take: Callable[[bytes], None], name: str, on_end: Callable[[], None] = lambda: None
     ) -> None:
-        """Have a thread call `take` with each line of a stream, and `on_end` at its end or after a failure."""
+        """Start a thread that calls `take` with each line of a stream, and `on_end` at its end or after a failure."""
 
         def read() -> None:
             assert stream is not None
@@ -193,14 +192,14 @@ class HostProcess:
         self._readers.append(start_thread(read, name=name, on_failure=lambda _: on_end()))
 
     def tell(self, line: bytes) -> None:
-        """Write a line to its standard input; ignored when it has ended."""
+        """Write a line to standard input; ignored if the process has exited."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
     def poll(self) -> int | None:
-        """Exit code once all output is read; None before."""
+        """Return the exit code once all output is read; None before."""
         code = self._process.poll()
         if code is not None:
             self._join()
@@ -211,13 +210,13 @@ class HostProcess:
             reader.join(END_S)
 
     def hang_up(self) -> None:
-        """Close its standard input, which ends the program there."""
+        """Close standard input, which makes the remote program exit."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def end(self, timeout_s: float) -> None:
-        """Hang up, and kill what is left here after `timeout_s` seconds."""
+        """Close standard input; kill the local command after `timeout_s` seconds."""
         self.hang_up()
         try:
             self._process.wait(timeout_s)
@@ -228,10 +227,10 @@ class HostProcess:
 
 
 class _Connection(HostProcess):
-    """A node agent that was started over ssh, by an agent or here; its output goes to the log line by line."""
+    """A connection to a started node agent; its output is logged line by line."""
 
     def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, in another thread, when its output has ended."""
+        """Start the command and send it `payload`. `on_end` is called in another thread at the end of the output."""
         super().__init__(command)
         self.lines: deque[str] = deque(maxlen=TAIL)
         self.served = False
@@ -246,10 +245,10 @@ class _Connection(HostProcess):
 
 
 class SshLauncher(HostsLauncher):
-    """Places one rank for each entry of a hostfile, in its order."""
+    """Places one rank on each entry of a hostfile, in order."""
 
     def __init__(self, hostfile: Hostfile, settings: Settings) -> None:
-        """Find out at which addresses the hosts reach this machine. Raises UsageError; nothing is started."""
+        """Resolve the hosts and this machine's address towards each; starts no node agent. Raises UsageError."""
         parallel = settings.parallel
         self._hostfile = hostfile
         self._entries = hosts_of(hostfile, parallel.host_entries)
@@ -261,7 +260,7 @@ class SshLauncher(HostsLauncher):
         super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0", log_level=settings.process.log_level)
 
     def _find_head_addresses(self, chosen: str | None) -> list[str]:
-        """Return for each host the address by which it reaches this machine."""
+        """Return, for each host, the address at which it reaches this machine."""
         if chosen is not None:
             return [chosen] * len(self._entries)
         addresses = [None if entry.is_here else _address_for(entry) for entry in self._entries]
@@ -269,7 +268,7 @@ class SshLauncher(HostsLauncher):
         return [default if address is None else address for address in addresses]
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Start ssh for each missing host; one that has ended is an error."""
+        """Start a connection for each missing host. Raises UsageError (`first`) or RankFailure if one has ended."""
         for slot in missing:
             if slot >= len(self._entries):
                 raise UsageError(
@@ -279,7 +278,7 @@ class SshLauncher(HostsLauncher):
                 )
             connection = self._connections.get(slot)
             if connection is not None and connection.served:
-                connection.end(0.0)  # what was there has been lost
+                connection.end(0.0)  # its node agent was lost
                 connection = None
             code = None if connection is None else connection.poll()
             if connection is None:
@@ -291,7 +290,7 @@ class SshLauncher(HostsLauncher):
                 raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Take a connection without a node agent for a lost one."""
+        """Mark the connections as served; one without a node agent is lost from now on."""
         for slot in slots:
             self._connections[slot].served = True
 
@@ -310,33 +309,33 @@ class SshLauncher(HostsLauncher):
         )
 
     def _label(self, slot: int) -> str:
-        """Return the host's name, with the rank where the host has several."""
+        """Return the host's name, with the slot if the host has several ranks."""
         name = self._entries[slot].ssh
         several = sum(entry.ssh == name for entry in self._entries) > 1
         return f"{name} {slot}" if several else name
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line that names the hosts which did not join."""
+        """Return an error message with the hosts that did not join."""
         names = ", ".join(self._entries[slot].ssh for slot in missing)
         return f"{names} did not join in time (start_timeout); what ssh has said stands above"
 
     def addresses(self, slot: int) -> list[str]:
-        """Return `ips` of the hostfile."""
+        """Return `ips` of the hostfile, or else the default."""
         return list(self._entries[slot].ips) or super().addresses(slot)
 
     def meeting_address(self, slot: int) -> str:
-        """Return `address` of the hostfile."""
+        """Return `address` of the hostfile, or else the default."""
         return self._entries[slot].address or super().meeting_address(slot)
 
     def devices(self, slot: int) -> Devices:
-        """Return `rdma` of the hostfile, for the hosts that take part."""
+        """Return `rdma` of the hostfile towards the hosts in use; empty if unspecified."""
         row = self._entries[slot].rdma
         return (
             [list(cell) if isinstance(cell, tuple) else cell for cell in (row[number] for number in self._numbers)] if row else []
         )
 
     def default_backend(self) -> str:
-        """Return the backend of the hostfile."""
+        """Return `backend` of the hostfile, or `ring`."""
         return self._hostfile.backend or "ring"
 
     def environment(self, slot: int) -> dict[str, str]:
@@ -344,7 +343,7 @@ class SshLauncher(HostsLauncher):
         return dict(self._hostfile.envs)
 
     def release(self) -> None:
-        """End all ssh connections; the node agents were released before."""
+        """Close all connections; the node agents were released before."""
         for connection in self._connections.values():
             connection.hang_up()
         for connection in self._connections.values():
@@ -353,7 +352,7 @@ class SshLauncher(HostsLauncher):
 
 
 def _address_for(entry: HostEntry) -> str:
-    """Return this machine's address towards a host. Raises ConfigError."""
+    """Return this machine's address towards a host. Raises ConfigError if the host does not resolve."""
     target = entry.reached_at or named_machine(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
@@ -366,13 +365,13 @@ def _address_for(entry: HostEntry) -> str:
 
 
 def named_machine(ssh: str) -> str:
-    """Return name or address of the machine that an `ssh` entry names: its agent's, or that of ssh's configuration."""
+    """Return the hostname or address behind an `ssh` entry: the paired agent's, or ssh's configured HostName."""
     agent = agent_name(ssh)
     return ssh_hostname(ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
 
 
 def ssh_hostname(destination: str) -> str:
-    """Return the name or address that ssh's configuration has for a destination."""
+    """Return the HostName that ssh's configuration has for a destination."""
     done = subprocess.run(["ssh", "-G", "--", destination], capture_output=True, text=True, env=child_environment())
     for line in done.stdout.splitlines():
         if line.startswith("hostname "):

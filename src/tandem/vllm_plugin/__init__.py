@@ -1,6 +1,6 @@
-"""vLLM on Tandem: `vllm serve` schedules and answers, our models, channels and runner compute, on MLX.
+"""vLLM plugin: `vllm serve` schedules and serves; Tandem's models, channels and runner compute on MLX.
 
-The entry points are here; they must be light, and must not import mlx: a worker first puts a fast BLAS in front of it.
+These entry points must be cheap and must not import mlx: a worker first loads a fast BLAS.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PLATFORM = "tandem.vllm_plugin.platform.TandemPlatform"
 
 
 def applies() -> bool:
-    """True when vLLM should compute with Tandem here.
+    """True if vLLM should compute with Tandem in this process.
 
-    TANDEM_VLLM=1 or 0 decides. Otherwise hardware and packages do, since a process that Ray starts sees the driver's
-    environment too late: MLX is installed, and this is an Apple-silicon Mac, or vLLM has no kernels of its own.
+    TANDEM_VLLM=1 or 0 decides. Otherwise MLX must be installed, on an Apple-silicon Mac or beside a vLLM without kernels.
+    Variables alone do not suffice: processes that Ray starts get the driver's environment too late.
     """
     choice = variable("TANDEM_VLLM")
     if choice is not None:
@@ -34,10 +34,10 @@ def applies() -> bool:
 
 
 def register() -> str | None:
-    """`vllm.platform_plugins`: the platform's class, or None where it does not apply."""
+    """Return the platform class for `vllm.platform_plugins`; None if Tandem does not apply."""
     if not applies():
         return None
-    # The scheduling contract that allows scheduling ahead under pipeline parallelism (compat.py).
+    # Allows vLLM to schedule ahead under pipeline parallelism (compat.py).
     set_default("VLLM_USE_V2_MODEL_RUNNER", "1")
     if sys.platform == "darwin":
         # Objective-C does not survive a fork.
@@ -46,7 +46,7 @@ def register() -> str | None:
 
 
 def say_shortly() -> None:
-    """Have `vllm serve` end with one line for usage errors, as `tandem serve` does."""
+    """Make `vllm serve` print usage errors as one line, like `tandem serve`."""
     if Path(sys.argv[0]).name != "vllm" or sys.excepthook is _one_line:
         return
     sys.excepthook = _one_line
@@ -60,9 +60,9 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackT
 
 
 def require_platform() -> None:
-    """`vllm.general_plugins`, which every vLLM process calls: vLLM only logs, at DEBUG, why it passed a platform over.
+    """Patch vLLM and check its choice of platform, for `vllm.general_plugins`, which every vLLM process calls.
 
-    Raises RuntimeError where Tandem applies and another platform is in use.
+    Raises RuntimeError if Tandem applies and vLLM uses another platform; vLLM itself logs the reason only at DEBUG.
     """
     if not applies():
         return

@@ -1,11 +1,12 @@
-"""vLLM's SchedulerOutput to our StepPlan. Pure, and the same on every worker, since all get the same outputs.
+"""Conversion of vLLM's SchedulerOutput to Tandem's StepPlan. Pure and deterministic: all workers get the same outputs.
 
-vLLM picks the sequences of each step anew, our runner decodes whole micro-batches. A step becomes one plan for the
-micro-batch that holds most of what decodes in it; the others move there, and what must wait moves out. With pipeline stages
-vLLM keeps several disjoint batches in flight, each of which settles in a micro-batch of its own, so that moves are rare.
+vLLM picks the sequences of each step independently; Tandem's runner decodes whole micro-batches. A step becomes one plan for the
+micro-batch with most of the step's decoding sequences. Other sequences of the step move there; decoding ones that are not in the
+step move out. With pipeline stages vLLM keeps several disjoint batches in flight. Each settles in its own micro-batch, so moves
+are rare.
 
-KV lies in rows, not in vLLM's blocks. A prefix that vLLM takes for computed is restored from a cached prefix of an earlier
-prompt; what no cached prefix holds is computed again, unseen by vLLM.
+KV is stored in rows, not in vLLM's blocks. A prefix that vLLM considers computed is restored from a cached prefix. Positions
+that no cached prefix has are recomputed, invisibly to vLLM.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ class _HeldRequest:
     params: SamplingParams
     seed: int
     tokens: list[int] = field(default_factory=list)
-    """Tokens to compute before it decodes: the prompt, and after a preemption the output so far."""
+    """Tokens to prefill before decoding: the prompt and, after a preemption, the output so far."""
     micro_batch: int = -1
-    """-1: the ranks do not hold it, because it was preempted."""
+    """Index of its micro-batch; -1 while the ranks do not hold the request: new or preempted."""
     computed: int = 0
-    """KV positions once all plans so far are done."""
+    """KV positions present once all plans so far have run."""
     decoding: bool = False
     latest: int = 0
-    """With drafts: its last token."""
+    """Last sampled token; kept only with speculative decoding."""
 
 
 @dataclass
 class _Ops:
-    """The plan as it grows."""
+    """Operations of the plan under construction."""
 
     removes: list[str] = field(default_factory=list)
     moves: list[MoveOp] = field(default_factory=list)
@@ -67,7 +68,7 @@ class _Ops:
 
 
 class PlanBuilder:
-    """Follows vLLM's scheduler and writes plans."""
+    """Builds plans that follow vLLM's scheduler."""
 
     def __init__(
         self,
@@ -80,14 +81,16 @@ class PlanBuilder:
         prefix_extra: int = 0,
         drafts: bool = False,
     ) -> None:
-        """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
+        """Store the limits.
 
-        `prefix_tokens`: positions of cached prefixes, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
-        `prefix_extra`: positions that a cached prefix costs besides its own, for states.
-        `drafts`: vLLM schedules drafts, and `sampled` is told of every step's tokens before the next one is planned.
+        `stages` is the number of pipeline stages. `kv_tokens` is the number of KV positions that vLLM allocates; `chunk` the
+        maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which running
+        sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the additional cost
+        of a cached prefix, in positions, for SSM states. With `drafts` vLLM schedules draft tokens, and the caller passes each
+        step's tokens to `sampled` before the next `plan`.
         """
         self.micro_batches = stages + 1
-        """Micro-batches that the runner needs: one for each batch in flight, and one for sequences that wait."""
+        """Number of micro-batches: one per batch in flight, and a last one for sequences that wait."""
         self._kv_tokens = kv_tokens
         self._chunk = chunk
         self._drafts = drafts
@@ -97,10 +100,10 @@ class PlanBuilder:
         self._step = 0
         self._last_micro_batch = -1
         self.recomputed = 0
-        """Positions that vLLM took for cached and no cached prefix held."""
+        """Positions that vLLM counted as cached and no cached prefix had."""
 
     def plan(self, output: SchedulerOutput) -> StepPlan | None:
-        """The plan of one step; None when the ranks have nothing to do. Raises BatchDesync."""
+        """Return the plan of one step; None if the ranks have nothing to do. Raises BatchDesync."""
         ops = _Ops()
         self._leave(output, ops)
         fresh = self._arrivals(output, ops)
@@ -142,14 +145,14 @@ class PlanBuilder:
         return plan
 
     def sampled(self, request_id: str, tokens: list[int]) -> None:
-        """A sequence was given these tokens."""
+        """Record the tokens sampled for a request."""
         if tokens:
             self._sequences[request_id].latest = tokens[-1]
 
     # --- drafts ---
 
     def _tried(self, output: SchedulerOutput) -> tuple[dict[str, list[int]], dict[str, int]]:
-        """Drafts by request id, and the positions to compute. vLLM fills up with -1 what it has no drafts for."""
+        """Return drafts by request id, and the number of positions to compute. vLLM pads missing drafts with -1."""
         tried, counts = {}, dict(output.num_scheduled_tokens)
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
             tried[request_id] = list(takewhile(lambda token: token >= 0, drafts))
@@ -157,7 +160,7 @@ class PlanBuilder:
         return tried, counts
 
     def _spec_decode(self, decode: list[str], tried: dict[str, list[int]]) -> SpecDecodePlan:
-        """Every row's tokens by name: which drafts were accepted, no rank knows."""
+        """Return every row's tokens explicitly, since the ranks do not know which drafts were accepted."""
         return SpecDecodePlan(
             [
                 SpecDecodeRow(
@@ -169,7 +172,7 @@ class PlanBuilder:
             ]
         )
 
-    # --- who leaves, who joins ---
+    # --- removals and arrivals ---
 
     def _leave(self, output: SchedulerOutput, ops: _Ops) -> None:
         for request_id in sorted(output.finished_req_ids):
@@ -179,7 +182,7 @@ class PlanBuilder:
             self._drop(request_id, ops)
 
     def _drop(self, request_id: str, ops: _Ops) -> None:
-        """Remove a sequence from the ranks, but keep its record: vLLM may resume it."""
+        """Remove a sequence from the ranks and keep its record, since vLLM may resume it."""
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.micro_batch < 0:
             return
@@ -188,7 +191,8 @@ class PlanBuilder:
         sequence.micro_batch, sequence.computed, sequence.decoding = -1, 0, False
 
     def _arrivals(self, output: SchedulerOutput, ops: _Ops) -> dict[str, int]:
-        """Sequences to insert, with the positions that vLLM takes for computed; their `tokens` are set."""
+        """Set the `tokens` of sequences to insert; return them with the positions that vLLM considers computed. Raises
+        BatchDesync."""
         fresh: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
@@ -209,17 +213,18 @@ class PlanBuilder:
                 sequence.tokens = list(cached.all_token_ids[request_id])
                 fresh[request_id] = computed
             elif self._drafts and sequence.decoding and computed < sequence.computed:
-                sequence.computed = computed  # drafts that were not accepted
+                sequence.computed = computed  # some drafts were rejected
             elif computed != sequence.computed:
                 raise BatchDesync(
                     f"BATCH DESYNC DETECTED: vLLM has {computed} positions of {request_id}, the ranks have {sequence.computed}"
                 )
         return fresh
 
-    # --- which micro-batch ---
+    # --- choice of the micro-batch ---
 
     def _choose(self, decode: list[str]) -> int:
-        """The micro-batch that holds most of what decodes; otherwise the emptiest, but not the one that was used last."""
+        """Return the micro-batch with most of the decoding sequences; without any, the emptiest, preferably not the last one
+        used."""
         micro_batches_of = [self._sequences[request_id].micro_batch for request_id in decode]
         micro_batches = range(self.micro_batches - 1)
         best = max(micro_batches, key=lambda micro_batch: micro_batches_of.count(micro_batch))
@@ -230,7 +235,7 @@ class PlanBuilder:
         )
 
     def _gather(self, micro_batch: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
-        """Move the scheduled sequences into `micro_batch`, and others that would delay the decode out of it."""
+        """Move the scheduled sequences into `micro_batch`, and other decoding sequences out of it."""
         if decode:
             for request_id in list(self._members[micro_batch]):
                 if self._sequences[request_id].decoding and request_id not in scheduled:
@@ -246,7 +251,7 @@ class PlanBuilder:
         self._members[target][request_id] = None
         sequence.micro_batch = target
 
-    # --- what is computed ---
+    # --- computation ---
 
     def _insert(self, micro_batch: int, request_id: str, computed: int, ops: _Ops) -> None:
         sequence = self._sequences[request_id]
@@ -261,7 +266,7 @@ class PlanBuilder:
         self.recomputed += computed - sequence.computed
 
     def _advance(self, request_id: str, target: int, ops: _Ops) -> None:
-        """Compute the sequence's positions up to `target`."""
+        """Add operations that compute the sequence's positions up to `target`."""
         sequence = self._sequences[request_id]
         if sequence.decoding:
             sequence.computed = target
@@ -279,6 +284,6 @@ class PlanBuilder:
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Evict cached prefixes when running sequences need the room."""
+        """Evict cached prefixes if running sequences need their memory."""
         used = sum(batch_positions(self._sequences[request_id].computed for request_id in members) for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

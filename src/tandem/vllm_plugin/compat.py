@@ -1,6 +1,6 @@
-"""All replacements in vLLM and torch, in one table. Everything else is subclassing.
+"""All monkey patches of vLLM and torch, in one table. Everything else is subclassing.
 
-Each entry says what, why and for which versions; a test fails for an entry that has become needless.
+Each entry names its target, reason and versions; a test fails for an entry that is no longer needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Override:
-    """One replaced attribute."""
+    """One patched attribute."""
 
     target: str
     reason: str
@@ -27,11 +27,11 @@ class Override:
 
 
 def _empty() -> None:
-    """Do nothing: torch uses no accelerator."""
+    """Do nothing, since torch uses no accelerator."""
 
 
 def _emptying(name: str) -> Callable[[], None]:
-    """Replace a function of torch.accelerator where there is no accelerator."""
+    """Return a function that patches `torch.accelerator.<name>` if there is no accelerator."""
 
     def replace() -> None:
         import torch
@@ -65,7 +65,7 @@ def _look_at_models_first() -> None:
 
     stock = EngineArgs.create_model_config
     if hasattr(stock, "__wrapped__"):
-        return  # this is
+        return  # already patched
 
     @wraps(stock)
     def create_model_config(args: EngineArgs) -> ModelConfig:
@@ -80,7 +80,7 @@ def _keep_sigterm() -> None:
 
     stock = CoreEngineActorManager.__init__
     if hasattr(stock, "__wrapped__"):
-        return  # this is
+        return  # already patched
 
     @wraps(stock)
     def initialise(manager: CoreEngineActorManager, *args: object, **kwargs: object) -> None:
@@ -127,6 +127,6 @@ OVERRIDES = (
 
 
 def apply() -> None:
-    """Apply every override; may be called again."""
+    """Apply every override. Idempotent."""
     for override in OVERRIDES:
         override.apply()

@@ -1,4 +1,4 @@
-"""Sampling parameters: vLLM's to ours, and a refusal for what ours have not."""
+"""Conversion of vLLM's sampling parameters to Tandem's, and the refusal of unsupported ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ UNSUPPORTED = {
     "thinking_token_budget": "thinking_token_budget",
     "watermarking": "watermarking",
 }
-"""Fields of vLLM's SamplingParams that Tandem does not have, and what to call them."""
+"""Unsupported fields of vLLM's SamplingParams -> name for error messages."""
 
 
 def check(params: VllmParams) -> None:
-    """Raise ValueError for a request that Tandem cannot serve."""
+    """Raise ValueError if the parameters use an unsupported feature."""
     for name, words in UNSUPPORTED.items():
         if getattr(params, name, None):
             raise ValueError(f"{words} is not supported by Tandem's platform; leave it out")
@@ -32,7 +32,7 @@ def check(params: VllmParams) -> None:
 
 
 def translate(params: VllmParams) -> SamplingParams:
-    """Our parameters for vLLM's; stop strings, stop tokens and lengths stay with vLLM, which ends requests itself."""
+    """Return Tandem's parameters. Stop strings, stop tokens and lengths are left to vLLM, which ends requests itself."""
     return SamplingParams(
         max_tokens=params.max_tokens or 1,
         min_tokens=params.min_tokens,

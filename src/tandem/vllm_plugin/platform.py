@@ -1,4 +1,4 @@
-"""vLLM's platform: what it asks about the device, and what it may configure."""
+"""vLLM's platform class for Tandem: device properties and configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = init_logger("vllm.tandem")
 
 
 class TandemPlatform(Platform):
-    """MLX through Tandem. To torch, which only carries plumbing, it looks like a CPU."""
+    """MLX through Tandem. torch only carries metadata and sees a CPU."""
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -51,39 +51,39 @@ class TandemPlatform(Platform):
 
     @property
     def ray_device_key(self) -> str:
-        """The Ray resource that stands for a device: `mlx`, or `GPU` in a cluster that has no `mlx`."""
+        """Ray resource of one device: `mlx`, or `GPU` in a cluster without `mlx`."""
         if "ray" not in sys.modules:
             return UNIT
-        from tandem.vllm_plugin.ray_cluster import device_key  # Ray need not be installed
+        from tandem.vllm_plugin.ray_cluster import device_key  # Ray may not be installed
 
         return device_key()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Types that MLX computes in."""
+        """Dtypes that MLX computes in."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """For logs."""
+        """Return the device's name for logs."""
         return "mlx"
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Bytes of the machine's memory, which an Apple GPU shares."""
+        """Return the machine's memory in bytes, which an Apple GPU shares."""
         return machine_memory()
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """torch computes nothing."""
+        """Do nothing, since torch computes nothing."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Random numbers are MLX's: each request has a seed of its own."""
+        """Do nothing: random numbers come from MLX, with a seed per request."""
 
     @classmethod
     def inference_mode(cls) -> torch.no_grad:
-        """torch computes nothing."""
+        """Return torch.no_grad(), since torch computes nothing."""
         return torch.no_grad()
 
     @classmethod
@@ -93,11 +93,11 @@ class TandemPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's kernels are not used."""
+        """Do nothing, since vLLM's kernels are not used."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """vLLM's IR kernels are not used."""
+        """Do nothing, since vLLM's IR kernels are not used."""
 
     @classmethod
     def _find_non_ssm_backends(cls, vllm_config: VllmConfig) -> list[object]:
@@ -105,7 +105,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def validate_environ(cls, hard_fail: bool) -> None:
-        """vLLM warns of every variable VLLM_* that it does not know; those of vllm-metal are known here."""
+        """Register vllm-metal's variables, so that vLLM does not report them as unknown; log those without effect."""
         from vllm import envs
 
         for name in FROM_VLLM_METAL:
@@ -117,7 +117,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: object, params: SamplingParams | PoolingParams) -> None:
-        """Raise VLLMValidationError, hence status 400, for what Tandem cannot do."""
+        """Raise VLLMValidationError (HTTP status 400) for parameters that Tandem does not support."""
         if hasattr(params, "temperature"):
             try:
                 check(params)
@@ -126,7 +126,7 @@ class TandemPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Refuse what cannot run, in one sentence; name the worker and the executor."""
+        """Set worker, executor and compilation mode in vLLM's configuration. Raises ConfigError for unsupported settings."""
         from vllm.config import CompilationMode, CUDAGraphMode  # vllm.config imports the platform
 
         apply()
@@ -142,7 +142,7 @@ class TandemPlatform(Platform):
 
             check_start(parallel, get_ip())
 
-            # A class: with its name in a string vLLM would not take it for a Ray executor.
+            # A class, since vLLM would not recognise its name in a string as a Ray executor.
             parallel.distributed_executor_backend = TandemRayExecutor
         cache = vllm_config.cache_config
         if not cache.user_specified_block_size:

@@ -1,4 +1,4 @@
-"""One worker's rank: its slice of the model and its runner, in the thread that owns MLX (mlx)."""
+"""One worker's rank: its slice of the model and its runner, on the thread that owns MLX (mlx)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class MlxThread:
-    """MLX's streams are thread-local: one thread owns all of a worker's MLX work, whoever asks for it.
+    """The thread that runs all of a worker's MLX work, since MLX's streams are thread-local.
 
-    So the worker's own thread is free for vLLM's next message while a step is being built.
+    The worker's main thread stays free for vLLM's next message while a step is being built.
     """
 
     def __init__(self) -> None:
@@ -42,20 +42,20 @@ class MlxThread:
         self._thread = start_thread(self._run, name="mlx")
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue a call."""
+        """Queue a call; return a future of its result or exception."""
         future: Future[T] = Future()
 
         def work() -> None:
             try:
                 future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
+            except BaseException as error:  # noqa: BLE001 - the exception is raised in the thread that awaits the future
                 future.set_exception(error)
 
         self._work.put(work)
         return future
 
     def stop(self, timeout_s: float) -> None:
-        """End after what is queued; a step that hangs on a lost peer is left behind."""
+        """Stop after the queued calls, or after `timeout_s` seconds; a step that hangs on a lost peer is abandoned."""
         self._work.put(None)
         self._thread.join(timeout_s)
 
@@ -65,44 +65,44 @@ class MlxThread:
 
 
 class WorkerLayout(RankPosition, frozen=True, kw_only=True):
-    """Which part of the model a worker has."""
+    """Part of the model that a worker runs."""
 
     layer_split: tuple[int, ...] | None = None
     expert_parallel: bool = False
-    """The stage's ranks share out experts whole."""
+    """True if the stage's ranks divide whole experts among themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRank:
-    """A rank that is ready."""
+    """A loaded rank."""
 
     runner: Runner
     stage: StageModel
     description: ModelDescription
     trimmable: bool
-    """True when the model's caches can be cut. The same on all ranks, as they run the same plans."""
+    """True if the model's caches can be truncated; equal on all ranks, which run the same plans."""
     cached_prefix_positions: int
-    """Positions of KV that take as much memory as a sequence's states."""
+    """KV positions that take as much memory as a sequence's SSM states."""
     memory_bytes: int
     """Memory of the machine or device."""
     kv_heads: int
-    """Most kv heads that a rank of the stage holds."""
+    """Maximum of KV heads on a rank of the stage."""
 
     @property
     def counted_heads(self) -> tuple[int, int]:
-        """Heads and their width by which vLLM counts a token's bytes in a layer."""
+        """Number and width of KV heads that vLLM uses to count a token's bytes per layer."""
         return counted_heads(self.description, self.kv_heads)
 
     def counted_room(self, nbytes: int) -> int:
-        """Convert `nbytes` for KV to the number that vLLM is told."""
+        """Convert a KV budget of `nbytes` to the bytes to report to vLLM, see `counted_room`."""
         heads, width = self.counted_heads
         counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
         return counted_room(nbytes, counted, self.stage.cache_bytes, self.cached_prefix_positions)
 
 
 def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
-    """Heads and their width, of keys and of values, on ranks that hold so many kv heads: of plain attention its own,
-    else (latents, states in some layers, an index) one that is as large as a layer's cache is on average."""
+    """Return the number and width of KV heads for vLLM's count, on ranks with `heads` KV heads. Plain attention uses its own;
+    other caches (latents, states, an index) count as one head as wide as a layer's average cache."""
     each = token_elements(description)
     if each == 2 * description.num_kv_heads * description.head_dim:
         return heads, description.head_dim
@@ -111,11 +111,10 @@ def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
 
 
 def counted_room(nbytes: int, counted: int, own: CacheBytes, cached_prefix_positions: int) -> int:
-    """Convert `nbytes` for KV to the number with which vLLM, which counts a token as `counted` bytes, hands out as many
-    tokens as fit.
+    """Convert a KV budget of `nbytes` to bytes that make vLLM allocate as many tokens as really fit.
 
-    The layers of this rank may take more than those of all ranks on average, for a token as for the states of a
-    cached prefix, which counts as `cached_prefix_positions` tokens.
+    vLLM counts `counted` bytes per token. This rank's layers may need more than the average, `own.position` per token or
+    `own.state` per cached prefix, which counts as `cached_prefix_positions` tokens.
     """
     each = max(own.position or counted, -(-own.state // cached_prefix_positions) if cached_prefix_positions else 0)
     return nbytes * counted // each
@@ -134,10 +133,10 @@ def load(
     drafts: int = 0,
     sharing: int = 1,
 ) -> LoadedRank:
-    """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
-    `sharing`: ranks on this machine.
+    """Load this rank's slice.
 
-    Raises ModelError and OutOfMemory.
+    `dtype` None is the device's default. `memory_share` is a fraction of the memory. `drafts` is the maximum of draft tokens per
+    sequence and step. `sharing` is the number of ranks on this machine. Raises ModelError and OutOfMemory.
     """
     choose_device("auto")
     limit_memory(memory_share, sharing)

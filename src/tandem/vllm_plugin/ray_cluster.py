@@ -1,7 +1,6 @@
 """Resources of a Ray cluster for vLLM's workers.
 
-A process that is connected to Ray must not fork afterwards, and vLLM forks. So another process looks before vLLM
-starts.
+A process connected to Ray must not fork, and vLLM forks. So a subprocess queries the cluster before vLLM starts.
 """
 
 from __future__ import annotations
@@ -21,39 +20,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.tandem")
 GPU = "GPU"
-"""Ray counts these by itself, an Apple-silicon machine's among them."""
+"""Resource that Ray counts by itself, also on Apple silicon."""
 LOOK_S = 300.0
-"""A machine that is busy takes long to import Ray; the wait for an address that does not answer is Ray's own."""
+"""Timeout in seconds for listing the nodes: importing Ray is slow on a busy machine. Ray has its own timeout for dead
+addresses."""
 START = f"ray start --head --resources='{{\"{UNIT}\": 1}}'"
 
 
 class RayCluster(NodeList, frozen=True):
-    """A cluster, as vLLM uses it."""
+    """A Ray cluster from vLLM's point of view."""
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of all nodes."""
+        """Sorted addresses of all nodes."""
         return sorted({node.address for node in self.nodes})
 
     def total(self, key: str) -> float:
-        """Return the amount of a resource in the cluster."""
+        """Return the cluster's amount of a resource."""
         return sum(node.total.get(key, 0.0) for node in self.nodes)
 
     @property
     def device_key(self) -> str:
-        """The resource that stands for a device: `mlx`, or `GPU` where no node has it. One of them, so that no device
-        counts twice."""
+        """Ray resource of one device: `mlx`, or `GPU` if no node has `mlx`. Only one of them, so that no device counts twice."""
         return GPU if not self.total(UNIT) and self.total(GPU) else UNIT
 
     def units(self, node: RayNode) -> int:
-        """Devices of a node, hence how many workers it may have; at least 1."""
+        """Return the number of a node's devices, hence of workers; at least 1."""
         return max(int(node.total.get(self.device_key, 1)), 1)
 
     def require(self, needed: int, mine: str, *, joined: bool = False) -> None:
-        """Raise UsageError at once where vLLM would wait half an hour: for devices, or for a node that is not there.
+        """Raise UsageError where vLLM would wait half an hour: too few devices, or a node that is missing.
 
-        `mine` is what vLLM takes for this machine's address. `joined`: this process made the cluster or joined it by
-        `ray.init`.
+        `mine` is this machine's address as vLLM resolves it. `joined` is True if this process connected by `ray.init`.
         """
         key = self.device_key
         if (there := self.total(key)) < needed:
@@ -70,7 +68,7 @@ class RayCluster(NodeList, frozen=True):
             )
 
     def require_local(self, count: int, address: str) -> None:
-        """Raise UsageError where the node with this address has no room for so many replicas of one rank each."""
+        """Raise UsageError if the node at `address` is missing or has too few devices for `count` replicas of one rank."""
         node = next((node for node in self.nodes if node.address == address), None)
         if node is None:
             raise UsageError(
@@ -87,7 +85,7 @@ class RayCluster(NodeList, frozen=True):
 
 
 def look() -> RayCluster:
-    """The cluster that this process is connected to."""
+    """Return the cluster that this process is connected to."""
     import ray
 
     mine = ray.get_runtime_context().get_node_id()
@@ -100,8 +98,8 @@ def look() -> RayCluster:
 
 
 def ask() -> RayCluster | None:
-    """The cluster that vLLM would use, asked by another process. None where vLLM's engine would start one of its own,
-    with a GPU that Ray finds by itself. Raises UsageError."""
+    """Return the cluster that vLLM would use, listed by a subprocess. None if vLLM's engine would start its own, with GPUs that
+    Ray detects. Raises UsageError."""
     address = variable("RAY_ADDRESS")
     try:
         listed = list_nodes(address or "auto", {}, LOOK_S)
@@ -115,7 +113,7 @@ def ask() -> RayCluster | None:
 
 
 def join(**options: object) -> None:
-    """`ray.init`, where this process has not joined a cluster yet; SIGTERM stays vLLM's."""
+    """Call `ray.init` unless already connected; keep vLLM's handler of SIGTERM."""
     import ray
 
     if not ray.is_initialized():
@@ -124,24 +122,26 @@ def join(**options: object) -> None:
 
 
 def device_key() -> str:
-    """The resource that stands for a device in the cluster that this process is connected to, if it is."""
+    """Return the Ray resource of one device in the connected cluster; `mlx` without a connection."""
     import ray
 
     return look().device_key if ray.is_initialized() else UNIT
 
 
 def check_start(parallel: ParallelConfig, mine: str) -> None:
-    """Look at the cluster before vLLM's engine does. `parallel` is vLLM's ParallelConfig, which may be changed; `mine`
-    what vLLM takes for this machine's address. Raises UsageError in seconds where the engine would fail or wait.
+    """Check the cluster before vLLM's engine uses it, so that errors take seconds instead of a long wait.
+
+    Changes `parallel`, vLLM's ParallelConfig, and environment variables where needed. `mine` is this machine's address as vLLM
+    resolves it. Raises UsageError.
     """
     import ray
 
     joined = ray.is_initialized()
     if joined and ray.get_runtime_context().get_actor_id() is not None:
-        return  # whoever made the actor has placed it
+        return  # the actor's creator has already placed it
     cluster = look() if joined else ask()
     if joined:
-        # The process is full of Ray's threads, so it must not fork: the engine runs in it. A server's cannot.
+        # A process connected to Ray must not fork, so the engine runs in this process. A server's engine cannot.
         set_default("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         set_variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     if cluster is None:

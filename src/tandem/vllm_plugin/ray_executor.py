@@ -1,4 +1,4 @@
-"""vLLM's Ray executor on devices that Ray does not count by itself: the resource `mlx`, or `GPU` where it is absent."""
+"""vLLM's Ray executor for devices that Ray does not detect: the resource `mlx`, or `GPU` without it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ logger = init_logger("vllm.tandem")
 
 
 class TandemRayWorkerProc(RayWorkerProc):
-    """Runs as a Ray actor."""
+    """vLLM's worker in a Ray actor."""
 
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
-        """Node and devices of this actor. Ray never lists a custom resource among the accelerators."""
+        """Return the actor's node id and device indices, which Ray omits for custom resources."""
         context = ray.get_runtime_context()
         key = look().device_key
         logger.info("tandem: patched Ray V2 worker get_node_and_physical_gpu_ids on RayWorkerProc (custom Ray resource %s)", key)
         return context.get_node_id(), list(range(int(context.get_assigned_resources().get(key, 1))))
 
     def initialize_worker(self, *args: object, **kwargs: object) -> None:
-        """Tell the worker its address in the cluster and how many devices, hence workers, its machine may have."""
+        """Add the node's number of devices and its address to the worker's configuration, then initialise the worker."""
         cluster = look()
         node = next(node for node in cluster.nodes if node.node_id == ray.get_runtime_context().get_node_id())
         config: VllmConfig = self._init_kwargs["vllm_config"]
@@ -38,7 +38,7 @@ class TandemRayWorkerProc(RayWorkerProc):
 
 
 class TandemRayExecutor(RayExecutorV2):
-    """Checks the cluster before it waits for it, and places our worker."""
+    """vLLM's Ray executor, with an early check of the cluster and Tandem's worker class."""
 
     def _init_executor(self) -> None:
         parallel = self.parallel_config

@@ -1,8 +1,7 @@
-"""How the workers of one engine find one another: through the key-value store whose address vLLM gives them all.
+"""Exchange of addresses between an engine's workers, through the key-value store that vLLM provides.
 
-The store is torch's, used for a few short strings at start-up; torch.distributed is never initialised. Anybody who
-reaches its port can read and write there, so it holds addresses alone, each sealed with keys that the workers have from
-vLLM's configuration.
+The store is torch's, used for a few short strings at start-up; torch.distributed is never initialised. Its port is open to
+anyone. So the store holds only addresses, each authenticated with keys from vLLM's configuration.
 """
 
 from __future__ import annotations
@@ -24,32 +23,33 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TIMEOUT = timedelta(minutes=10)
-"""Loading torch and vLLM takes minutes on a slow machine."""
+"""Timeout of the store: loading torch and vLLM takes minutes on a slow machine."""
 _KEYS = "tandem_keys"
 
 
 def add_keys(vllm_config: VllmConfig) -> None:
-    """Draw the CURVE keys of an engine of several ranks, for vLLM to hand to its workers with everything else."""
+    """Add new CURVE keys to the configuration of an engine with several ranks; vLLM passes them to its workers."""
     more: JsonObject = vllm_config.additional_config or {}
     if vllm_config.parallel_config.world_size > 1 and _KEYS not in more:
         vllm_config.additional_config = {**more, _KEYS: msgspec.structs.asdict(ClusterKeys.generate())}
 
 
 class _Store(Protocol):
-    """Methods of torch's key-value stores that are called here."""
+    """Interface of torch's key-value stores, as far as used."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
 
     def get(self, key: str) -> bytes:
-        """Wait for a value."""
+        """Wait for a value and return it."""
 
 
 class Rendezvous:
-    """One worker's end of the store."""
+    """One worker's connection to the store."""
 
     def __init__(self, init_method: str, rank: int, size: int, additional_config: Mapping[str, object]) -> None:
-        """`init_method` is vLLM's: tcp://host:port or file://path. Rank 0 serves the store if nobody does yet."""
+        """Connect to the store at vLLM's `init_method`, tcp://host:port or file://path. Rank 0 serves a TCP store if there is
+        none."""
         from torch.distributed import FileStore, TCPStore
 
         self.keys = msgspec.convert(additional_config[_KEYS], ClusterKeys)
@@ -58,7 +58,7 @@ class Rendezvous:
         if address.scheme == "file":
             self._store: _Store = FileStore(address.path, size)
         else:
-            # Under Ray the store is up in rank 0's process already: multi_tenant joins that one.
+            # Under Ray the store already runs in rank 0's process; multi_tenant joins it.
             self._store = TCPStore(
                 address.hostname,
                 address.port,
@@ -70,7 +70,8 @@ class Rendezvous:
             )
 
     def gather(self, key: str, value: str) -> list[str]:
-        """Everybody's value, in rank order. Waits for all; raises TransportError for one that no worker has written."""
+        """Write this worker's value and return all workers' values by rank. Waits for all. Raises TransportError for a forged
+        value."""
         self._store.set(f"tandem/{key}/{self.rank}", f"{self._seal(key, self.rank, value)} {value}")
         return [self._value(key, rank) for rank in range(self.size)]
 
@@ -88,5 +89,5 @@ class Rendezvous:
 
 
 def listen_port(address: str, port: int | None) -> int:
-    """`port`, or one that was free a moment ago on `address`, and that the system gives to nobody by itself."""
+    """Return `port`, or a free one on `address` outside the system's ephemeral range."""
     return port if port is not None else free_ports(1, address)[0]

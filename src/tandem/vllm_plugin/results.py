@@ -1,4 +1,4 @@
-"""Our StepResult to vLLM's ModelRunnerOutput, and what steps took."""
+"""Conversion of Tandem's StepResult to vLLM's ModelRunnerOutput, and timing of steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -> ModelRunnerOutput:
-    """One entry for each scheduled request, empty where its prompt goes on. Raises RankFailure for broken logits."""
+    """Return one entry per scheduled request, empty during its prefill. Raises RankFailure for logits that are not finite."""
     tokens: dict[str, list[int]] = {request_id: [] for request_id in scheduled}
     for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
         tokens[request_id].append(token)
@@ -43,9 +43,9 @@ def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -
 
 
 def _logprobs(tokens: dict[str, list[int]], logprobs: dict[str, list[TokenLogprob]]) -> LogprobsLists:
-    """vLLM's columns: the chosen token, then the most likely ones; a row for each token of each request.
+    """Return vLLM's table: a row per token of each request; columns are the chosen token, then the most likely ones.
 
-    Rows of requests that did not ask are not read.
+    Rows of requests without logprobs are padding.
     """
     width = 1 + max(len(entry.top) for entries in logprobs.values() for entry in entries)
     starts = list(accumulate((len(sampled) for sampled in tokens.values()), initial=0))
@@ -63,20 +63,20 @@ def _logprobs(tokens: dict[str, list[int]], logprobs: dict[str, list[TokenLogpro
 
 @dataclass
 class StepTimes:
-    """Seconds by what they went to, over all steps with tokens."""
+    """Accumulated seconds by phase, over all steps with tokens."""
 
     steps: int = 0
     adapter: float = 0.0
-    """From vLLM's output to a plan."""
+    """Conversion of vLLM's outputs to plans."""
     results: float = 0.0
-    """From tokens to vLLM's output."""
+    """Conversion of tokens to vLLM's outputs."""
     busy: float = 0.0
-    """At least one step was under way in the runner."""
+    """Time with at least one step in the runner."""
     began: float = 0.0
     ended: float = 0.0
 
     def summary(self) -> str:
-        """Return one line of milliseconds per step: busy, ours, and the rest, which is vLLM's and waiting for requests."""
+        """Return one line of milliseconds per step: runner, adapter, results, and the rest (vLLM and idle time)."""
         rest = self.ended - self.began - self.busy
         parts = {"runner": self.busy, "adapter": self.adapter, "results": self.results, "rest": rest}
         each = ", ".join(f"{name} {seconds / max(self.steps, 1) * 1e3:.2f} ms" for name, seconds in parts.items())
@@ -84,7 +84,7 @@ class StepTimes:
 
 
 class StepUnderWay(AsyncModelRunnerOutput):
-    """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
+    """A step in progress. With asynchronous scheduling vLLM awaits its tokens in a separate thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class StepUnderWay(AsyncModelRunnerOutput):
         self._started = time.perf_counter()
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the tokens. Raises what the step raised."""
+        """Wait for the step and return its tokens. Raises the step's exception."""
         result = self._step.result().finish()
         done = time.perf_counter()
         output = model_output(self._scheduled, self._plan, result)
@@ -114,16 +114,16 @@ class StepUnderWay(AsyncModelRunnerOutput):
 
 
 class NgramDrafter:
-    """Drafts tokens from n-grams, following plans and results."""
+    """Drafts tokens from n-grams of each sequence."""
 
     def __init__(self, *, most: int, shortest: int, longest: int) -> None:
-        """`most` drafts of a sequence in a step; `shortest` and `longest` as `NgramIndex` has them."""
+        """Store the limits: `most` drafts per sequence and step; n-gram lengths `shortest` to `longest`, as in `NgramIndex`."""
         self._most, self._shortest, self._longest = most, shortest, longest
         self._indexes: dict[str, NgramIndex] = {}
         self._drafts: dict[str, list[int]] = {}
 
     def follow(self, plan: StepPlan) -> None:
-        """Follow removals and insertions. With penalties a token depends on all before it: none is drafted."""
+        """Apply a plan's removals and insertions. Sequences with penalties get no drafts: their tokens depend on all before."""
         for request_id in plan.removes:
             self._indexes.pop(request_id, None)
         for op in plan.inserts:
@@ -132,7 +132,7 @@ class NgramDrafter:
                 index.extend(op.tokens)
 
     def read(self, output: ModelRunnerOutput) -> None:
-        """Read a step's tokens and draft the next ones."""
+        """Add a step's tokens and draft the next ones."""
         self._drafts = {}
         for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
             index = self._indexes.get(request_id)
@@ -141,6 +141,6 @@ class NgramDrafter:
                 self._drafts[request_id] = index.drafts(self._most)
 
     def take(self) -> DraftTokenIds:
-        """The drafts of the last step's sequences; each is handed out once."""
+        """Return the drafts for the last step's sequences, and forget them."""
         drafts, self._drafts = self._drafts, {}
         return DraftTokenIds(list(drafts), list(drafts.values()))

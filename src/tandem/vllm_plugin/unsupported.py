@@ -1,4 +1,4 @@
-"""Limits of the plugin's platform, checked before anything starts. One sentence each."""
+"""Configurations and models that the plugin refuses before anything starts, with one sentence for each."""
 
 from __future__ import annotations
 
@@ -94,18 +94,18 @@ def _replicas_by_ray(config: VllmConfig) -> bool:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError with every reason for which this configuration cannot run. (A ValueError would come out as
-    pydantic's, in four lines that end with an address.)"""
+    """Raise ConfigError with every reason why the configuration is unsupported. (pydantic would turn a ValueError into four
+    lines that end with a URL.)"""
     reasons = [reason for applies, reason in _CHECKS if applies(vllm_config)]
     if reasons:
         raise ConfigError("Tandem's vLLM platform: " + "; ".join(reasons))
 
 
 def refuse_model(model: str, revision: str | None, multimodal: Callable[[str], bool]) -> None:
-    """Raise UnsupportedModel for a model that workers cannot load. Called before vLLM inspects the model, which takes
-    minutes and more packages. `multimodal` is true for architectures that take images or sound.
+    """Raise UnsupportedModel if the workers cannot load the model. Runs before vLLM inspects the model, which takes minutes and
+    needs more packages. `multimodal` tells whether an architecture takes images, video or sound.
 
-    A model that is not found is left to vLLM, which has more ways of finding one. Raises BrokenModel.
+    Returns for a model that is not found: vLLM searches more places. Raises BrokenModel.
     """
     try:
         files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None, weights=False)

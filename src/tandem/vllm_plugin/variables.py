@@ -1,4 +1,4 @@
-"""Environment variables of the plugin: ours, and those of vllm-metal that mean the same."""
+"""Environment variables of the plugin: Tandem's own, and equivalent ones of vllm-metal."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from tandem.env import variable
 from tandem.errors import ConfigError
 
 DEVICES = "VLLM_METAL_VISIBLE_DEVICES"
-"""vLLM-metal's variable for the devices that a server may use."""
+"""vllm-metal's variable for the devices that a server may use."""
 WITHOUT_EFFECT = {"VLLM_METAL_USE_PAGED_ATTENTION": "the KV cache is Tandem's own, in rows; leave it out"}
-"""Variable of vllm-metal's -> what to do in its place."""
+"""Variables of vllm-metal without effect here -> explanation for the warning."""
 FROM_VLLM_METAL = ("VLLM_METAL_MEMORY_FRACTION", "VLLM_METAL_RING_BASE_PORT", DEVICES, *WITHOUT_EFFECT)
-"""Variables of vllm-metal that vLLM itself does not know."""
+"""Variables of vllm-metal that vLLM itself would report as unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a worker beside vLLM's own configuration."""
+    """Options of a worker in addition to vLLM's configuration."""
 
     memory_fraction: float | None = None
-    """Share of the machine's memory for its workers together; None: vLLM's --gpu-memory-utilization."""
+    """Share of the machine's memory for all of its workers; None for vLLM's --gpu-memory-utilization."""
     base_port: int | None = None
-    """Rank r listens on base_port + r; None: any free port."""
+    """Rank r listens on base_port + r; None for any free port."""
     blas: str = "auto"
     dtype: str | None = None
-    """None: float32 on a CPU, vLLM's --dtype on a GPU."""
+    """Computation dtype; None for float32 on a CPU, vLLM's --dtype on a GPU."""
     layer_split: tuple[int, ...] | None = None
     threads: int | None = None
 
 
 def read_options() -> Options:
-    """From the environment; the first name that is set wins. Raises ConfigError naming a variable that is wrong."""
+    """Return the options from the environment; of equivalent variables, the first that is set counts. Raises ConfigError for an
+    invalid value."""
     fraction = _number("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION")
     if fraction is not None and not 0 < fraction <= 1:
         raise ConfigError(
@@ -53,9 +54,9 @@ def read_options() -> Options:
 
 
 def check_devices() -> None:
-    """Raise ConfigError where VLLM_METAL_VISIBLE_DEVICES names a device that is not there.
+    """Raise ConfigError if VLLM_METAL_VISIBLE_DEVICES names a device other than 0.
 
-    A list of zeros is right: vLLM takes an entry for each worker of the replicas on one machine.
+    A list of zeros is valid: vLLM needs one entry per worker of the machine's replicas.
     """
     listed = variable(DEVICES)
     if listed is not None and {part.strip() for part in listed.split(",")} != {"0"}:

@@ -1,4 +1,4 @@
-"""vLLM's worker: one rank. vLLM's executor calls it; it hands plans to the runner of `tandem serve`."""
+"""vLLM's worker for one rank. vLLM's executor calls it; it passes plans to the runner of `tandem serve`."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.tandem")
 
 KV_SHARE = 0.5
-"""Share of the memory beside the weights that vLLM may hand out as blocks. Rows are as long as the longest of their
-batch, where blocks are exact, and cached prefixes lie beside the rows."""
+"""Share of the memory beside the weights that vLLM may allocate as KV blocks. The rest is for cached prefixes and padding: rows
+are as long as the longest of their batch."""
 STOP_S = 2.0
 
 
 class TandemWorker(WorkerBase):
-    """A rank of the model, in a process of vLLM's."""
+    """One rank of the model, in a vLLM worker process."""
 
     def init_device(self) -> None:
-        """Find the other workers; nothing is loaded yet."""
+        """Choose BLAS and threads, and connect to the other workers; loads nothing yet."""
         parallel = self.parallel_config
         self.device = torch.device("cpu")
         self._options = options = read_options()
@@ -61,7 +61,7 @@ class TandemWorker(WorkerBase):
             prepare_cuda()
         keep_awake()
         self._blas = preload_blas(options.blas)
-        from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, after the BLAS
+        from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, so must follow the BLAS
 
         sizes = (parallel.tensor_parallel_size,) * parallel.pipeline_parallel_size
         self._layout = WorkerLayout(
@@ -136,7 +136,7 @@ class TandemWorker(WorkerBase):
 
     @property
     def _drafts(self) -> int:
-        """Most drafts of a sequence in one step."""
+        """Maximum of draft tokens per sequence and step."""
         speculation = self.vllm_config.speculative_config
         return speculation.num_speculative_tokens if speculation else 0
 
@@ -144,7 +144,7 @@ class TandemWorker(WorkerBase):
         return self._options.memory_fraction or self.cache_config.gpu_memory_utilization
 
     def _port(self, block: int) -> int | None:
-        """Return this rank's port; block 0 is for channels, block 1 for rings."""
+        """Return this rank's fixed port, or None for any; block 0 is for channels, block 1 for rings."""
         base = self._options.base_port
         return None if base is None else base + block * self.parallel_config.world_size + self.rank
 
@@ -168,9 +168,9 @@ class TandemWorker(WorkerBase):
     # --- KV ---
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        """One entry for each of this stage's layers, by which vLLM counts blocks; it allocates nothing.
+        """Return one entry per layer of this stage, by which vLLM counts blocks; allocates nothing.
 
-        All ranks of a stage must say the same of a layer, also those that hold fewer heads than others.
+        All ranks of a stage return the same entries, even if some have fewer heads.
         """
         stage, (heads, size) = self._loaded.stage, self._loaded.counted_heads
         spec = FullAttentionSpec(
@@ -182,12 +182,12 @@ class TandemWorker(WorkerBase):
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Name one layout: that of vLLM's blocks is not used here."""
+        """Return one arbitrary layout, since vLLM's blocks are not used."""
         return ["LBNHC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes of KV that vLLM may hand out, by its own count of a token's: this worker's share of the machine, less
-        its weights."""
+        """Return the KV bytes that vLLM may allocate, in vLLM's own count: this worker's share of the memory minus weights and
+        states."""
         chosen = getattr(self.cache_config, "kv_cache_memory_bytes", None)
         if chosen:
             return self._loaded.counted_room(int(chosen))
@@ -197,7 +197,7 @@ class TandemWorker(WorkerBase):
         return self._loaded.counted_room(max(int((share - fixed) * KV_SHARE), 0))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        """vLLM knows how many blocks there are: from here on steps may come."""
+        """Create the plan builder, and the drafter if any, for vLLM's number of blocks."""
         tokens = kv_cache_config.num_blocks * self.cache_config.block_size
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
         self._adapter = PlanBuilder(
@@ -217,13 +217,13 @@ class TandemWorker(WorkerBase):
         )
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Do nothing: no kernel is compiled."""
+        """Do nothing and return zero times: no kernel is compiled."""
         return CompilationTimes(0.0, 0.0)
 
     # --- steps ---
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Take a step; it starts with `sample_tokens`, which brings the grammars' masks."""
+        """Store a step for `sample_tokens`, which brings the grammars' masks; a step without tokens runs at once."""
         if scheduler_output.total_num_scheduled_tokens:
             self._pending = scheduler_output
             return None
@@ -231,7 +231,7 @@ class TandemWorker(WorkerBase):
         return EMPTY_MODEL_RUNNER_OUTPUT
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepUnderWay | None:
-        """Start the step; the rank that samples returns where its tokens will be."""
+        """Start the stored step. Return its pending output on the sampling rank, None elsewhere."""
         output, self._pending = self._pending, None
         assert output is not None
         plan, step = self._start(output, self._masks(grammar_output, output))
@@ -240,7 +240,7 @@ class TandemWorker(WorkerBase):
         return StepUnderWay(list(output.num_scheduled_tokens), plan, step, self._profile, self._told)
 
     def _told(self, output: ModelRunnerOutput) -> None:
-        """A step's tokens are known."""
+        """Pass a step's tokens to the plan builder and the drafter."""
         if self._drafter is not None:
             for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
                 self._adapter.sampled(request_id, tokens)
@@ -261,14 +261,15 @@ class TandemWorker(WorkerBase):
         return plan, step
 
     def _watch(self, step: Future[PendingStep]) -> None:
-        """End the process after an error on a rank whose output vLLM does not read: vLLM would only log it."""
+        """Exit the process after an error on a rank whose output vLLM ignores; vLLM would only log the error."""
         error = step.exception()
         if error is not None and not self._layout.samples:
             logger.error("Rank %d failed: ending it, and vLLM with it", self.rank, exc_info=error)
             os._exit(1)
 
     def _masks(self, grammar: GrammarOutput | None, output: SchedulerOutput) -> dict[str, npt.NDArray[np.bool_]]:
-        """vLLM's bit masks (32 tokens to an int32) as bool [positions, V]; only the rank that samples needs them."""
+        """Return vLLM's bit masks (32 tokens per int32) as bool [positions, V] by request id; empty on ranks that don't
+        sample."""
         if grammar is None or not self._layout.samples:
             return {}
         width = self._loaded.description.vocab_size
@@ -279,32 +280,32 @@ class TandemWorker(WorkerBase):
         ends = np.cumsum([1 + len(drafts.get(request_id, ())) for request_id in ids])
         return dict(zip(ids, np.split(bits.astype(np.bool_), ends[:-1]), strict=True))
 
-    # --- the rest of what vLLM calls ---
+    # --- remaining interface of vLLM ---
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """Text generation alone."""
+        """Return the supported task: text generation."""
         return ("generate",)
 
     def execute_dummy_batch(self) -> None:
         """Do nothing: replicas do not run in lockstep."""
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Rows grow as they must."""
+        """Store the length; rows grow on demand."""
         self.model_config.max_model_len = max_model_len
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return drafts that may follow the tokens of the last step."""
+        """Return drafts after the last step's tokens; None without speculative decoding."""
         return None if self._drafter is None else self._drafter.take()
 
     def synchronize_device(self) -> None:
-        """Wait for everything that was started."""
+        """Wait for all submitted calls."""
         self._mlx.submit(lambda: None).result()
 
     def check_health(self) -> None:
-        """A worker that answers is well; a step that hangs shows in vLLM's own timeouts."""
+        """Do nothing: a worker that answers is healthy; vLLM's own timeouts detect a hung step."""
 
     def shutdown(self) -> None:
-        """End the MLX thread and log how the steps' time was spent."""
+        """Stop the MLX thread and log the time per step."""
         if hasattr(self, "_mlx"):
             if self._profile.steps:
                 logger.info("%s", self._profile.summary())

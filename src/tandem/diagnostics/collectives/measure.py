@@ -1,6 +1,6 @@
-"""Timing of collectives, hand-overs and steps: on this machine, and by probes on the machines of a hosts file.
+"""Timing of collectives, point-to-point hops and model steps, on this machine or on the hosts of a hosts file.
 
-`profile_of` makes the planner's profile of the times.
+`profile_of` converts the times to the planner's profile.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def measure(
     fast_sync: bool = False,
     operations: Sequence[str] = OPERATIONS,
 ) -> RankTimes:
-    """Time ranks on this machine; returns the times of rank 0, smallest sizes first.
+    """Time `ranks` processes on this machine; return the times of rank 0, in the order of `sizes` (bytes).
 
-    Operations: `all_sum` over all ranks, of an array that is there, and `between` two operations of the device; `tcp`
-    and, where the backend is a ring, `ring`: one hop from a rank to the next, as pipeline stages hand over. Raises
-    LayoutError for a backend that cannot be had here, RankFailure when a rank fails, a sum is wrong or `timeout_s`
+    Operations: `all_sum` sums an evaluated array over all ranks; `between` does so between two device operations. `tcp`, and
+    `ring` on the ring backend, time one hop to the next rank, as pipeline stages send it.
+
+    Raises LayoutError if the backend is unavailable here. Raises RankFailure when a rank fails, a sum is wrong or `timeout_s`
     seconds pass.
     """
     task = TimingTask(backend=backend, operations=list(operations), sizes=sizes, iterations=iterations, fast_sync=fast_sync)
@@ -48,7 +49,7 @@ def measure(
 
 
 def measure_here(timeout_s: float) -> RankTimes:
-    """Time the steps of this machine, with all of its cores. Raises RankFailure."""
+    """Time the model steps of this machine, using all of its cores. Raises RankFailure."""
     return _run([TimingTask()], [LocalLauncher(None).variables(0, 1)], timeout_s)
 
 
@@ -63,34 +64,34 @@ def _run(tasks: Sequence[TimingTask], variables: Sequence[Mapping[str, str]], ti
 
 
 class HostsBench(Probes):
-    """Ranks on the machines of a hosts file, one group after the other. A context manager."""
+    """Timing runs on the machines of a hosts file, one group after the other. A context manager."""
 
     def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
-        """`python` is the interpreter on the other machines, where the file names none. Nothing is started."""
+        """Store the options; `python` is the remote interpreter where the file names none. Raises ConfigError for one host."""
         if len(hostfile.hosts) < 2:
             raise ConfigError(
                 f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure this machine",
                 param="hostfile",
             )
-        super().__init__(3)  # two ranks are timed at once; the third ends probes that are not done
+        super().__init__(3)  # two ranks run at once; the third thread closes probes
         self._file = hostfile
         self._python = python
         self._timeout_s = timeout_s
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the machines, each once."""
+        """Return the distinct machine names."""
         return list(dict.fromkeys(entry.ssh for entry in self._file.hosts))
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Return two entries of the file for each way between two machines, or two ranks of one."""
+        """Return one pair of indices into the hosts file per pair of machines, or per machine with several ranks."""
         ways: dict[frozenset[str], tuple[int, int]] = {}
         for a, b in combinations(range(len(self._file.hosts)), 2):
             ways.setdefault(frozenset((self._file.hosts[a].ssh, self._file.hosts[b].ssh)), (a, b))
         return list(ways.values())
 
     def steps(self, name: str) -> RankTimes:
-        """Time the steps of one machine. Raises RankFailure."""
+        """Time the model steps of one machine. Raises RankFailure."""
         entry = next(entry for entry in self._file.hosts if entry.ssh == name)
         request = RunRank(TimingTask(), {}, {}, self._timeout_s)
         try:
@@ -101,8 +102,8 @@ class HostsBench(Probes):
 
     def joined(self, pair: tuple[int, int], backend: str, sizes: list[int], iterations: int, fast_sync: bool
                ) -> RankTimes:  # fmt: skip
-        """Time what joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a
-        backend that they cannot have."""
+        """Time collectives and hops between two entries of the hosts file, as seen by the first. Raises RankFailure, and
+        LayoutError if the backend is unavailable there."""
         entries = [self._file.hosts[index] for index in pair]
         ends = addressed(
             [
@@ -120,7 +121,7 @@ class HostsBench(Probes):
         return [self._whole(entry, answer) for entry, answer in zip(entries, times, strict=True)][0]
 
     def _probe(self, entry: HostEntry, end: int) -> str:
-        """Return the name of the probe for a rank at one end of a way; starts it if there is none."""
+        """Return the name of the probe for rank `end` (0 or 1) of a pair; start the probe if there is none."""
         name = f"{entry.ssh} ({end})"
         if name not in self.links:
             command = local_probe() if entry.is_here else remote_probe(entry.ssh, entry.python or self._python)
@@ -137,7 +138,7 @@ class HostsBench(Probes):
 def profile_of(
     steps: Mapping[str, RankTimes], joined: Mapping[tuple[str, str], RankTimes], backend: Backend, fast_sync: bool
 ) -> Profile:
-    """Make a profile of steps by machine and of times between two machines, all with one backend and kind of fences."""
+    """Make a planner profile from step times by machine and link times by pair. All links share one backend and fence mode."""
     hosts = [
         HostProfile(
             name=name, device=times.device, gpu=times.gpu, metal=times.metal, steps=times.steps, memory_bytes=times.memory_bytes
@@ -150,9 +151,9 @@ def profile_of(
 
 
 def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_sync: bool) -> LinkProfile:
-    """Draw a straight line through the smallest and the largest size: latency, and bytes a second.
+    """Fit latency and bandwidth of a link from its smallest and largest message.
 
-    What a sum between two operations of the device takes more than one of an array that is there is the fence.
+    The fence cost is the extra time of `between` over `all_sum` at the smallest size.
     """
     by_name = {
         name: sorted((row for row in rows if row.operation == name), key=lambda row: row.bytes)
@@ -177,8 +178,7 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
 
 
 def _rate(rows: Sequence[Row]) -> float:
-    """Return the bandwidth in 10**9 bytes a second, from how times grow with size; of the largest message if they do
-    not."""
+    """Return the bandwidth in 10**9 bytes a second, from the growth of times with size; without growth, the largest row's."""
     first, last = rows[0], rows[-1]
     more = last.median_us - first.median_us
     return (last.bytes - first.bytes) / more / 1e3 if more > 0 and last.bytes > first.bytes else last.gb_per_s

@@ -1,4 +1,4 @@
-"""A rank that times collectives and channels or, alone, the steps of its machine."""
+"""Timing of one rank: collectives and channels or, for a single rank, the model steps of its machine."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ if TYPE_CHECKING:
 WARM_UP = 5
 ITEM_BYTES = 4
 LEAST_S = 1e-7
-"""A sum that seems to take less was measured on a machine that is busy with something else."""
+"""Lower bound in seconds of a sum's time; shorter results are noise of a busy machine."""
 CROSSINGS = 10
-"""Sums of a chain, each between two operations of the device."""
+"""Device operations in a chain, each followed by a sum."""
 
 
 class _Timer:
-    """Times of repeated calls, of which the first few do not count."""
+    """Records the times of repeated calls, without the warm-up calls."""
 
     def __init__(self, iterations: int) -> None:
         self._iterations = iterations
         self.rows: list[Row] = []
 
     def __call__(self, operation: str, size: int, act: Callable[[int], None], hops: int = 1) -> None:
-        """Call `act` with the number of the call; it takes `hops` messages of `size` bytes, one after the other."""
+        """Time `act(i)` for each iteration i; one call sends `hops` messages of `size` bytes one after the other."""
         self._note(operation, size, [spent / hops for spent in self._timed(act, self._iterations)])
 
     def between(self, size: int, chain: Callable[[bool], object]) -> None:
-        """`chain` computes `CROSSINGS` operations, with a sum behind each or without."""
+        """Time one sum of `size` bytes between two device operations.
+
+        `chain(sums)` computes `CROSSINGS` operations, with a sum after each if `sums`. The difference is the sums' cost.
+        """
         bare: list[float] = []
         times: list[float] = []
-        for _ in range(max(self._iterations // CROSSINGS, 3)):  # by turns: what disturbs one disturbs the other
+        for _ in range(max(self._iterations // CROSSINGS, 3)):  # interleaved, so that disturbances hit both alike
             bare += self._timed(lambda _: chain(False), 1, warm_up=1)
             times += self._timed(lambda _: chain(True), 1, warm_up=1)
         without = percentile(bare, 0.5)
@@ -75,7 +78,7 @@ class _Timer:
 
 
 def time_rank(task: TimingTask) -> RankTimes:
-    """Measure; a failure stands in `error`. Call before anything imports mlx."""
+    """Run the timing task; a failure is returned in `error`. Call before anything imports mlx."""
     prepare_metal(task.fast_sync)
     prepare_cuda()
     preload_blas("auto")
@@ -98,7 +101,7 @@ def _measured(task: TimingTask) -> RankTimes:
 
 
 def _joined(task: TimingTask) -> list[Row]:
-    """Time what joins the ranks: collectives, and hops from one to the next. Raises TandemError for a wrong sum."""
+    """Time collectives and hops between ranks. Raises TandemError for a wrong sum."""
     import mlx.core as mx
 
     from tandem.comm.group import RingLink, StageGroup
@@ -138,14 +141,14 @@ def _joined(task: TimingTask) -> list[Row]:
                 lambda _, array=array: _ring_lap(link, task.rank, array),  # type: ignore[misc]
                 task.ranks,
             )
-    mx.eval(group.sum(mx.zeros(1)))  # nobody closes a channel that still holds something for others
+    mx.eval(group.sum(mx.zeros(1)))  # barrier: no rank closes its channel while a peer still reads from it
     if "tcp" in task.operations:
         channel.close()
     return timer.rows
 
 
 def _chain(group: StageGroup, x: mx.array, sums: bool) -> mx.array:
-    """Operations of the device one after the other, as layers are, with a sum over the ranks behind each."""
+    """Compute `CROSSINGS` dependent device operations, like layers, with a sum over the ranks after each if `sums`."""
     for _ in range(CROSSINGS):
         x = x * (1 / group.size) + 1.0
         if sums:
@@ -154,7 +157,7 @@ def _chain(group: StageGroup, x: mx.array, sums: bool) -> mx.array:
 
 
 def _check(total: mx.array, expected: float, what: str) -> None:
-    """Raises TandemError where the sum `total` is another than `expected`."""
+    """Raise TandemError unless all elements of `total` are close to `expected`."""
     import mlx.core as mx
 
     if not mx.allclose(total, mx.full(total.shape, expected)).item():
@@ -162,7 +165,7 @@ def _check(total: mx.array, expected: float, what: str) -> None:
 
 
 def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
-    """Send an array once around the ring of ranks."""
+    """Send an array once around MLX's ring."""
     if rank == 0:
         link.send(array, 0)
     received = link.receive(array.shape, array.dtype, 0)
@@ -172,7 +175,7 @@ def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
 
 
 def _lap(channel: TcpChannel, rank: int, step: int, size: int) -> None:
-    """`size` bytes go once around the ring of channels."""
+    """Send `size` bytes once around the ring of TCP channels."""
     header = FrameHeader(step, "float32", (size // ITEM_BYTES,))
     if rank == 0:
         channel.send(header, bytes(size))

@@ -1,4 +1,4 @@
-"""Speed of this machine's layers: random models, small and large, in steps of a token and a chunk of a prompt (mlx)."""
+"""Speed of this machine's layers (mlx): decode and prefill steps of a small and a large random model."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ HEAD = 64
 VOCABULARY = 256
 GROUP = 64
 SMALL = 128
-"""Hidden size small enough that reading weights costs nothing: the time left is a layer's overhead."""
+"""Hidden size of the small model: reading its weights costs almost nothing, so its step time is per-layer overhead."""
 GPU_SIZES, CPU_SIZES = (2048, 8, 512), (768, 4, 192)
-"""Hidden size, layers, and tokens of a chunk of the large one."""
+"""Hidden size, layers and prefill chunk (tokens) of the large model."""
 PART = 8
-"""The large one may take this part of the memory."""
+"""Divisor of the memory; the large model takes at most 1/8 of it."""
 
 
 @dataclass(frozen=True)
 class _Times:
     step: float
-    """Seconds."""
+    """Seconds of one decode step."""
     chunk: float
     bytes: int
     parameters: int
-    """Parameters of its layers, as the file would count them."""
+    """Parameters of all layers, before quantisation."""
 
 
 def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
                  ) -> Model:  # fmt: skip
-    """Return mlx-lm's llama of this shape with random weights; `mlp` is the width between."""
+    """Return mlx-lm's llama of this shape with random weights; `mlp` is the intermediate size."""
     return Model(
         ModelArgs(
             model_type="llama",
@@ -57,10 +57,10 @@ def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: in
 
 
 def measure_steps(*, gpu: bool) -> list[Step]:
-    """Measure each type of weights that this device computes with: on a CPU all become float32 (`--dtype auto`).
+    """Measure each weight type that this device computes with; a CPU computes in float32 alone (`--dtype auto`).
 
-    A step of L layers with B bytes takes B / bandwidth + L x overhead; two sizes tell both. A chunk of t tokens through
-    P parameters takes 2 t P / rate + L x overhead.
+    A decode step of L layers with B bytes takes B / bandwidth + L x overhead; two model sizes yield both unknowns. A chunk of t
+    tokens through P parameters takes 2 t P / rate + L x overhead.
     """
     kinds: tuple[Weights, ...] = ("bfloat16", "8bit", "4bit") if gpu else ("float32",)
     hidden, layers, chunk = GPU_SIZES if gpu else CPU_SIZES
@@ -85,7 +85,7 @@ def measure_steps(*, gpu: bool) -> list[Step]:
 
 
 def _parameters(hidden: int) -> int:
-    """Return the parameters of a layer: four square projections, and three of a gated MLP four times as wide."""
+    """Return the parameters of one layer: four square projections, and a gated MLP (three matrices) four times as wide."""
     return (4 + 3 * 4) * hidden * hidden
 
 
@@ -101,7 +101,7 @@ def _measured(kind: Weights, hidden: int, layers: int, chunk: int) -> _Times:
         chunks.append(time.perf_counter() - began)
     token = mx.zeros((1, 1), mx.int32)
     ended = []
-    for _ in range(WARM_UP + STEPS):  # as mlx-lm decodes: the next step is built while the device computes this one
+    for _ in range(WARM_UP + STEPS):  # like mlx-lm's decoding: the next step is built while the device computes this one
         following = mx.argmax(model(token, cache=cache)[:, -1:], axis=-1)
         mx.async_eval(following)  # type: ignore[no-untyped-call]
         mx.eval(token)

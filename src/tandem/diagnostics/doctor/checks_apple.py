@@ -1,4 +1,4 @@
-"""Checks that matter on Macs: RDMA over Thunderbolt, the cable itself, power, and MLX's variables. Pure."""
+"""Checks of Macs: RDMA over Thunderbolt, cables, macOS version, MLX's fast fences and power. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ UPDATE = "softwareupdate --install --all --restart"
 
 
 def no_rdma(evidence: Evidence) -> str:
-    """Excuse the check of RDMA with another backend."""
+    """Return why RDMA is not checked; empty if the backend needs it."""
     return "" if evidence.backend.startswith("jaccl") else f"the backend is {evidence.backend}; jaccl would need it"
 
 
 def rdma(evidence: Evidence, findings: Findings) -> str:
-    """RDMA is on, and each machine has the devices that the hosts file names for its peers."""
+    """Check that RDMA is enabled and that each host has the RDMA devices of the hosts file."""
     for index, host in enumerate(evidence.carriers):
         if (facts := evidence.facts.get(host.name)) is not None and _has_rdma(evidence, host.name, facts, findings):
             _devices(evidence, index, facts, findings)
@@ -37,7 +37,7 @@ def rdma(evidence: Evidence, findings: Findings) -> str:
 
 
 def described(name: str, facts: Facts) -> dict[str, str]:
-    """Return what a report should name of a Mac: chip, macOS and its build, ports, cables, fence."""
+    """Return a Mac's description for bug reports: chip, macOS version and build, ports, cables, fence mode."""
     ports, cables = thunderbolt_ports(facts.outputs.get("thunderbolt"))
     return {
         "host": name,
@@ -101,7 +101,7 @@ def _device(
             host.name, f"the interface of {device} is part of {bridge}", evidence.on(host.name, f"sudo ifconfig {bridge} down")
         )
     elif there and not any(interface.networks for interface in there if interface.name == name):
-        # Without one jaccl finds no way to use the device.
+        # jaccl cannot use a device without an IPv4 address.
         findings.fail(
             host.name,
             f"{name}, the interface of {device} (for {peer.name}), has no IPv4 address; a restart of the Mac takes it away",
@@ -115,12 +115,12 @@ def _macos(facts: Facts) -> tuple[int, int] | None:
 
 
 def no_rdma_macs(evidence: Evidence) -> str:
-    """Excuse the check of macOS's version."""
+    """Return why macOS's version is not checked; empty if Macs use RDMA."""
     return "" if evidence.macs and evidence.backend.startswith("jaccl") else "matters for RDMA between Macs only"
 
 
 def macos(evidence: Evidence, findings: Findings) -> str:
-    """Macs that share RDMA run the same build of macOS, 26.3 or later."""
+    """Check that Macs with RDMA run the same build of macOS, 26.3 or later."""
     builds = {name: facts.outputs.get("os_build", "").strip() for name, facts in evidence.macs.items()}
     wanted = builds.get(evidence.here) or max(builds.values())
     for name, build in builds.items():
@@ -135,13 +135,13 @@ def macos(evidence: Evidence, findings: Findings) -> str:
 
 
 def single_mac(evidence: Evidence) -> str:
-    """Excuse the check of cables between Macs."""
+    """Return why cables are not checked; empty if there are several Macs."""
     macs = sum(host.name in evidence.macs or host.name not in evidence.facts for host in evidence.carriers)
     return "" if macs > 1 else "matters between Macs only"
 
 
 def thunderbolt(evidence: Evidence, findings: Findings) -> str:
-    """The addresses in use lie on a Thunderbolt cable, not on Wi-Fi."""
+    """Check that each Mac's address belongs to a Thunderbolt interface, not to Wi-Fi."""
     kinds = set()
     for host in evidence.carriers:
         if (facts := evidence.macs.get(host.name)) is None:
@@ -170,7 +170,7 @@ def thunderbolt(evidence: Evidence, findings: Findings) -> str:
 
 
 def _on_cable(facts: Facts) -> str:
-    """Return an address that the machine has on a Thunderbolt cable; empty if there is none."""
+    """Return an address of the machine on a Thunderbolt interface; empty if there is none."""
     return next(
         (
             str(network.ip)
@@ -191,7 +191,7 @@ def _kind_of(facts: Facts, address: str) -> str:
 
 
 def fences(evidence: Evidence, findings: Findings) -> str:
-    """MLX's fast fences are off: they have locked GPUs up until the Mac was restarted."""
+    """Check that MLX's fast fences are off: they can hang the GPU until the Mac is restarted."""
     if _is_on(evidence.variables):
         findings.warn(
             "",
@@ -216,7 +216,7 @@ def _is_on(variables: Mapping[str, str]) -> bool:
 
 
 def power(evidence: Evidence, findings: Findings) -> str:
-    """Macs have mains and their full power. Idle sleep is held off while ranks run."""
+    """Check that Macs run on mains without low power mode."""
     for name, facts in evidence.macs.items():
         if "'Battery Power'" in facts.outputs.get("battery", ""):
             findings.warn(name, "it runs on its battery: it slows down, and sleeps when that is low", f"plug {name} in")

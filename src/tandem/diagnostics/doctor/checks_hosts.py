@@ -1,4 +1,4 @@
-"""Checks of single machines: Ray's nodes, ssh, name, clock, ports, firewall. Pure."""
+"""Checks of single machines: Ray nodes, ssh, hostname, clock, ports, firewall. Pure."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RESTART = "ray stop -f, then ray start ... --node-ip-address=ADDRESS"
 
 
 def no_ray(evidence: Evidence) -> str:
-    """Excuse the check of Ray's nodes."""
+    """Return why Ray's nodes are not checked; empty with --ray."""
     return "--ray looks at a Ray cluster" if evidence.ray is None else ""
 
 
 def ray(evidence: Evidence, findings: Findings) -> str:
-    """Every node is there at the address that it advertises, and some carry ranks."""
+    """Check that every Ray node is reachable at its advertised address and that some have resources for ranks."""
     nodes = evidence.ray or []
     for node in nodes:
         if node.trouble:
@@ -42,21 +42,21 @@ def ray(evidence: Evidence, findings: Findings) -> str:
 
 
 def no_ssh(evidence: Evidence) -> str:
-    """Excuse the check of ssh."""
+    """Return why ssh is not checked; empty if there are other machines to reach by it."""
     if evidence.ray is not None and not evidence.unreachable:
         return "Ray's nodes are reached through Ray"
     return "" if evidence.several else "only this machine is looked at; --hostfile names others"
 
 
 def ssh(evidence: Evidence, findings: Findings) -> str:
-    """A probe runs on every machine, without a password."""
+    """Check that a probe runs on every machine without a password."""
     for name, (why, remedy) in evidence.unreachable.items():
         findings.fail(name, why, remedy)
     return f"{len(evidence.facts)} machines answer without a password"
 
 
 def hostname(evidence: Evidence, findings: Findings) -> str:
-    """No machine's own name means loopback: Ray and gloo tell others that address. Tandem itself does not look."""
+    """Check that no hostname resolves to loopback, the address that Ray and gloo would advertise. Tandem does not use it."""
     for name, facts in evidence.facts.items():
         addresses = [ipaddress.ip_address(address.split("%")[0]) for address in facts.hostname_addresses]
         line = f"{evidence.host(name).address or _own_address(facts)} {facts.hostname}"
@@ -91,12 +91,12 @@ def _fix_name(facts: Facts, line: str) -> str:
 
 
 def single_clock(evidence: Evidence) -> str:
-    """Excuse the check of clocks."""
+    """Return why clocks are not compared; empty with several hosts."""
     return "" if evidence.several else "there is no other clock to compare with"
 
 
 def clock(evidence: Evidence, findings: Findings) -> str:
-    """Clocks agree, so that logs of several machines can be read together."""
+    """Check that clocks agree, so that logs of several machines can be merged."""
     for name, reading in evidence.clocks.items():
         off = abs(reading.ahead) - reading.within
         if off > CLOCK_WARN_S:
@@ -111,7 +111,7 @@ def clock(evidence: Evidence, findings: Findings) -> str:
 
 
 def ports(evidence: Evidence, findings: Findings) -> str:
-    """The ports that were asked for are free."""
+    """Check that the requested ports are free."""
     for name, facts in evidence.facts.items():
         for port in facts.busy_ports:
             owner = port_owner(facts, port)
@@ -125,7 +125,7 @@ def ports(evidence: Evidence, findings: Findings) -> str:
 
 
 def firewall(evidence: Evidence, findings: Findings) -> str:
-    """No firewall drops what machines send one another."""
+    """Check that no firewall drops packets between the machines."""
     for name, facts in evidence.facts.items():
         for state in firewalls(facts):
             if state.blocks:

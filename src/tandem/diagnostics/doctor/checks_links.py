@@ -1,4 +1,4 @@
-"""Checks of what lies between machines: subnets, reachability, speed, and sums over all of them. Pure."""
+"""Checks of the network between machines: subnets, reachability, speed, and an all_sum over all of them. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6
-"""Bytes a second: a tenth of gigabit Ethernet, and gigabit Ethernet."""
+"""Bandwidth limits in bytes a second, below which a link fails or gets a warning."""
 TRIED = ("ring", "jaccl", "jaccl-ring", "nccl")
-"""Backends that a test group can be made for."""
+"""Backends for which the doctor can set up a test group."""
 LATE_FAIL_S, LATE_WARN_S = 0.05, 0.005
 
 
 def subnets(evidence: Evidence, findings: Findings) -> str:
-    """No cable's subnet holds the default gateway, no two interfaces share a subnet, no two machines an address."""
+    """Check for a cable whose subnet holds the default gateway, interfaces that share a subnet, and duplicate addresses."""
     local = any(_is_link_local(host.address) for host in evidence.hosts)
     every = {name: _real(facts, local) for name, facts in evidence.facts.items()}
     fresh = free_subnets(network.network for there in every.values() for interface in there for network in interface.networks)
@@ -33,8 +33,8 @@ def subnets(evidence: Evidence, findings: Findings) -> str:
 
 
 def _real(facts: Facts, local: bool) -> list[Interface]:
-    """Return the interfaces of cables and networks. Every cable without a router may have an address of the one
-    link-local subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
+    """Return the physical interfaces that have addresses. All cables without a router share the link-local subnet, which
+    suffices for RDMA; such addresses count only if `local`: Tandem connects to them."""
     real = [
         replace(interface, networks=[network for network in interface.networks if local or not network.ip.is_link_local])
         for interface in interfaces(facts)
@@ -47,11 +47,11 @@ def _is_link_local(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_link_local
     except ValueError:
-        return False  # empty, or a name
+        return False  # empty, or a hostname
 
 
 def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]:
-    """Return interfaces to give another subnet, and why. Two ways to one router (cable and Wi-Fi) are no clash."""
+    """Return interfaces that need another subnet, and why. Two paths to one router (cable and Wi-Fi) do not clash."""
     outward = gateways(facts)
     routers = {gateway.interface for gateway in outward}
     clashes: dict[str, tuple[Interface, str]] = {}
@@ -85,7 +85,7 @@ def _readdress(facts: Facts, interface: Interface, address: str) -> str:
 
 
 def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Findings) -> None:
-    """Find addresses that two machines have. One machine may be there under two names."""
+    """Report addresses that two machines share. One machine listed under two names does not count."""
     owners: dict[str, str] = {}
     seen: list[tuple[str, list[Interface]]] = []
     for name, here in every.items():
@@ -106,7 +106,7 @@ def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Find
 
 
 def reachable(evidence: Evidence, findings: Findings) -> str:
-    """Every machine can open a connection to every other, at the address that the hosts file gives."""
+    """Check that every machine can connect to every other at its address of the hosts file."""
     for (source, target), link in evidence.links.items():
         if link.error:
             address = evidence.host(target).address
@@ -121,12 +121,12 @@ def reachable(evidence: Evidence, findings: Findings) -> str:
 
 
 def no_link(evidence: Evidence) -> str:
-    """Excuse the check of speed."""
+    """Return why speed is not measured; empty if any link works."""
     return "" if any(not link.error for link in evidence.links.values()) else "there is no link to measure"
 
 
 def speed(evidence: Evidence, findings: Findings) -> str:
-    """Bandwidth and latency of each way, by a real transfer."""
+    """Check bandwidth and latency of each link, measured by a transfer."""
     links = {ends: link for ends, link in evidence.links.items() if not link.error}
     for (source, target), link in links.items():
         if link.bandwidth < SLOW_WARN or link.latency_s > LATE_WARN_S:
@@ -147,7 +147,7 @@ def _speed(bandwidth: float, latency_s: float) -> str:
 
 
 def no_sum(evidence: Evidence) -> str:
-    """Excuse the check of sums."""
+    """Return why no all_sum was run; empty if one was."""
     if evidence.several and evidence.backend not in TRIED:
         return f"is not tried over {evidence.backend}; --backend ring is"
     if evidence.several and not evidence.collected:
@@ -156,7 +156,7 @@ def no_sum(evidence: Evidence) -> str:
 
 
 def collective(evidence: Evidence, findings: Findings) -> str:
-    """An all_sum over all machines gives the right sum; its latency."""
+    """Check that an all_sum over all machines succeeds, and report its latency by message size."""
     jaccl = evidence.backend.startswith("jaccl")
     slowest: dict[int, float] = {}
     for name, times in evidence.collected.items():

@@ -1,4 +1,4 @@
-"""Checks of what is installed and of the model's copies. Pure."""
+"""Checks of installed packages, copies of the model, and memory. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALL = {"tandem": PACKAGE, "mlx": "mlx", "mlx-lm": "mlx-lm"}
 
 
 def versions(evidence: Evidence, findings: Findings) -> str:
-    """Python, mlx, mlx-lm and Tandem are the same everywhere (Python to its minor version)."""
+    """Check that Python (minor version), mlx, mlx-lm and Tandem have the same version on all hosts."""
     for package in ("python", "mlx", "mlx-lm", "tandem"):
         of = {name: _shown(package, facts.versions.get(package)) for name, facts in evidence.facts.items()}
         wanted = of.get(evidence.here) or Counter(of.values()).most_common(1)[0][0]
@@ -40,7 +40,7 @@ def versions(evidence: Evidence, findings: Findings) -> str:
 
 
 def _shown(package: str, version: str | None) -> str | None:
-    """Return the part of a version that must agree: Python 3.11.4 and 3.11.9 work together."""
+    """Return the part of a version that must agree: for Python, major and minor."""
     return version if package != "python" or version is None else ".".join(version.split(".")[:2])
 
 
@@ -54,7 +54,7 @@ def _install(evidence: Evidence, name: str, package: str, wanted: str | None) ->
 
 
 def model(evidence: Evidence, findings: Findings) -> str:
-    """Every machine has the model, whole, and the same."""
+    """Check that every machine has a complete and identical copy of the model."""
     if evidence.model is None:
         findings.add("skip", "", "no model was named", "tandem doctor --model MODEL")
         return ""
@@ -72,14 +72,14 @@ def _absent(evidence: Evidence, named: str, name: str, copy: ModelFacts, finding
     detail = copy.problem or f"{named} is not there"
     if evidence.weights_from_head and name != evidence.here:
         findings.add("ok", name, f"{detail}; it gets its part from {evidence.here}")
-    elif is_hub_id(named) or named == "demo":  # a hub model comes by itself, if slowly
+    elif is_hub_id(named) or named == "demo":  # a hub model is downloaded on demand
         findings.add("warn" if is_hub_id(named) else "fail", name, detail, evidence.on(name, f"tandem model get {named}"))
     else:
         findings.fail(name, detail, _copy(evidence, name))
 
 
 def _different(evidence: Evidence, copies: Mapping[str, ModelFacts], findings: Findings) -> None:
-    """Find copies that are not like this machine's, or not like most."""
+    """Report copies that differ from this machine's or, without one here, from the most common."""
     if not copies:
         return
     common = Counter(tuple(sorted(copy.digests.items())) for copy in copies.values()).most_common(1)[0][0]
@@ -106,7 +106,7 @@ def _copy(evidence: Evidence, name: str) -> str:
 
 
 def memory(evidence: Evidence, findings: Findings) -> str:
-    """Every machine has the memory that the layout asks of it, and has it free."""
+    """Check that every machine has the memory that the layout needs, and that it is free."""
     planned = evidence.planned
     if not isinstance(planned, PlannedMemory):
         findings.add("skip", "", planned or "no model was named, so there is nothing to plan for")

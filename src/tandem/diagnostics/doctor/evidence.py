@@ -1,4 +1,4 @@
-"""Gathered evidence, and the checks that judge it. Pure."""
+"""Evidence of the doctor, and the checks that judge it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.diagnostics.tasks import RankTimes
 from tandem.launchers.ray.nodes import RayNode
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
-"""`warn` does not change the exit code; `skip`: it could not or need not be looked at."""
+"""`warn` does not change the exit code; `skip` means not checked."""
 
 
 @dataclass(frozen=True)
@@ -21,33 +21,33 @@ class Finding:
     check: str
     verdict: Verdict
     where: str
-    """Hosts that it is about; empty for all of them."""
+    """Hosts concerned; empty for all."""
     detail: str
     remedy: str = ""
-    """A command, or the step to take where there is none."""
+    """Command to run, or a step in words where there is none."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of the cluster, as the hosts file names it."""
+    """A machine of the hosts file or Ray cluster."""
 
     name: str
-    """Entry `ssh` of the hosts file."""
+    """Entry `ssh` of the hosts file, or the Ray node's address."""
     address: str = ""
-    """First of `ips`, where the others reach the machine."""
+    """First of `ips`: the address at which the other hosts reach this one."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
-    """RDMA device for each host, as in MLX's hosts file."""
+    """RDMA device towards each host, as in MLX's hosts file."""
     ranks: int = 1
-    """Ranks that it carries; 0 for a machine that has the engine and no rank."""
+    """Number of ranks; 0 for a machine that runs only the engine."""
     python: str | None = None
-    """Interpreter, where the hosts file names one."""
+    """Path of the Python interpreter; None for the default."""
     command: tuple[str, ...] = ()
-    """Command that starts a probe there, in place of ssh."""
+    """Command that starts a probe there; empty to use ssh."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """A machine's clock against this one's: seconds ahead, known to within `within`."""
+    """Offset of a host's clock to this machine's: `ahead` seconds, with an error of at most `within` seconds."""
 
     ahead: float
     within: float
@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that the planned layout takes on a machine, and may take, in bytes."""
+    """Memory of the planned layout on one machine: `needed` and `budget`, in bytes."""
 
     needed: int
     budget: int
@@ -63,36 +63,36 @@ class Need:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """The layout that memory is checked against."""
+    """Planned memory of the layout that is checked."""
 
     label: str
     needs: dict[str, Need]
-    """By host; hosts that hold no rank are left out."""
+    """Memory by host, without hosts that hold no rank."""
     command: str = "tandem plan"
     """Command that shows the layouts for these machines."""
     remedies: tuple[str, ...] = ()
-    """Changes that would make the model fit, if it does not."""
+    """Changes that would make the model fit; empty if it fits."""
 
 
 @dataclass
 class Evidence:
-    """All that was gathered. Keys are host names; `links` has (from, to)."""
+    """Everything gathered, keyed by host name; `links` by (source, target)."""
 
     hosts: list[Host]
     here: str
-    """Name of this machine among the hosts, or the one that stands for it."""
+    """Name of this machine among the hosts."""
     backend: str = "ring"
     model: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    """For all ranks, as the hosts file has them."""
+    """Environment variables for all ranks, from the hosts file."""
     weights_from_head: bool = False
-    """Ranks get their weights from this machine, so the others need no copy."""
+    """True if ranks get their weights from this machine, so that the others need no copy."""
     planned: PlannedMemory | str | None = None
-    """Memory plan, or the reason why there is none."""
+    """Memory plan, the reason why there is none, or None without a model."""
     ray: list[RayNode] | None = None
-    """Nodes of the Ray cluster that is looked at, if it is one."""
+    """Nodes of the Ray cluster; None without Ray."""
     unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Hosts that no probe runs on -> (why, remedy)."""
+    """Hosts without a working probe -> (reason, remedy)."""
     facts: dict[str, Facts] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     links: dict[tuple[str, str], Transferred] = field(default_factory=dict)
@@ -105,20 +105,20 @@ class Evidence:
 
     @property
     def carriers(self) -> list[Host]:
-        """Hosts that carry ranks."""
+        """Return the hosts with ranks."""
         return [host for host in self.hosts if host.ranks]
 
     @property
     def macs(self) -> dict[str, Facts]:
-        """Facts of the Macs."""
+        """Return the facts of the Macs."""
         return {name: facts for name, facts in self.facts.items() if facts.system == "Darwin"}
 
     def host(self, name: str) -> Host:
-        """Return the host of that name."""
+        """Return the host of that name. Raises StopIteration if there is none."""
         return next(host for host in self.hosts if host.name == name)
 
     def on(self, name: str, command: str) -> str:
-        """Return the command for the machine `name` as one types it on this machine."""
+        """Return a shell command for this machine that runs `command` on the machine `name`, over ssh unless local."""
         if name == self.here:
             return command
         quoted = command.replace('"', '\\"')
@@ -127,38 +127,38 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings of one check."""
+    """Collector of one check's findings."""
 
     check: str
     lines: list[Finding] = field(default_factory=list)
 
     def add(self, verdict: Verdict, where: str, detail: str, remedy: str = "") -> None:
-        """Add a line."""
+        """Add a finding."""
         self.lines.append(Finding(self.check, verdict, where, detail, remedy))
 
     def fail(self, where: str, detail: str, remedy: str) -> None:
-        """Add a fault."""
+        """Add a finding with verdict `fail`."""
         self.add("fail", where, detail, remedy)
 
     def warn(self, where: str, detail: str, remedy: str) -> None:
-        """Add a warning."""
+        """Add a finding with verdict `warn`."""
         self.add("warn", where, detail, remedy)
 
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """A check of the doctor."""
+    """One check: when it applies, which hosts it covers, and how it judges."""
 
     name: str
     judge: Callable[[Evidence, Findings], str]
-    """Adds findings; returns the line for evidence that has none."""
+    """Adds findings; returns the detail line for the case that it adds none."""
     looked: Callable[[Evidence], Collection[str]]
-    """Returns the hosts that the evidence has facts about; without one the check does not pass."""
+    """Returns the hosts that the evidence covers; if empty, the check is skipped instead of passed."""
     excuse: Callable[[Evidence], str] = lambda _: ""
     """Returns why the check does not apply; empty if it does."""
 
     def findings(self, evidence: Evidence) -> list[Finding]:
-        """Judge the evidence."""
+        """Run the check; return at least one finding."""
         if reason := self.excuse(evidence):
             return [Finding(self.name, "skip", "", reason)]
         findings = Findings(self.name)
@@ -166,7 +166,7 @@ class DoctorCheck:
         return findings.lines or [self._passed(evidence, fine)]
 
     def _passed(self, evidence: Evidence, fine: str) -> Finding:
-        """Return `ok` for what was looked at, and name the hosts that were not."""
+        """Return `ok` and name the hosts not covered, or `skip` if none was."""
         seen = self.looked(evidence)
         lacking = [host.name for host in evidence.carriers if host.name not in seen]
         if seen and not (lacking and len(lacking) == len(evidence.carriers)):
@@ -179,10 +179,10 @@ class DoctorCheck:
 
 
 def several(evidence: Evidence) -> str:
-    """Excuse checks of what lies between machines."""
+    """Return why checks between machines are skipped; empty with several hosts."""
     return "" if evidence.several else "matters with several machines only"
 
 
 def macs(evidence: Evidence) -> str:
-    """Excuse checks of Macs."""
+    """Return why checks of Macs are skipped; empty if there are Macs."""
     return "" if evidence.macs else "matters on Macs only"

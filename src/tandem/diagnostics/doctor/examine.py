@@ -1,4 +1,4 @@
-"""The examination: probes on all machines side by side, what they gather, and the checks in order."""
+"""The doctor's examination: probes on all machines, the evidence that they gather, and the order of checks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CHECKS = (
     DoctorCheck(
         "clock", checks_hosts.clock, lambda seen: {seen.here, *seen.clocks} if seen.clocks else (), checks_hosts.single_clock
     ),
-    # The HTTP port of this machine is always tried, those of the others if they are asked for.
+    # This machine's HTTP port is always tried, ports on other machines only on request.
     DoctorCheck(
         "ports",
         checks_hosts.ports,
@@ -67,20 +67,20 @@ CHECKS = (
     DoctorCheck("power", checks_apple.power, looked.read_on_macs("battery", "power"), macs),
     DoctorCheck("all_sum", checks_links.collective, lambda seen: seen.collected.keys(), checks_links.no_sum),
 )
-"""All checks, in the order in which things should be mended."""
+"""All checks, in the order in which faults should be fixed."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
 SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
-"""Sizes of the all_sum's arrays in bytes, and how often each is added."""
+"""Array sizes of the all_sum in bytes, and repetitions of each."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Load that the cluster must carry."""
+    """Load for which memory is planned."""
 
     layout: str | None = None
-    """Layout in the words of `tandem plan --layout`; by default one stage for each machine."""
+    """Layout in the syntax of `tandem plan --layout`; None for one pipeline stage per machine."""
     context: int | None = None
     streams: int = 1
 
@@ -90,32 +90,32 @@ class Question:
     """Machines and settings to examine."""
 
     hosts: list[Host]
-    """Empty: this machine alone."""
+    """Machines to examine; empty for this one alone."""
     backend: str = "ring"
     variables: dict[str, str] = field(default_factory=dict)
-    """For the ranks of the all_sum test, as the hosts file has them."""
+    """Environment variables for the ranks of the all_sum, from the hosts file."""
     model: str | None = None
     weights_from_head: bool = False
     full_hash: bool = False
     plan: PlanRequest = field(default_factory=PlanRequest)
     port: int = 8000
-    """Port of the HTTP server, on this machine."""
+    """Port of the HTTP server, checked on this machine."""
     ports: list[int] = field(default_factory=list)
     """Ports that must be free on every machine."""
     ray: list[RayNode] | None = None
-    """Nodes of a Ray cluster, whose hosts these are."""
+    """Nodes of the Ray cluster that `hosts` come from; None without Ray."""
     seconds: float = 0.3
-    """Length of each bandwidth test."""
+    """Duration of each bandwidth test."""
 
 
 def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
-    """Gather all evidence; it lists the machines that do not answer."""
+    """Gather all evidence, including a list of unreachable machines. Call `on_progress` with a line for each phase."""
     with Probes(len(question.hosts) + 1) as probes:
         return _Examination(question, probes, on_progress).run()
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """Return the findings of all checks."""
+    """Return the findings of all checks; only `ray` and `ssh` run if no machine answered."""
     checks = CHECKS if evidence.facts else (RAY, SSH)
     return [finding for check in checks for finding in check.findings(evidence)]
 
@@ -151,7 +151,7 @@ class _Examination:
         return evidence
 
     def _start(self) -> None:
-        """Start a probe here, and one on every machine of the hosts file."""
+        """Start a probe on this machine and on every machine of the hosts file."""
         hosts = self._evidence.hosts
         self._evidence.here = next((host.name for host in hosts if host.name in LOCAL_NAMES), HERE)
         self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
@@ -180,7 +180,7 @@ class _Examination:
                 self._links.pop(name).close()
 
     def _find_here(self) -> None:
-        """Merge this machine with the host that it is under another name; without one it is one more machine."""
+        """Find this machine among the hosts by hostname and addresses; otherwise add it as a host without ranks."""
         evidence = self._evidence
         if evidence.here != HERE or HERE not in evidence.facts or not self._question.hosts:
             return
@@ -195,7 +195,7 @@ class _Examination:
         evidence.facts[twin] = structs.replace(evidence.facts[twin], busy_ports=busy)
 
     def _tell_times(self) -> None:
-        """Compare clocks with this machine's; the quickest answer is the most exact."""
+        """Compare each clock with this machine's. Of several rounds, the one with the shortest round trip counts."""
 
         def ask(name: str) -> Clock:
             best = Clock(0.0, float("inf"))
@@ -210,7 +210,7 @@ class _Examination:
         self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
 
     def _connect(self) -> None:
-        """Try every way between two machines: side by side whether it is open, one after the other how fast it is."""
+        """Test links between all machines: connections in parallel, then the bandwidth of each link in turn."""
         evidence = self._evidence
         token = secrets.token_hex(16)
         listen, opened = probe_messages.Listen(token), probe_messages.ReservedPorts
@@ -233,7 +233,8 @@ class _Examination:
                 evidence.links[source, target] = ask(source, target, self._question.seconds)
 
     def _collective(self) -> None:
-        """Time an all_sum over the ranks, if every way is open and every machine has mlx."""
+        """Time an all_sum over the ranks. Skipped unless every link works, every host has mlx, RDMA passed and `TRIED` has the
+        backend."""
         evidence, question = self._evidence, self._question
         ranks = evidence.carriers
         names = {host.name for host in ranks}
@@ -256,7 +257,7 @@ class _Examination:
         }
 
     def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-        """Call `ask` for each of the machines, side by side."""
+        """Call `ask` for each machine in parallel; return the results by name."""
         order = list(names)
         return dict(zip(order, self._probes.each(ask, order), strict=True))
 
@@ -264,8 +265,8 @@ class _Examination:
 def addressed(hosts: Sequence[Host], here: Collection[str]) -> list[Host]:
     """Return the hosts with the addresses at which the others reach them.
 
-    Taken are those of the hosts file, else what ssh makes of a name; of this machine (the names `here`) the one on the
-    way to the others.
+    An address comes from the hosts file, else from ssh's resolution of the name. For this machine (one of the names `here`) it
+    is the source address of a route to another host.
     """
     there = [host.address or ("" if host.name in here else _resolved(host.name)) for host in hosts]
     other = next((address for address in there if address), None)
@@ -273,7 +274,7 @@ def addressed(hosts: Sequence[Host], here: Collection[str]) -> list[Host]:
 
 
 def _resolved(name: str) -> str:
-    """Return the address that ssh connects to for an `ssh` entry, its configuration included; the name if none."""
+    """Return the IP address that ssh would connect to, its configuration included; the hostname if it does not resolve."""
     machine_name = named_machine(name)
     try:
         return socket.gethostbyname(machine_name)
@@ -299,7 +300,7 @@ def _identity(facts: Facts) -> tuple[str, list[str]]:
 
 
 def planned_for(evidence: Evidence, request: PlanRequest) -> PlannedMemory | str | None:
-    """Return what the layout needs, or why that is not known."""
+    """Return the layout's memory by host, the reason why it is unknown, or None without a model."""
     if evidence.model is None:
         return None
     names = [host.name for host in evidence.carriers]
@@ -331,7 +332,7 @@ def _memory(facts: Facts) -> str:
 
 
 def machine_of(name: str, facts: Facts) -> Machine:
-    """Return the machine for the planner, which needs its memory alone."""
+    """Return the planner's description of a host; only its memory is exact."""
     chip = chip_of(facts.chip)
     if facts.system == "Darwin":
         assumed = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
@@ -341,7 +342,7 @@ def machine_of(name: str, facts: Facts) -> Machine:
 
 
 def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
-    """Return the machines of a hosts file; one that stands there several times carries as many ranks."""
+    """Return the machines of a hosts file; the number of a machine's entries is its number of ranks."""
     ranks = Counter(entry.ssh for entry in file.hosts)
     first = {entry.ssh: entry for entry in reversed(file.hosts)}
     return [
@@ -351,7 +352,7 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
 
 
 def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list[Host]:
-    """Return the machines of a Ray cluster's nodes; `commands` start a probe, by node id."""
+    """Return the machines of a Ray cluster; `commands` maps a node id to the command that starts a probe there."""
     hosts: dict[str, Host] = {}
     for node in nodes:
         if not node.trouble and node.address not in hosts:

@@ -1,4 +1,4 @@
-"""Gathering facts on a machine. Commands' outputs are kept as they are: `parsing` reads them elsewhere."""
+"""Gathering facts on the probed machine. Command outputs are sent unparsed; `parsing` reads them in the doctor."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COMMANDS = {
 
 
 def gather(request: GatherFacts) -> Facts:
-    """Gather the facts of this machine."""
+    """Return the facts of this machine."""
     system = platform.system()
     outputs = {name: text for name, words in COMMANDS.get(system, {}).items() if (text := output_of(words)) is not None}
     hostname = socket.gethostname()
@@ -80,7 +80,7 @@ def gather(request: GatherFacts) -> Facts:
 
 
 def _resolve(name: str) -> list[str]:
-    """Return the addresses of a name, the one that most programs take (gethostbyname) first."""
+    """Return the addresses of a hostname, gethostbyname's (which most programs use) first; empty if it does not resolve."""
     try:
         first = socket.gethostbyname(name)
         return list(dict.fromkeys([first, *(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))]))
@@ -89,7 +89,7 @@ def _resolve(name: str) -> list[str]:
 
 
 def _meminfo(installed: int) -> tuple[int, int]:
-    """Return Linux's memory in bytes, and what of it programs could get."""
+    """Return Linux's total and available memory in bytes."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -100,7 +100,7 @@ def _meminfo(installed: int) -> tuple[int, int]:
 
 
 def _mlx_bytes(system: str) -> int | None:
-    """Return the memory for MLX on the GPU, where there is one."""
+    """Return the bytes that MLX may use on the GPU; None without a GPU."""
     if system != "Darwin" and not visible_gpus():
         return None
     try:
@@ -114,7 +114,7 @@ def _is_busy(port: int) -> bool:
     if is_shadowed("", port):
         return True
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be taken
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT counts as free
         try:
             listener.bind(("", port))
         except OSError as error:

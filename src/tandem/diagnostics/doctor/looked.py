@@ -1,4 +1,4 @@
-"""Hosts that a check has facts about: without one it does not pass. Pure."""
+"""Functions for `DoctorCheck.looked`: the hosts that a check has facts about. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def answered(evidence: Evidence) -> Collection[str]:
 
 
 def having(known: Callable[[Facts], object]) -> Callable[[Evidence], Collection[str]]:
-    """Return a function that returns the hosts of whose facts `known` is true."""
+    """Return a function that returns the hosts for whose facts `known` is true."""
     return lambda evidence: [name for name, facts in evidence.facts.items() if known(facts)]
 
 
@@ -24,9 +24,9 @@ def linked(evidence: Evidence) -> Collection[str]:
 
 
 def read_on_macs(*names: str) -> Callable[[Evidence], Collection[str]]:
-    """Return a function that returns all hosts that answered but the Macs that lack an output of these names.
+    """Return a function that returns the hosts that answered, except Macs that lack the output of any of `names`.
 
-    It returns none if all Macs lack one.
+    The function returns none if all Macs lack one.
     """
 
     def looked(evidence: Evidence) -> Collection[str]:

@@ -1,4 +1,4 @@
-"""State of a machine's copy of a model: there, complete, the same as others? Downloads nothing."""
+"""State of a machine's copy of a model: presence, completeness, hashes. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tandem.system.files import file_trouble
 
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
 SAMPLE = 1 << 20
-"""Bytes of each sample."""
+"""Size of a sample in bytes."""
 SAMPLES = 16
-"""Samples of a large file, the first and the last megabyte among them: a copy that was cut off or is another
-quantisation shows; a single wrong byte between them does not (`full_hash`)."""
+"""Number of samples of a large file, the first and last MiB included. They reveal a truncated copy or another quantisation, but
+not a single wrong byte (`full_hash`)."""
 
 
 def is_hub_id(model: str) -> bool:
-    """True for org/name, unless a directory of that name is here."""
+    """True for `org/name`, unless a file or directory of that name exists here."""
     return bool(HUB_ID.match(model)) and not Path(model).exists()
 
 
 def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
-    """Examine the copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
+    """Return the state of this machine's copy of `model` (directory, GGUF file, hub id or `demo`)."""
     try:
         return _look_at(model, full_hash=full_hash)
     except OSError as error:
@@ -57,7 +57,7 @@ def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
 
 
 def digest(path: Path, *, full: bool = False) -> str:
-    """Return a hash of a file's length and content; of a large one samples, unless `full`."""
+    """Return a hash of a file's size and content; large files are sampled unless `full`."""
     size = path.stat().st_size
     hasher = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
@@ -79,12 +79,12 @@ def _find(model: str) -> Path | None:
 
 
 def _hub_copy(repo: str) -> Path | None:
-    # Imported here: it is slow, and most models are directories.
+    # Imported here: the import is slow, and most models are directories.
     from huggingface_hub import snapshot_download
 
     from tandem.checkpoints.hub import HUB_ERRORS
 
     try:
         return Path(snapshot_download(repo, local_files_only=True))
-    except HUB_ERRORS:  # not here, or not to be used
+    except HUB_ERRORS:  # no copy, or an unusable one
         return None

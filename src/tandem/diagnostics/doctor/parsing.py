@@ -1,4 +1,4 @@
-"""Parsers of what commands of macOS and Linux print. Pure; anything unexpected is left out rather than guessed."""
+"""Parsers for the output of macOS and Linux commands. Pure. Unexpected output is skipped rather than guessed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Interface:
 
     name: str
     networks: list[ipaddress.IPv4Interface]
-    """IPv4 addresses with their subnets."""
+    """IPv4 addresses with their prefix lengths."""
     kind: str = ""
-    """`loopback`, `wifi`, `thunderbolt`, `ethernet`, or empty where the system does not say."""
+    """One of `loopback`, `wifi`, `thunderbolt`, `ethernet`; empty if unknown."""
     members: list[str] = field(default_factory=list)
-    """Interfaces of a bridge."""
+    """Names of the interfaces in a bridge."""
     point_to_point: bool = False
-    """True for a subnet of two addresses, as cables between two machines have."""
+    """True for a subnet of at most four addresses (/30), as for a cable between two machines."""
 
 
 @dataclass(frozen=True)
 class DefaultGateway:
-    """A default gateway."""
+    """A default route's gateway and interface."""
 
     address: ipaddress.IPv4Address
     interface: str
@@ -36,13 +36,13 @@ class DefaultGateway:
 
 @dataclass(frozen=True)
 class FirewallState:
-    """A firewall that looks at incoming packets. `blocks`: it drops some; None: it could not be looked at."""
+    """State of a firewall for incoming packets. `blocks`: True if it drops some, None if it could not be read."""
 
     kind: str
     blocks: bool | None
     detail: str = ""
     chain: str = ""
-    """Family, table and chain that a rule of nftables must go into."""
+    """Family, table and chain of nftables for an additional rule."""
 
 
 def interfaces(facts: Facts) -> list[Interface]:
@@ -74,7 +74,7 @@ def gateways(facts: Facts) -> list[DefaultGateway]:
 
 
 def rdma_enabled(text: str | None) -> bool | None:
-    """Read `rdma_ctl status`; None if it says neither."""
+    """Return whether `rdma_ctl status` reports RDMA as enabled; None if unclear."""
     if text is None:
         return None
     said = text.lower()
@@ -82,14 +82,14 @@ def rdma_enabled(text: str | None) -> bool | None:
 
 
 def rdma_devices(text: str | None) -> list[str]:
-    """Return the devices that `ibv_devices` lists under its heading."""
+    """Return the devices that `ibv_devices` lists."""
     lines = (text or "").splitlines()
     rule = next((i for i, line in enumerate(lines) if line.strip().startswith("---")), None)
     return [] if rule is None else [line.split()[0] for line in lines[rule + 1 :] if line.split()]
 
 
 def rdma_port_states(text: str | None) -> dict[str, str]:
-    """Return device -> state of its port (PORT_ACTIVE, PORT_DOWN), from `ibv_devinfo`."""
+    """Return device -> port state (PORT_ACTIVE, PORT_DOWN) from `ibv_devinfo`."""
     states: dict[str, str] = {}
     device = None
     for line in (text or "").splitlines():
@@ -101,7 +101,7 @@ def rdma_port_states(text: str | None) -> dict[str, str]:
 
 
 def thunderbolt_ports(text: str | None) -> tuple[int, list[str]]:
-    """Return from `system_profiler SPThunderboltDataType -json` the number of sockets, and words for each cable."""
+    """Return the number of ports and a description of each cable, from `system_profiler SPThunderboltDataType -json`."""
     try:
         ports = [
             port
@@ -119,7 +119,7 @@ def thunderbolt_ports(text: str | None) -> tuple[int, list[str]]:
 
 
 def firewalls(facts: Facts) -> list[FirewallState]:
-    """Return the firewalls of a machine, as far as they can be seen."""
+    """Return the state of a machine's firewalls; empty if none could be read."""
     if facts.system == "Darwin":
         return _application_firewall(facts.outputs.get("firewall"))
     states = []
@@ -131,7 +131,7 @@ def firewalls(facts: Facts) -> list[FirewallState]:
 
 
 def port_owner(facts: Facts, port: int) -> str | None:
-    """Return the program and process id that listens on a port, from `lsof` or `ss`; None if neither says."""
+    """Return the program and process id that listen on a port, from `lsof` or `ss`; None if unknown."""
     for line in facts.outputs.get("listeners", "").splitlines():
         if facts.system == "Darwin":
             words = line.split()
@@ -143,7 +143,7 @@ def port_owner(facts: Facts, port: int) -> str | None:
 
 
 def available_bytes(facts: Facts) -> int:
-    """Return the memory that programs could get: on a Mac free, inactive, speculative and purgeable pages."""
+    """Return the available memory in bytes: on a Mac free, inactive, speculative and purgeable pages."""
     text = facts.outputs.get("memory_pages")
     if facts.system != "Darwin" or text is None:
         return facts.available_bytes

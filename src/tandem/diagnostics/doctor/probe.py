@@ -1,4 +1,4 @@
-"""The probe on a machine: `python -m tandem.diagnostics.doctor.probe` answers requests until its input closes."""
+"""Probe of a machine: `python -m tandem.diagnostics.doctor.probe` answers requests until its standard input closes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tandem.system.privacy import connect_trouble, network_withheld
 CONNECT_S = 4.0
 STALL_S = 10.0
 MESSAGE = 64
-"""Bytes of a latency test's message."""
+"""Size of a latency test's message in bytes."""
 ROUNDS = 50
 CHUNK = 1 << 18
 COUNT = struct.Struct(">Q")
 
 
 class Listener:
-    """Server of test connections: checks the token, echoes `ROUNDS` messages, then counts bytes until the end."""
+    """Server for test connections: checks the token, echoes `ROUNDS` messages, then counts bytes until end of stream."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -67,7 +67,7 @@ class Listener:
 
 
 def transfer(address: str, port: int, token: str, seconds: float) -> Transferred:
-    """Connect to a `Listener` and measure for `seconds`; with 0 only connect. Failures are in `error`."""
+    """Connect to a `Listener` and measure for `seconds`; 0 only connects. Failures are returned in `error`."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
             return _measure(connection, token.encode(), seconds)
@@ -109,13 +109,13 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 class Probe:
-    """State of a probe between requests."""
+    """Request handler of a probe; keeps the `Listener` between requests."""
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
 
     def answer(self, request: probe_messages.Request) -> probe_messages.Reply:
-        """Return the reply. Raises OSError."""
+        """Handle the request and return the reply. Raises OSError."""
         if isinstance(request, probe_messages.GatherFacts):
             return gather(request)
         if isinstance(request, probe_messages.TellTime):
@@ -131,7 +131,7 @@ class Probe:
 
 
 def run_rank(request: probe_messages.RunRank) -> RankTimes:
-    """Run one rank that times, with the files that its variables name."""
+    """Run one timed rank; `request.files` are written to disk and named by environment variables."""
     with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
         variables = {**request.variables, **written_files(Path(directory), request.files)}
         [times] = run_ranks([request.task], [variables], request.timeout_s)
@@ -139,7 +139,7 @@ def run_rank(request: probe_messages.RunRank) -> RankTimes:
 
 
 def main() -> int:
-    """Answer the requests of standard input. A thread reads, so that its end is seen during a request."""
+    """Answer requests from standard input. A reader thread exits the process at end of input, even during a request."""
     own_process()
     raise_limit()
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

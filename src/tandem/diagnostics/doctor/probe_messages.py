@@ -8,56 +8,56 @@ from tandem.diagnostics.tasks import RankTimes, TimingTask
 from tandem.protocol.hosts import VariableName
 
 MARK = b"\x1etandem "
-"""Begins each line of a probe; other lines are a login shell's."""
+"""Prefix of each line of a probe; other lines come from a login shell."""
 
 
 # --- doctor -> probe -------------------------------------------------------------------------------------------
 
 
 class GatherFacts(Struct, frozen=True, tag=True):
-    """Answered by `Facts`."""
+    """Request for `Facts`."""
 
     model: str | None = None
-    """Directory, GGUF file, hub id or `demo` to look for; nothing is downloaded."""
+    """Directory, GGUF file, hub id or `demo` to look for, without downloading; None for no model."""
     full_hash: bool = False
-    """Read all of each weight file instead of samples."""
+    """True to hash whole weight files instead of samples."""
     ports: list[int] = []
-    """Ports to try whether they are free."""
+    """Ports to test for being free."""
 
 
 class TellTime(Struct, frozen=True, tag=True):
-    """Answered by `Time` at once."""
+    """Request for `Time`, answered immediately."""
 
 
 class Listen(Struct, frozen=True, tag=True):
-    """Accept test connections that begin with `token` (32 hex digits); answered by `ReservedPorts` with one port."""
+    """Accept test connections that start with `token` (32 hex digits). Reply: `ReservedPorts` with one port."""
 
     token: str
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """Name `count` free ports; answered by `ReservedPorts`."""
+    """Find `count` free ports. Reply: `ReservedPorts`."""
 
     count: int
 
 
 class Transfer(Struct, frozen=True, tag=True):
-    """Connect to another probe's `Listen` and measure; answered by `Transferred`."""
+    """Connect to another probe's `Listen` port and measure. Reply: `Transferred`."""
 
     address: str
     port: int
     token: str
     seconds: float
-    """Length of the bandwidth test; 0 only tries to connect."""
+    """Duration of the bandwidth test; 0 only connects."""
 
 
 class RunRank(Struct, frozen=True, tag=True):
-    """Run one rank that times; answered by `RankTimes`."""
+    """Run one timed rank. Reply: `RankTimes`."""
 
     task: TimingTask
     variables: dict[str, str]
     files: dict[VariableName, str]
-    """Variable -> content of the file that it is to name."""
+    """Environment variable -> content of the file whose path it gets."""
     timeout_s: float
 
 
@@ -67,66 +67,66 @@ Request = GatherFacts | TellTime | Listen | Reserve | Transfer | RunRank
 
 
 class ModelFacts(Struct, frozen=True):
-    """A machine's copy of the model."""
+    """State of a machine's copy of the model."""
 
     path: str | None
-    """Place of the copy; None if there is none."""
+    """Path of the copy; None if there is none."""
     problem: str | None = None
-    """Reason why it is missing, or what it lacks."""
+    """Why the copy is missing or incomplete; None if it is complete."""
     digests: dict[str, str] = {}
-    """File name -> hash of its content, or of samples of it."""
+    """File name -> hash of its content or of samples of it."""
     bytes: int = 0
 
 
 class Facts(Struct, frozen=True, tag=True):
-    """Facts of a machine. `outputs` are the texts of commands, which `parsing` reads."""
+    """Facts of a machine. `outputs` maps a name in `facts.COMMANDS` to that command's output, for `parsing`."""
 
     hostname: str
     hostname_addresses: list[str]
-    """Addresses of the machine's own name there; the one that most programs take first."""
+    """Addresses that the machine's own hostname resolves to, gethostbyname's first."""
     system: str
     """`Darwin` or `Linux`."""
     executable: str
-    """Path of the Python that runs."""
+    """Path of the Python interpreter."""
     root: bool
     chip: str
     memory_bytes: int
     available_bytes: int
-    """Memory that other programs do not use at the moment."""
+    """Memory that is currently free for programs."""
     mlx_bytes: int | None
-    """Memory that MLX may use on the GPU; None where it computes on the CPU."""
+    """Memory that MLX may use on the GPU; None on a CPU."""
     versions: dict[str, str | None]
     outputs: dict[str, str]
     busy_ports: list[int]
     model: ModelFacts | None = None
     variables: dict[str, str] = {}
-    """MLX's variables in the environment of a rank that is started there."""
+    """MLX's variables in the environment that ranks on that machine start with."""
 
 
 class Time(Struct, frozen=True, tag=True):
-    """Seconds since 1970 on that machine."""
+    """Wall clock of that machine, in seconds since 1970."""
 
     now: float
 
 
 class ReservedPorts(Struct, frozen=True, tag=True):
-    """Free ports, or those that listen."""
+    """Free ports, or the port of the `Listener`."""
 
     ports: list[int]
 
 
 class Transferred(Struct, frozen=True, tag=True):
-    """A connection's figures; with `error` (and nothing else) if there was none."""
+    """Measurements of a connection; only `error` is set if it failed."""
 
     error: str | None = None
     latency_s: float = 0.0
-    """Half of the median round trip of a small message."""
+    """Half the median round trip of a 64-byte message."""
     bandwidth: float = 0.0
     """Bytes a second, one way."""
 
 
 class ProbeError(Struct, frozen=True, tag=True):
-    """The request failed on that machine."""
+    """Failure of a request on that machine."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""Probes on machines, as seen from here."""
+"""Client side of the probes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tandem.protocol.codec import UNREADABLE
 
 PROBE = "tandem.diagnostics.doctor.probe"
 ANSWER_S = 60.0
-"""Seconds that a probe gets for what is quick, the start of its Python included."""
+"""Default timeout in seconds for quick requests, start of the probe's Python included."""
 T = TypeVar("T")
 K = TypeVar("K")
 
 
 class ProbeLost(TandemError):
-    """No probe answers on that machine. `remedy` is what to do."""
+    """Raised when a machine's probe does not answer. `remedy` names a fix; may be empty."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
@@ -39,10 +39,10 @@ class ProbeLost(TandemError):
 
 
 class ProbeLink(HostProcess):
-    """A running probe. Used by one thread at a time."""
+    """A running probe. Not thread-safe: one request at a time."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str | None] | None = None) -> None:
-        """Start `command`, which ends in a probe on the machine `name`, with `variables` in its environment."""
+        """Start `command`, which runs a probe on the machine `name`, with `variables` in its environment."""
         super().__init__(command, variables, stderr=subprocess.PIPE)
         self.name = name
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -66,9 +66,9 @@ class ProbeLink(HostProcess):
             self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """Return the probe's answer. Raises ProbeLost."""
+        """Send a request and return the reply. Raises ProbeLost after `timeout_s` seconds or if the probe failed."""
         deadline = time.monotonic() + timeout_s
-        self.tell(msgspec.json.encode(request))  # a probe that has gone shows below
+        self.tell(msgspec.json.encode(request))  # errors of an exited probe are raised below
         try:
             line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
@@ -90,15 +90,15 @@ class ProbeLink(HostProcess):
         return explain(self.name, self._process.returncode, self._complaints)
 
     def close(self) -> None:
-        """End the probe."""
+        """Stop the probe."""
         self.end(2.0)
 
 
 class Probes:
-    """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
+    """Probes by name, with parallel requests to different machines. A context manager that stops them."""
 
     def __init__(self, most: int) -> None:
-        """Store the limit of `most` parallel requests; starts no probe."""
+        """Store `most`, the maximum number of parallel requests; starts no probe."""
         self.links: dict[str, ProbeLink] = {}
         self._pool = ThreadPoolExecutor(most)
 
@@ -110,11 +110,11 @@ class Probes:
         self._pool.shutdown()
 
     def each(self, act: Callable[[K], T], things: Iterable[K]) -> list[T]:
-        """Call `act` for each of the things, side by side; what it returns, in their order."""
+        """Call `act` on all items in parallel; return the results in order."""
         return list(self._pool.map(act, list(things)))
 
     def ask(self, name: str, request: Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
-        """Ask one of them. Raises ProbeLost, which names the machine, also for an answer that is no `kind`."""
+        """Return the reply of the probe `name`. Raises ProbeLost, with the machine's name, also if the reply is not a `kind`."""
         link = self.links[name]
         try:
             reply = link.ask(request, timeout_s)
@@ -126,8 +126,8 @@ class Probes:
 
     def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
                    ) -> list[RankTimes]:  # fmt: skip
-        """Run a group with one rank on each host; returns the times of each. Raises ProbeLost, and LayoutError for a
-        backend that they cannot have."""
+        """Time a group with one rank on each host; return the times by rank. Raises ProbeLost, and LayoutError if the hosts
+        cannot use the backend."""
         ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
         group = process_group(task.backend, hosts, [two[0] for two in ports])
         tasks = timing_group(task, [host.address for host in hosts], [two[1] for two in ports])
@@ -145,20 +145,20 @@ def local_probe() -> list[str]:
 
 
 def remote_probe(host: str, python: str | None = None) -> list[str]:
-    """Return the command of a probe on another machine, started as its ranks would be."""
+    """Return the command of a probe on another machine, over a node agent or ssh, like that of its ranks."""
     if (agent := agent_name(host)) is not None:
         return link_command(agent, "probe")
     return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))
 
 
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
-    """Explain why ssh, or what it should have run, ended. Pure."""
+    """Return the error for a probe's command that exited with `code` after printing `complaints`. Pure."""
     said = complaints[-1] if complaints else f"ended with code {code}"
     return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
 
 
 def process_group(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> ProcessGroup:
-    """Return the MLX group of one rank on each host. Raises LayoutError. Pure."""
+    """Return an MLX process group with one rank on each host. Raises LayoutError. Pure."""
     listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
     if backend in ("jaccl", "jaccl-ring"):
         devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in host.rdma] for host in hosts]

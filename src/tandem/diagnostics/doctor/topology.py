@@ -1,4 +1,4 @@
-"""Choice of the addresses that machines use with one another, and subnets for cables that have none. Pure."""
+"""Choice of the addresses by which machines reach each other, and of subnets for cables without one. Pure."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tandem.diagnostics.doctor.parsing import Interface
 from tandem.errors import ConfigError, LayoutError
 
 RANK = {"thunderbolt": 0, "ethernet": 1, "": 1, "wifi": 2}
-"""Kinds of interfaces, the fastest first."""
+"""Preference of interface kinds; lower is faster."""
 POOLS = ("10.254.0.0/16", "172.30.0.0/16", "10.200.0.0/16")
-"""Private ranges that home and office routers rarely use; 192.168.0.x and 192.168.1.x are theirs."""
+"""Private ranges that home and office routers rarely use, unlike 192.168.0.x and 192.168.1.x."""
 VIRTUAL = ("docker", "br-", "virbr", "podman", "veth", "cni", "utun", "tailscale", "vmnet", "bridge1")
-"""Beginnings of interface names whose addresses are alike on many machines, and harmless."""
+"""Prefixes of virtual interfaces, whose addresses may repeat across machines without harm."""
 
 
 @dataclass(frozen=True)
 class Cable:
-    """A cable between interfaces of two hosts."""
+    """A cable; each end is a pair (host, interface)."""
 
     one: tuple[str, str]
     other: tuple[str, str]
 
 
 def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
-    """Read A:IF=B:IF. Raises ConfigError."""
+    """Parse HOST:INTERFACE=HOST:INTERFACE. Raises ConfigError."""
     ends = []
     for end in text.split("="):
         host, _, interface = end.rpartition(":")
@@ -45,7 +45,7 @@ def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
 def address_cables(
     cables: Sequence[Cable], machines: Mapping[str, Sequence[Interface]]
 ) -> dict[str, list[tuple[str, ipaddress.IPv4Interface]]]:
-    """Return for each host the address of each cabled interface, in subnets that clash with nothing.
+    """Return host -> (interface, address) of each cable's end, with one free /30 subnet per cable.
 
     Raises ConfigError for an interface that is named twice.
     """
@@ -62,14 +62,15 @@ def address_cables(
 
 
 def networks_of(machines: Mapping[str, Sequence[Interface]]) -> list[ipaddress.IPv4Network]:
-    """Return all subnets that any of the machines is in."""
+    """Return all subnets of the machines' interfaces."""
     return [network.network for there in machines.values() for interface in there for network in interface.networks]
 
 
 def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -> dict[str, str]:
-    """Choose an address for each host, at which the one before it in the ring of `order` reaches it.
+    """Choose for each host an address that its predecessor in the ring of `order` can reach.
 
-    Cables between neighbours win if every host has one; else the fastest subnet that all share. Raises LayoutError.
+    Prefers cables if every pair of neighbours has one, else the fastest subnet that all share. Raises LayoutError without
+    either.
     """
     if len(order) == 1:
         return {order[0]: "127.0.0.1"}
@@ -86,7 +87,7 @@ def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Inter
 
 
 def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -> list[dict[str, str]]:
-    """Return the addresses of the hosts in each subnet that all are in, the fastest subnet first."""
+    """Return host -> address for each subnet that all hosts share, the fastest subnet first."""
     ways = {name: {network: speed for speed, network in reversed(_subnets(machines[name]))} for name in order}
     common = [network for network in ways[order[0]] if all(network in ways[name] for name in order)]
     common.sort(key=lambda network: (max(ways[name][network] for name in order), str(network)))
@@ -102,9 +103,10 @@ def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -
 
 
 def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interface]]) -> str:
-    """Add to a hosts file of three hosts and more, whose `ips` are cables, the addresses at which all reach all.
+    """Add `address` entries to a hosts file whose `ips` are cables, so that every host can reach every other.
 
-    Raises LayoutError where the hosts share no network.
+    Files of two hosts, or whose `ips` already share a subnet, are returned unchanged. Raises LayoutError where the hosts share
+    no subnet.
     """
     data = json.loads(hostfile)
     names = [entry["ssh"] for entry in data["hosts"]]
@@ -135,7 +137,7 @@ def _subnets(there: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Networ
 
 
 def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.IPv4Address | None:
-    """Return the address of `here` on a cable to `there`."""
+    """Return the address of `here` on a cable to `there`; None without a cable."""
     others = {network.network for cable in _usable(there) if cable.point_to_point for network in cable.networks}
     return next(
         (
@@ -150,10 +152,10 @@ def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.
 
 
 def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network]) -> tuple[str, str]:
-    """Replace the addresses of cables in the commands and the hosts file that mlx.distributed_config writes.
+    """Replace the cables' addresses in the commands and hosts file written by mlx.distributed_config.
 
-    It counts subnets from 192.168.0.0/30, which many routers have. Here each gets one that clashes with nothing in
-    `used`. With jaccl the hosts file has addresses of Ethernet instead, which stay.
+    That tool numbers subnets from 192.168.0.0/30, which many routers use. Each is replaced by one that overlaps nothing in
+    `used`. With jaccl the hosts file has Ethernet addresses, which are kept.
     """
     fresh = free_subnets(used)
     moved: dict[ipaddress.IPv4Network, ipaddress.IPv4Network] = {}
@@ -171,7 +173,7 @@ def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network
 
 
 def free_subnets(used: Iterable[ipaddress.IPv4Network]) -> Iterator[ipaddress.IPv4Network]:
-    """Generate subnets of two addresses that overlap none of `used`, nor one another."""
+    """Generate /30 subnets that overlap neither `used` nor each other."""
     taken = list(used)
     for pool in POOLS:
         for subnet in ipaddress.IPv4Network(pool).subnets(new_prefix=30):

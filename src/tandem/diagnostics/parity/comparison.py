@@ -1,6 +1,6 @@
-"""A layout's logits and greedy tokens against those of one process: what is compared, and the verdict.
+"""Comparison of a layout's logits and greedy tokens with those of a single process.
 
-This process may be one rank of several that `mlx.launch` has started. No mlx until it computes.
+This process may be one of several ranks that `mlx.launch` started. Imports mlx only to compute.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tandem.system.cuda import prepare_cuda
 from tandem.text.tokenizer import load_tokenizer
 
 RELATIVE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}
-"""Largest difference of a logit, as a share of the largest logit, where ranks add up parts in another order."""
+"""Tolerance by dtype, as a share of the largest logit, where tensor-parallel sums change the order of additions."""
 
 
 Note = Callable[[str], None]
-"""Called with a line for people."""
+"""Callback for a message to the user, one line."""
 
 
 @dataclass(frozen=True)
 class MlxRank:
-    """Place of this process among the ranks that `mlx.launch` started."""
+    """Rank of this process among those that `mlx.launch` started."""
 
     rank: int
     size: int
     ring: bool
-    """MLX's ring backend can start."""
+    """True if `mlx.launch` set up the ring backend."""
 
 
 def launched_rank() -> MlxRank | None:
-    """Return this process's place under `mlx.launch`; None when it was started otherwise. Raises ConfigError."""
+    """Return this process's rank under `mlx.launch`; None without `mlx.launch`. Raises ConfigError."""
     if variable("MLX_RANK") is None:
         return None
     told, size = host_facts.launched_process_group(), variable("MLX_WORLD_SIZE")
@@ -54,9 +54,9 @@ def launched_rank() -> MlxRank | None:
 
 
 def member_settings(settings: Settings, process_group: MlxRank) -> Settings:
-    """Return the settings of the layout that the world's ranks form: a pipeline, unless they say tensor parallelism.
+    """Return the settings adapted to the launched ranks: pipeline parallelism unless they ask for tensor parallelism.
 
-    Raises LayoutError when the layout has another number of ranks, or MLX's groups cannot join it.
+    Raises LayoutError if the layout has another number of ranks, or one MLX group cannot connect them.
     """
     parallel = settings.parallel
     if parallel.parallel is None and parallel.pipeline_parallel_size == parallel.tensor_parallel_size == 1:
@@ -87,7 +87,7 @@ def member_settings(settings: Settings, process_group: MlxRank) -> Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityOptions:
-    """Options of a comparison, as `tandem parity` has them."""
+    """Options of `tandem parity`."""
 
     reference: str | None = None
     prompts: str | None = None
@@ -98,26 +98,29 @@ class ParityOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A layout, and the reference to compare it with."""
+    """A layout, and the reference that it is compared with."""
 
     settings: Settings
     layout: RankGroupLayout
     workload: ParityWorkload
     identity: dict[str, object]
     path: Path
-    """File of the reference."""
+    """Path of the reference file."""
     named: bool
-    """The user named that file."""
+    """True if the user named that file."""
     tolerance: float | None
     note: Note
 
     def run(self) -> Verdict:
-        """Compute the layout on this machine and, unless it is kept, the reference. Raises UsageError, RankFailure."""
+        """Run the layout on this machine, and the reference unless its file exists. Raises UsageError, RankFailure."""
         reference = self._reference()
         return self._judge(reference, run_layout(self.settings, self.layout, self.workload))
 
     def run_member(self, process_group: MlxRank) -> Verdict | None:
-        """Compute as one rank of several: rank 0 compares, so it alone needs the reference."""
+        """Run as one of several ranks. Return the verdict on rank 0, which needs the reference file; None elsewhere.
+
+        Raises ConfigError if rank 0 finds no reference.
+        """
         reference = None
         if process_group.rank == 0:
             if not self.path.exists():
@@ -130,13 +133,13 @@ class Comparison:
         prepare_cuda()
         library = preload_blas(self.settings.parallel.blas)
         limit_threads(library, self.settings.parallel.threads_per_rank or THREADS)
-        from tandem.diagnostics.parity.member import run_member  # imports mlx, after the BLAS
+        from tandem.diagnostics.parity.member import run_member  # imports mlx, so must follow the BLAS
 
         recording = run_member(self.layout, process_group.rank, self.workload)
         return None if reference is None or recording is None else self._judge(reference, recording)
 
     def _reference(self) -> Recording:
-        """Return the single process's logits: read from the file that the user named, or computed and written."""
+        """Return the single process's recording, from the file that the user named or computed and written now."""
         if self.named and self.path.exists():
             return self._read()
         chosen = self.settings.parallel
@@ -174,7 +177,7 @@ class Comparison:
 
 def prepare(settings: Settings, options: ParityOptions, process_group: MlxRank | None = None, note: Note = lambda text: None
             ) -> Comparison:  # fmt: skip
-    """Plan the layout and the workload. Raises UsageError."""
+    """Check the options, plan the layout and choose the workload. Raises UsageError."""
     if not launcher_kind(settings.parallel).here:
         raise ConfigError(
             "parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and --hostfile", param="launcher"
@@ -187,7 +190,7 @@ def prepare(settings: Settings, options: ParityOptions, process_group: MlxRank |
         settings,
         process=replace(settings.process, log_level="WARNING"),
         parallel=replace(settings.parallel, executor="cluster"),
-        # With quantised KV the same sums in another order can give another code: no two layouts agree.
+        # Quantisation amplifies rounding: with quantised KV no two layouts agree.
         scheduler=replace(settings.scheduler, kv_dtype="auto"),
     )
     if process_group is not None:
@@ -219,32 +222,31 @@ def prepare(settings: Settings, options: ParityOptions, process_group: MlxRank |
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison."""
+    """Result of a comparison."""
 
     passed: bool
     max_abs_diff: float
     positions: int
-    """Positions compared."""
+    """Number of positions compared."""
     remarks: tuple[str, ...]
-    """Lines for people."""
+    """Messages for the user, one line each."""
 
     @property
     def line(self) -> str:
-        """The line that scripts look for."""
+        """Return the summary line that scripts parse."""
         return f"PARITY {'PASS' if self.passed else 'FAIL'} max_abs_diff={self.max_abs_diff:.3e}"
 
 
 def default_tolerance(stage_sizes: tuple[int, ...], dtype: str) -> float:
-    """Return 0, so the same bits, for stages of one rank each: they compute what one process computes."""
+    """Return the tolerance: 0 (bit-equal) without tensor parallelism, else the dtype's `RELATIVE`."""
     return 0.0 if max(stage_sizes) == 1 else RELATIVE[dtype]
 
 
 def compare(reference: Recording, recording: Recording, tolerance: float) -> Verdict:
-    """Compare the logits of all positions, up to where the greedy tokens part, and the tokens.
+    """Compare the logits up to the first position where greedy tokens differ, and the tokens.
 
-    `tolerance` is relative to the reference's largest absolute logit; 0 asks for the same bits. Tokens may differ only
-    where the reference's own logits leave it open within twice the tolerance, a tie. Raises ConfigError when the two
-    were computed in different types.
+    `tolerance` is relative to the reference's largest absolute logit; 0 demands equal bits. Tokens may differ only at a tie: the
+    reference's own logits for both lie within twice the tolerance. Raises ConfigError for different dtypes or shapes.
     """
     if reference.dtype != recording.dtype:
         raise ConfigError(
@@ -276,7 +278,7 @@ def compare(reference: Recording, recording: Recording, tolerance: float) -> Ver
 
 
 def _tokens(reference: Recording, recording: Recording, prompt: int, open_within: float) -> tuple[int, str, bool]:
-    """Return how many tokens are alike, a remark on the next, and whether that one may differ."""
+    """Return the number of equal leading tokens, a remark on the first difference, and whether it is a tie or absent."""
     expected, mine = reference.tokens[prompt], recording.tokens[prompt]
     shared = next((i for i, pair in enumerate(zip(expected, mine, strict=True)) if pair[0] != pair[1]), len(expected))
     if shared == len(expected):

@@ -1,7 +1,7 @@
-"""A stage that records its logits, and one rank under `mlx.launch`: no engine and no bus, every rank plans for itself.
+"""A stage that records its logits, and an executor for one rank under `mlx.launch`, without engine or bus.
 
-Plans don't depend on which tokens come out (no end-of-sequence, no prefix cache, one prompt at a time), so all ranks
-make the same ones, and only the one that samples knows the tokens. Model, runner and MLX links are those that serve.
+Every rank makes its own plans. They agree, since plans don't depend on the tokens: no end-of-sequence, no prefix cache, one
+prompt at a time. Only the sampling rank knows the tokens. Model, runner and MLX links are those of serving.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tandem.runner.runner import PendingStep, Runner
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _END = 2**31 - 1
-"""Step number of messages after the last step; MLX's ring carries none."""
+"""Step number of messages after the last step; MLX's ring ignores it."""
 
 
 class RecordingStage(StageModel):
-    """A loaded stage, with its weights shared. On the last stage each forward pass is followed by the head for all of
-    its positions, not just for those that are sampled from.
+    """A loaded stage that shares its weights with the original. On the last stage each forward pass is followed by the head for
+    all of its positions, not just the sampled ones.
 
-    Where ranks share the head all of them must record, since computing it takes them all; one keeps the result.
+    With tensor parallelism all ranks must compute the head, so all record; one keeps the result.
     """
 
     def __init__(self, stage: StageModel, keep: Callable[[mx.array], None] | None) -> None:
-        """`keep` gets the logits [B, L, V] of each pass, in order; None on the ranks that only take part."""
+        """Store `keep`, which is called with the logits [B, L, V] of each pass in order; None on ranks that discard them."""
         vars(self).update(vars(stage))
         self._keep = keep
 
     def forward(self, h: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
-        """Run the layers, as `StageModel.forward`, and record the logits."""
+        """Run the layers like `StageModel.forward`, and record the logits."""
         h = super().forward(h, caches)
-        if self.is_last and not isinstance(caches, Apart):  # rows apart have come through here one by one
+        if self.is_last and not isinstance(caches, Apart):  # rows of `Apart` have already passed here one by one
             logits = self.head(h)
             mx.eval(logits)
             if self._keep is not None:
@@ -56,7 +56,7 @@ class RecordingStage(StageModel):
 
 
 def recording(stage: StageModel, path: Path, *, keeps: bool) -> RecordingStage:
-    """Record `stage`: where it `keeps`, logits go to `path` as rows of float32, and its type's name to `path`.dtype."""
+    """Wrap `stage`. If `keeps`, append its logits to `path` as float32 rows and write its dtype's name to `path`.dtype."""
     if not keeps:
         return RecordingStage(stage, None)
     dtype_file(path).write_text(str(stage.dtype).removeprefix("mlx.core."))
@@ -70,15 +70,15 @@ def recording(stage: StageModel, path: Path, *, keeps: bool) -> RecordingStage:
 
 
 def dtype_file(path: Path) -> Path:
-    """Return the file with the type of computation of the logits in `path`."""
+    """Return the path of the file with the dtype's name that belongs to the logits in `path`."""
     return path.with_suffix(".dtype")
 
 
 class MemberExecutor(Executor):
-    """Executor of this process's own rank, in this thread."""
+    """Executor of this process's own rank, in the calling thread."""
 
     def __init__(self, spec: StageSpec, path: Path) -> None:
-        """Logits go to `path`, on the rank that samples."""
+        """Store the rank's spec; the sampling rank writes its logits to `path`."""
         self._spec = spec
         self._path = path
         self._runner: Runner | None = None
@@ -86,7 +86,7 @@ class MemberExecutor(Executor):
         self.link: RingLink | None = None
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
-        """Join the world, which blocks until all ranks are there, and load."""
+        """Join the MLX group, which blocks until all ranks have joined, and load the model."""
         spec = self._spec
         self.link = RingLink(spec.stages) if spec.stages > 1 else None
         group = StageGroup(spec.backend, spec.tp_size) if spec.tp_size > 1 else None
@@ -95,12 +95,12 @@ class MemberExecutor(Executor):
         return [ready]
 
     def submit(self, plan: StepPlan) -> None:
-        """Compute a step, as far as it can be without waiting for it."""
+        """Dispatch a step without waiting for its result."""
         assert self._runner is not None
         self._pending.append(self._runner.execute(plan))
 
     def collect(self, timeout_s: float) -> list[Stepped]:
-        """Return the oldest step. Ranks that don't sample put zeros where the tokens belong."""
+        """Return the oldest pending step; empty without one. On ranks that don't sample, its tokens are zeros."""
         if not self._pending:
             return []
         pending = self._pending.pop(0)
@@ -110,8 +110,8 @@ class MemberExecutor(Executor):
         return [Stepped(RankStep(self._spec.rank, plan.step_id, 0.0, pending.kv_bytes), 0, result)]
 
     def settle(self) -> None:
-        """Receive the messages still on the way. The first stage does not use the last steps' tokens, but MLX's ring
-        has no numbers to tell them from later ones."""
+        """Receive the messages still in transit. The first stage does not use the last steps' tokens. MLX's ring has no message
+        numbers, so unread ones would be taken for later ones."""
         assert self._runner is not None
         self._runner.execute(StepPlan(_END, 0, fingerprint=batch_fingerprint(()))).finish()
 
@@ -121,7 +121,7 @@ class MemberExecutor(Executor):
 
 
 def run_member(layout: RankGroupLayout, rank: int, workload: ParityWorkload) -> Recording | None:
-    """Compute the workload together with the other ranks. Returns the recording on rank 0, None elsewhere."""
+    """Run the workload together with the other ranks. Return the recording on rank 0, None elsewhere."""
     spec = layout.ranks[rank]
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
@@ -149,7 +149,7 @@ def _hand_over(
     tokens: list[list[int]],
     dtype: str,
 ) -> tuple[np.ndarray | None, list[list[int]], str]:
-    """Send the recording from the last stage to the first, its neighbour in the ring; other ranks return at once."""
+    """Send the recording from the last stage to the first, the next in the ring. Other ranks return their arguments."""
     if rows is not None:
         flat = [token for answer in tokens for token in answer]
         link.send(mx.array([_DTYPES.index(dtype), *flat], dtype=mx.int32), _END)

@@ -1,7 +1,7 @@
-"""Recorded logits, and the file that keeps those of the single process.
+"""Recorded logits, and the file format for those of the single process.
 
-The file is a NumPy archive (.npz, no pickles): `metadata` is JSON text, `tokens_0` int32 [tokens] and `logits_0`
-float32 [positions, vocabulary] belong to the first prompt, and so on.
+The file is a NumPy archive (.npz, no pickles). `metadata` is JSON text; prompt i has `tokens_i`, int32 [tokens], and `logits_i`,
+float32 [positions, vocabulary].
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tandem.system.files import open_regular
 
 @dataclass(frozen=True, kw_only=True)
 class ParityWorkload:
-    """Prompts as token ids, one after the other; greedy tokens follow each."""
+    """Prompts as token ids, run one after the other; each is continued greedily."""
 
     prompts: tuple[tuple[int, ...], ...]
     tokens: int
-    """Tokens to produce for each prompt."""
+    """Number of tokens to generate for each prompt."""
     prefill_chunk: int
 
     def rows(self, prompt: int) -> int:
-        """Return the positions of a prompt and its tokens that have logits: the last token's are never computed."""
+        """Return the number of positions with logits: prompt and generated tokens, without the last, which is never fed back."""
         return len(self.prompts[prompt]) + self.tokens - 1
 
 
@@ -46,19 +46,19 @@ class Recording:
     """Tokens and logits of one run."""
 
     tokens: list[list[int]]
-    """The greedy tokens of each prompt."""
+    """Greedy tokens of each prompt."""
     logits: list[npt.NDArray[np.float32]]
-    """[positions of prompt and tokens but the last, vocabulary] for each prompt."""
+    """Logits [positions, vocabulary] of each prompt, see `ParityWorkload.rows`."""
     dtype: str
-    """Type of computation, such as float32."""
+    """Computation dtype, such as float32."""
     gpu: bool
-    """Computed on a GPU."""
+    """True if computed on a GPU."""
 
 
 def split_rows(
     rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: ParityWorkload, *, dtype: str, gpu: bool
 ) -> Recording:
-    """Return a recording from the logits [positions of all prompts, vocabulary] that came one after the other."""
+    """Split the concatenated logits [positions of all prompts, vocabulary] by prompt. Raises ConfigError for a wrong length."""
     ends = np.cumsum([workload.rows(i) for i in range(len(workload.prompts))])
     if rows.shape[0] != ends[-1]:
         raise ConfigError(f"{rows.shape[0]} positions were recorded where {ends[-1]} were computed")
@@ -66,10 +66,9 @@ def split_rows(
 
 
 def fingerprint(files: ModelFiles) -> str:
-    """Return 16 hex digits over config.json and each tensor's name, type and shape, however they are spread over files.
+    """Return 16 hex digits over config.json and each tensor's name, dtype and shape, regardless of sharding.
 
-    Tells models apart, not two sets of weights of one shape: reading all weights would take as long as loading them,
-    and comparing logits finds that difference.
+    Weights are not hashed: that takes as long as loading them, and comparing logits finds the difference.
     """
     tensors = {name: info for path in files.path.glob("*.safetensors") for name, info in read_header(path).items()}
     digest = hashlib.blake2b((files.path / "config.json").read_bytes(), digest_size=8)
@@ -79,7 +78,7 @@ def fingerprint(files: ModelFiles) -> str:
 
 
 def describe(files: ModelFiles, workload: ParityWorkload) -> dict[str, object]:
-    """Return what a reference must have been made for to be comparable."""
+    """Return the parameters that a reference and a layout must share to be comparable."""
     return {
         "fingerprint": fingerprint(files),
         "prompts": [list(prompt) for prompt in workload.prompts],
@@ -89,19 +88,19 @@ def describe(files: ModelFiles, workload: ParityWorkload) -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that compute."""
+    """Return the versions of the numerical packages."""
     return {name: version or "" for name, version in installed().items() if name != "python"}
 
 
 def default_path(files: ModelFiles, identity: dict[str, object], dtype: str, dequantize: str) -> Path:
-    """Return the place of the reference when no file is named: the same for the same question."""
+    """Return the default path of the reference, derived from everything that affects its content."""
     text = json.dumps([identity, dtype, dequantize, versions()], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return cache_dir() / "parity" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', files.name)}-{key}.npz"
 
 
 def write(path: Path, recording: Recording, identity: dict[str, object]) -> None:
-    """Write the file, whole or not at all. Raises ConfigError."""
+    """Write the file atomically. Raises ConfigError."""
     metadata = {**identity, "versions": versions(), "dtype": recording.dtype, "gpu": recording.gpu}
     arrays: JsonObject = {"metadata": np.array(json.dumps(metadata))}
     for i, (tokens, logits) in enumerate(zip(recording.tokens, recording.logits, strict=True)):
@@ -118,9 +117,9 @@ def write(path: Path, recording: Recording, identity: dict[str, object]) -> None
 
 
 def read(path: Path, identity: dict[str, object]) -> tuple[Recording, dict[str, object]]:
-    """Read the recording and its metadata. Raises ConfigError for a file that is broken or answers another question."""
+    """Return the recording and its metadata. Raises ConfigError for a file that is broken or has another `identity`."""
     try:
-        # Opened here: NumPy leaves a file open that it cannot read.
+        # Opened here, since NumPy leaks the file object of an unreadable file.
         with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
             metadata = json.loads(str(archive["metadata"]))
             count = len(metadata["prompts"])

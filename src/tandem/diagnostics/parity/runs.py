@@ -1,6 +1,6 @@
-"""The workload of a comparison, and the run of a layout on this machine that records its logits.
+"""Workload of a comparison, and the local run of a layout that records its logits.
 
-The executor, runner and links are those that serve.
+Executor, runner and links are those of serving.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from tandem.loading.stage import StageModel
 
 SHORT, BEYOND = 7, 6
-"""Tokens of the short default prompt, and of the long one beyond its second chunk."""
+"""Tokens of the short default prompt, and of the long one's third prefill chunk."""
 THREADS = 1
-"""CPU threads of each rank unless the user says otherwise. A BLAS may add up in another order with another number of
-threads, and layouts must be comparable bit for bit."""
+"""Default CPU threads of each rank. A BLAS may add in another order with another number of threads, and layouts must be
+comparable bit for bit."""
 
 
 class RecordingLauncher(LocalLauncher):
-    """Starts ranks on this machine that record to `path`; the one that samples writes."""
+    """Starts ranks on this machine that record their logits; the sampling rank writes them to `path`."""
 
     def __init__(self, threads_per_rank: int, path: Path, cuda: bool) -> None:
         super().__init__(threads_per_rank, MODULE, cuda)
@@ -57,11 +57,11 @@ class RecordingLauncher(LocalLauncher):
 
 
 def record(task: RecordingTask) -> None:
-    """Be a rank that records, as a process of `RecordingLauncher`."""
+    """Run a recording rank, in a process of `RecordingLauncher`."""
     worker = msgspec.json.decode(task.worker, type=WorkerPayload)
 
     def wrap(stage: StageModel) -> StageModel:
-        from tandem.diagnostics.parity.member import recording  # imports mlx, which must come after the BLAS
+        from tandem.diagnostics.parity.member import recording  # imports mlx, so must follow the BLAS
 
         return recording(stage, Path(task.path), keeps=worker.spec.samples)
 
@@ -69,13 +69,13 @@ def record(task: RecordingTask) -> None:
 
 
 def default_prompts(vocab_size: int, prefill_chunk: int) -> list[list[int]]:
-    """Return a short prompt and one of more than two chunks, of pseudo-random ids: the same for the same model."""
+    """Return a short prompt and one of three prefill chunks, with deterministic pseudo-random token ids."""
     rng = random.Random(7)
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in (SHORT, 2 * prefill_chunk + BEYOND)]
 
 
 def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Read the prompts of a file, one a line: text, or token ids as a JSON list. Raises ConfigError."""
+    """Read prompts from a file, one a line: text, or a JSON list of token ids. Raises ConfigError."""
     try:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _ids(line: str) -> list[int] | None:
 
 def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: int, vocab_size: int, max_context: int
                      ) -> ParityWorkload:  # fmt: skip
-    """Return a checked workload. Raises ConfigError."""
+    """Return the workload. Raises ConfigError for an empty or too long prompt, a bad token id or a bad option."""
     if tokens < 1:
         raise ConfigError(f"--tokens {tokens}: produce at least 1", param="tokens")
     if prefill_chunk < 1:
@@ -118,7 +118,7 @@ def checked_workload(prompts: list[list[int]], *, tokens: int, prefill_chunk: in
 
 
 def run_layout(settings: Settings, layout: RankGroupLayout, workload: ParityWorkload) -> Recording:
-    """Start the layout's ranks on this machine, compute the workload, end them. Raises UsageError and RankFailure."""
+    """Start the layout's ranks on this machine, run the workload and stop them. Raises UsageError and RankFailure."""
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
         parallel = settings.parallel
@@ -142,9 +142,9 @@ def run_layout(settings: Settings, layout: RankGroupLayout, workload: ParityWork
 def run_prompts(
     executor: Executor, layout: RankGroupLayout, workload: ParityWorkload, ranks: Sequence[StageSpec]
 ) -> list[list[int]]:
-    """Return the greedy tokens of each prompt. Alone in its batch, a prompt is computed alike in all layouts.
+    """Return the greedy tokens of each prompt. Each prompt runs alone in its batch, so that all layouts compute the same.
 
-    `ranks`: those that report to `executor`.
+    `ranks` are the ranks that report to `executor`.
     """
     limits = _limits(layout, workload)
     tokens: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Checks of the self-test: what one is, the table of them, and how one is made in its process. No mlx."""
+"""Checks of the self-test: their type, the table of all, and the code that runs one in a subprocess. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.errors import TandemError
 
 
 class Differs(TandemError):
-    """A check saw something else than it expects. The message names both."""
+    """Raised when a check measures something unexpected. The message names the expected and the measured value."""
 
     def __init__(self, message: str, figures: Figures | None = None) -> None:
         super().__init__(message)
@@ -20,45 +20,45 @@ class Differs(TandemError):
 
 
 class NotApplicable(TandemError):
-    """Raised when a check does not apply to this machine; the message has the reason."""
+    """Raised when a check does not apply to this machine; the message names the reason."""
 
 
 def judged(problems: list[str], figures: Figures) -> Figures:
-    """Return the figures. Raises Differs if there are problems."""
+    """Return the figures. Raises Differs if `problems` is not empty."""
     if problems:
         raise Differs("; ".join(problems), figures)
     return figures
 
 
 class CheckResult(TaskResult, frozen=True, kw_only=True):
-    """A finding with its name, as reports keep it."""
+    """A `TaskResult` with the check's name, as reports store it."""
 
     name: str
     seconds: float
     attempts: int = 1
-    """How many times it was begun: a run that is killed in the middle of a check tries that check once more."""
+    """Number of attempts; a check during which the run was killed is retried once."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: what it is called, what it needs and the function that makes it."""
+    """A check: name, requirements, and the function that performs it."""
 
     name: str
     """Name for `--only` and reports."""
     entry: str
     """Function of the check, as in `Task.entry`."""
     deadline_s: float
-    """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
+    """Seconds after which the check's process is killed; generous, since the machine may be busy."""
     title: str
-    """Subject of the check, as reports and tables name it."""
+    """Subject of the check, for reports and tables."""
     proves: str
-    """Statement that holds when it is ok."""
+    """Statement that holds if the verdict is ok."""
     public: bool = field(default=False, kw_only=True)
-    """True if it stands in docs/checks.md; docs/checks.md has all."""
+    """Mark for docs/checks.md, which lists all checks regardless; read nowhere."""
     hosts: bool = field(default=False, kw_only=True)
-    """True if it needs a hosts file."""
+    """True if the check needs a hosts file."""
     risky: bool = field(default=False, kw_only=True)
-    """True if it may end in a GPU that hangs or a machine that restarts: only with `--risky`."""
+    """True if the check may hang the GPU or restart the machine; it runs only with `--risky`."""
 
 
 CHECKS: tuple[Check, ...] = (
@@ -134,21 +134,21 @@ CHECKS: tuple[Check, ...] = (
 
 
 def chosen(*, hosts: bool, risky: bool, only: list[str] | None = None) -> list[Check]:
-    """Return the checks of a run: those named in `only` if it is given, whatever else is asked for."""
+    """Return the checks of a run: exactly those named in `only`, or else all that `hosts` and `risky` allow."""
     if only is not None:
         return [one for one in CHECKS if one.name in only]
     return [one for one in CHECKS if (hosts or not one.hosts) and (risky or not one.risky)]
 
 
 def resolve(entry: str) -> Callable[[Task], Figures]:
-    """Import the function that an entry names."""
+    """Import and return the function that `entry` (`module:function`) names."""
     module, _, function = entry.partition(":")
     check: Callable[[Task], Figures] = getattr(importlib.import_module(f"{__package__}.checks.{module}"), function)
     return check
 
 
 def look(task: Task) -> TaskResult:
-    """Make one check, whatever it raises. Call before anything imports mlx."""
+    """Run one check in this process; exceptions become a `failed` result. Call before anything imports mlx."""
     preload_blas("auto")
     try:
         return TaskResult(verdict="ok", figures=resolve(task.entry)(task))
@@ -158,6 +158,6 @@ def look(task: Task) -> TaskResult:
         return TaskResult(verdict="failed", detail=difference.message, figures=difference.figures)
     except TandemError as error:
         return TaskResult(verdict="failed", detail=error.message)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the report has it
+    except Exception as error:  # noqa: BLE001 - any exception belongs in the report
         words = str(error).strip().splitlines() or [""]
         return TaskResult(verdict="failed", detail=f"{type(error).__name__}: {words[0]}")

@@ -1,4 +1,4 @@
-"""The report of a run: a struct that is kept as JSON, and the page that a person reads."""
+"""Report of a self-test run: a struct stored as JSON, and its Markdown page."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PATTERNS = (
     (re.compile(r"[\w.+-]+@[\w.-]+"), "<name>"),
 )
 _PATH = re.compile(r"(?<![\w.<:/])~?(?:/(?!v1/)[\w.@+-]+){2,}/?")
-"""Paths, but neither `/health` nor `/v1/...`, nor what follows a server's name."""
+"""Matches paths of two or more components, but not `/v1/...` or the path of a URL."""
 SHORTEST = 2
-"""Least letters of a name that is searched for; shorter ones occur in every text."""
+"""Minimum length of a name to redact; shorter ones occur in every text."""
 
 
 def redacted(text: str, names: Iterable[str]) -> str:
-    """Take addresses, paths and ids out of `text`; the machines' and users' `names` become a, b, c, ...
+    """Replace addresses, paths and ids in `text` by placeholders, and `names` of machines and users by <a>, <b>, ...
 
-    Folders among the names are paths whatever letters they have, such as a home with a space in it.
+    Absolute paths among `names` are replaced whatever characters they contain, such as spaces in a home directory.
     """
     known = dict.fromkeys(names)
     places = [name for name in known if name.startswith("/") and len(name) > SHORTEST]
@@ -52,7 +52,7 @@ def redacted(text: str, names: Iterable[str]) -> str:
 
 
 def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:
-    """Return the figures with their texts redacted."""
+    """Return the figures with redacted texts."""
     known = list(names)
     return {name: redacted(value, known) if isinstance(value, str) else value for name, value in figures.items()}
 
@@ -66,11 +66,11 @@ SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply
 
 
 VARIABLES = ("MLX_", "TANDEM_", "CUDA_", "OMP_", "OPENBLAS_", "METAL_")
-"""Prefixes of variables that affect results or speed."""
+"""Prefixes of environment variables that affect results or speed."""
 
 
 def facts() -> Figures:
-    """Return the figures of the machine, which reports begin with."""
+    """Return the description of this machine that reports start with."""
     device = this_device()
     set_here = sorted(name for name in variables() if name.startswith(VARIABLES))
     return {
@@ -94,25 +94,25 @@ def _system_version() -> str:
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """All that a run found, without names, addresses and paths."""
+    """Redacted results of a run: no names, addresses or paths."""
 
     format: int = FORMAT
     tandem: str = __version__
     date: str
     """Date of the run's end, YYYY-MM-DD."""
     platform: str
-    """`Linux, CPU`, `Linux, CUDA` or `macOS, Metal`."""
+    """`Linux, CPU`, `Linux, CUDA`, `macOS, CPU` or `macOS, Metal`."""
     machine: Figures
     model: str
     hosts: int
-    """Machines of the hosts file; 0 without one."""
+    """Number of machines in the hosts file; 0 without one."""
     wanted: int
-    """Checks that the run was to make."""
+    """Number of checks planned for the run."""
     checks: list[CheckResult]
 
     @property
     def code(self) -> int:
-        """Exit code: 0 if nothing is wrong, 1 if something is, 3 if nothing is wrong so far and checks are left."""
+        """Exit code: 0 if all checks ran without failure, 1 after a failure, 3 if checks are left to run."""
         if any(outcome.verdict in ("failed", "no answer") for outcome in self.checks):
             return EXIT_FAILED
         return EXIT_OK if len(self.checks) == self.wanted else EXIT_UNFINISHED
@@ -121,7 +121,7 @@ class Report(Struct, frozen=True, kw_only=True):
 def make_report(
     outcomes: Sequence[CheckResult], *, wanted: int, date: str, facts: Figures, model: str, hosts: int, names: Iterable[str]
 ) -> Report:
-    """Return the report with redacted outcomes; the machine's facts are taken as they are."""
+    """Return a report with redacted `outcomes`. `facts` are copied unredacted."""
     known = list(names)
     checks = [
         replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
@@ -139,7 +139,7 @@ def make_report(
 
 
 def platform_of(facts: Figures) -> str:
-    """Return the column of docs/checks.md that these facts belong to."""
+    """Return the column of docs/checks.md for this machine."""
     system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
     if not facts.get("gpu"):
         return f"{system}, CPU"

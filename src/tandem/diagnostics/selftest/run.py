@@ -1,8 +1,7 @@
-"""A run of the self-test: checks one after the other, each in a process with a deadline, and a journal of the outcomes.
+"""A run of the self-test: each check in a process with a deadline, and a journal of the outcomes.
 
-The journal is written through to the disk before anything else goes on. A check that was begun and has no outcome died
-together with the run, or with the machine. The next run goes on behind it: it tries such a check once more, but not if
-the machine has been restarted meanwhile, since the check may be why.
+The journal is synced to disk before and after each check. A check that began and has no outcome died together with the run or
+the machine. The next run retries it once, unless the machine was restarted meanwhile: the check may be the cause.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ RESTARTED = "the machine was restarted while it ran; `tandem selftest --fresh` t
 KILLED = "it was killed in the middle of it, twice; `tandem selftest --fresh` tries it again"
 
 Listener = Callable[[Check, CheckResult | None], None]
-"""Called when a check begins (None), and when it has ended."""
+"""Callback for the begin (None) and the end of a check."""
 
 
 class Run(Struct, kw_only=True):
     """Content of the journal."""
 
     question: dict[str, object]
-    """Subject of the run; a journal about another subject is discarded."""
+    """Parameters of the run; a journal with other parameters is discarded."""
     begun: dict[str, list[str]] = field(default_factory=dict)
-    """Check -> the machine's boot id at each attempt."""
+    """Check -> boot id of the machine at each attempt."""
     outcomes: dict[str, CheckResult] = field(default_factory=dict)
-    """Outcomes of all checks that have ended, by name."""
+    """Outcomes of ended checks by name."""
 
 
 class RunJournal:
-    """The file of one run."""
+    """Journal file of one run."""
 
     def __init__(self, path: Path, question: dict[str, object], *, boot: str, fresh: bool = False) -> None:
-        """Go on with the file if it is about the same `question`, else begin it. Raises OSError."""
+        """Continue the journal if it has the same `question` and not `fresh`, else start a new one. Raises OSError."""
         self._path, self._boot = path, boot
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = None if fresh else _read(path)
@@ -53,23 +52,23 @@ class RunJournal:
 
     @property
     def outcomes(self) -> dict[str, CheckResult]:
-        """Outcomes of all checks that have ended, by name."""
+        """Outcomes of ended checks by name."""
         return self._run.outcomes
 
     def reopen(self, names: Collection[str]) -> None:
-        """Forget these checks if all have ended; otherwise the interrupted run continues."""
+        """Forget these checks if all have ended, so that they run again; otherwise continue the interrupted run."""
         if self.outcomes.keys() >= set(names):
             self.forget(names)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget the outcomes of these checks, and that they were begun."""
+        """Forget the outcomes and attempts of these checks."""
         for name in names:
             self.outcomes.pop(name, None)
             self._run.begun.pop(name, None)
         self._save()
 
     def lost(self, name: str) -> CheckResult | None:
-        """Return the outcome of a check that is not tried again, since it was begun and never ended; else None."""
+        """Return an outcome for a check that began, never ended and is not retried; else None."""
         boots = self._run.begun.get(name, [])
         if not boots or name in self.outcomes:
             return None
@@ -77,19 +76,19 @@ class RunJournal:
         return CheckResult(name=name, verdict="no answer", detail=detail, seconds=0.0, attempts=len(boots)) if detail else None
 
     def begin(self, name: str) -> int:
-        """Note that a check begins; returns the number of the attempt, from 1."""
+        """Record the begin of a check; return the number of the attempt, from 1."""
         boots = self._run.begun.setdefault(name, [])
         boots.append(self._boot)
         self._save()
         return len(boots)
 
     def end(self, outcome: CheckResult) -> None:
-        """Note the outcome of a check."""
+        """Record the outcome of a check."""
         self.outcomes[outcome.name] = outcome
         self._save()
 
     def _save(self) -> None:
-        """Replace the file, durably: a panic may follow."""
+        """Replace the file durably, since a kernel panic may follow."""
         write_private(self._path, msgspec.json.encode(self._run))
 
 
@@ -103,9 +102,10 @@ def _read(path: Path) -> Run | None:
 def run_checks(
     checks: Sequence[Check], journal: RunJournal, task: Task, *, seconds: float, listener: Listener, module: str = MODULE
 ) -> list[CheckResult]:
-    """Return the outcomes of those of `checks` that have ended, in their order; none begins after `seconds`.
+    """Run the checks that have no outcome yet; return all outcomes so far in the order of `checks`.
 
-    Outcomes of an earlier run are taken over. All checks get `task`; `module` is the entry point of their processes.
+    No check begins later than `seconds` after the start. All checks get a copy of `task`; `module` is the entry point of their
+    processes.
     """
     end = time.monotonic() + seconds
     for check in checks:
@@ -120,7 +120,7 @@ def run_checks(
             try:
                 outcome = make(check, attempt, task, module)
             except KeyboardInterrupt:
-                journal.forget([check.name])  # it was not the check that ended the run
+                journal.forget([check.name])  # the user interrupted the run, not the check
                 raise
         journal.end(outcome)
         listener(check, outcome)
@@ -128,7 +128,7 @@ def run_checks(
 
 
 def make(check: Check, attempt: int, task: Task, module: str) -> CheckResult:
-    """Make one check in a process of its own."""
+    """Run one check in a subprocess."""
     task = replace(task, entry=check.entry, result=str(Path(task.directory) / f"{check.name}.json"))
     began = time.monotonic()
     try:

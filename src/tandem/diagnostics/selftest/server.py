@@ -1,4 +1,4 @@
-"""A `tandem serve` under test: starting it, asking it, and watching its processes."""
+"""A `tandem serve` under test: start, requests, and its processes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ READY = re.compile(r"Tandem is ready: (http\S+)")
 
 
 class Server:
-    """A `tandem serve` that is ready."""
+    """A running `tandem serve`."""
 
     def __init__(self, process: ChildProcess, url: str) -> None:
         self.process, self.url = process, url
 
     def health(self) -> JsonObject:
-        """Return the body of /health."""
+        """Return the JSON body of /health."""
         return ServerClient(self.url).get_json("/health", timeout_s=20)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of its ranks; empty while there are none, or where one process does all."""
+        """Return the process ids of the ranks; empty while there are none, or in a single-process server."""
         return [int(rank["pid"]) for rank in self.health().get("ranks") or []]
 
 
 @contextmanager
 def serving(model: str, *options: str, start_s: float = START_S) -> Iterator[Server]:
-    """Serve on a free port of loopback until the context ends. Raises TandemError when the server is not ready."""
+    """Serve `model` on a free loopback port until the context ends. Raises TandemError if the server does not start."""
     with tempfile.TemporaryFile() as log:
         words = ["serve", model, "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING", *options]
         process = ChildProcess(
@@ -83,13 +83,13 @@ def _ready(process: ChildProcess, log: IO[bytes], start_s: float) -> str:
 
 @dataclass
 class BackgroundAnswer:
-    """An answer that comes in a thread of its own."""
+    """An answer that a background thread receives."""
 
     thread: threading.Thread
     answer: Timed
 
     def under_way(self) -> bool:
-        """True when its first text has come and its end has not."""
+        """True after the first text and before the end of the answer."""
         return bool(self.answer.pieces) and self.thread.is_alive()
 
     def done(self) -> Timed:
@@ -103,7 +103,7 @@ class BackgroundAnswer:
 
 
 def ask_in_background(server: Server, prompt: list[int], tokens: int) -> BackgroundAnswer:
-    """Ask for a greedy answer of `tokens` tokens."""
+    """Start a request for a greedy answer of `tokens` tokens; return at once."""
     target = Target(
         base_url=server.url, model="default", timeout_s=WAIT_S, body={"temperature": 0, "ignore_eos": True, "prompt": prompt}
     )
@@ -117,12 +117,12 @@ def ask_in_background(server: Server, prompt: list[int], tokens: int) -> Backgro
 
 
 def ask(server: Server, prompt: list[int], tokens: int) -> Timed:
-    """Return one greedy answer. Raises TandemError."""
+    """Return one greedy answer of `tokens` tokens. Raises TandemError."""
     return ask_in_background(server, prompt, tokens).done()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Return token ids that every vocabulary has, the same ones for the same arguments."""
+    """Return `length` token ids that exist in every vocabulary; equal arguments give equal ids."""
     return [3 + (seed * 7919 + 31 * i + i * i) % 253 for i in range(length)]
 
 
@@ -132,7 +132,7 @@ def seconds(began: float) -> float:
 
 
 def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Wait until the condition holds; False after so many seconds without."""
+    """Wait until the condition holds; return False after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -142,7 +142,7 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the process ids of its children, and of theirs."""
+    """Return the process ids of all descendants of `pid`."""
     parents: dict[int, int] = {}
     for line in (output_of(["ps", "-axo", "pid=,ppid="]) or "").splitlines():
         child, _, parent = line.strip().partition(" ")
@@ -155,7 +155,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def gone(pid: int) -> bool:
-    """True when the process has ended; also a zombie, whose parent has not asked for its exit code."""
+    """True if the process has exited, even as a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

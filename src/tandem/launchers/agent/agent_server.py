@@ -1,8 +1,8 @@
-"""The agent: waits on a machine until a paired head wants a program of Tandem's run there, as sshd would with ssh.
+"""The agent: a daemon that runs Tandem's programs for paired heads, as sshd would.
 
-It has two sockets. Anybody may reach the one for pairing, where only `pairing` happens. CURVE lets paired heads alone
-into the one for sessions. A session is one program, a node agent or the doctor's probe, and nothing else can be started.
-It ends with the program, when the head closes it, or when nothing is heard of the head for a while.
+Anyone may connect to the pairing socket, which serves `pairing` alone. The session socket admits only paired heads (CURVE). A
+session runs one program, a node agent or the doctor's probe. It ends when the program exits, the head closes it, or the head is
+silent for `SILENCE_S` seconds.
 """
 
 from __future__ import annotations
@@ -34,28 +34,27 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 PROGRAMS = {"rank-host": RANK_HOST, "probe": "tandem.diagnostics.doctor.probe"}
-"""Programs that a head may start: name -> words after `python -m`."""
+"""Programs that a head may start: name -> arguments after `python -m`."""
 PORT = 29640
-"""Default port for sessions; pairing has the next one."""
+"""Default port for sessions; pairing uses the next port."""
 MOST_SESSIONS = 64
 MOST_AT_ONCE = 1000
-"""Messages taken from a socket before anything else is looked at."""
+"""Limit of messages read from a socket before other work."""
 ENDING_S, QUIET_S = 0.05, 0.5
-"""Longest sleeps while a program ends, and else."""
+"""Longest poll in seconds while a program is being stopped, and otherwise."""
 UNPAIRED = "it is not paired with this head any more"
 END_S = 3.0
-"""Seconds that a program gets to end by itself once its input is closed."""
+"""Seconds for a program to exit after its standard input is closed; then it is killed."""
 MOST_UNREAD = 8 * 2**20
-"""Most bytes queued for a program that does not read; beyond that it is ended."""
+"""Limit of bytes queued for a program that does not read; beyond it the session ends."""
 
 
 class AgentSession:
-    """A running program, with a thread for each of its pipes. A program that does not read, or does not end, delays no
-    other head."""
+    """A running program with one thread per pipe, so that a blocked program delays no other session."""
 
     def __init__(self, owner: str, program: str, on_output: Callable[[bytes], None]) -> None:
-        """Start `python -m program` for the head whose key is `owner`. `on_output` is called, in another thread, with
-        what it writes, and in the end with nothing. Raises OSError."""
+        """Start `python -m program` for the head with public key `owner`. `on_output` is called in another thread with each
+        chunk of output, and with b"" at its end. Raises OSError."""
         self.owner = owner
         self._process = subprocess.Popen(
             module_command(*program.split()),
@@ -68,26 +67,26 @@ class AgentSession:
         self._on_output = on_output
         self._input: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._queued = self._written = 0
-        """Bytes for its input; a thread changes each."""
+        """Bytes queued and written to standard input; each is changed by one thread only."""
         self._takes_input = True
-        """False once the program has ended or closed its input; bytes for it are dropped."""
+        """False once the program has exited or closed its standard input; further input is dropped."""
         self.drained = False
-        """True when it has closed its output."""
+        """True once the program has closed its output."""
         self.heard = time.monotonic()
         self.reason: str | None = None
-        """Why the session ends; empty when the program ended by itself, None while it runs."""
+        """Reason why the session ends; empty if the program exited by itself, None while it runs."""
         self._deadline = 0.0
         start_thread(self._write, name="input", on_failure=lambda _: None)
         start_thread(self._read, name="output", on_failure=lambda _: None)
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the program."""
         return self._process.pid
 
     def _write(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as stdin:  # the program has ended, or closed its input
+        with contextlib.suppress(OSError), self._process.stdin as stdin:  # the program has exited or closed its input
             while data := self._input.get():
                 stdin.write(data)
                 stdin.flush()
@@ -103,7 +102,7 @@ class AgentSession:
         self._on_output(b"")
 
     def write(self, data: bytes) -> bool:
-        """Queue bytes for its standard input; none close it, after those before. False when too many wait."""
+        """Queue bytes for standard input; b"" closes it after them. Return False if over `MOST_UNREAD` bytes are queued."""
         if not self._takes_input:
             return True
         self._queued += len(data)
@@ -111,7 +110,7 @@ class AgentSession:
         return self._queued - self._written <= MOST_UNREAD
 
     def end(self, reason: str) -> None:
-        """Close the program's standard input and keep the first `reason`; `ended` then reports its exit code."""
+        """Discard queued input, close standard input and keep the first `reason`; `ended` then returns the exit code."""
         if self.reason is None:
             self.reason, self._deadline = reason, time.monotonic() + END_S
             with contextlib.suppress(queue.Empty):
@@ -120,7 +119,7 @@ class AgentSession:
             self.write(b"")
 
     def ended(self) -> int | None:
-        """Return its exit code, None while it runs. Kill a program that did not end in time."""
+        """Return the exit code, None while the program runs. Kill it if it is past its deadline."""
         if self.drained:
             self.end("")
         code = self._process.poll()
@@ -130,11 +129,11 @@ class AgentSession:
 
 
 class _SessionSocket(HubSocket[messages.SessionReply, messages.SessionRequest]):
-    """The socket at which paired heads open sessions."""
+    """Socket at which paired heads open sessions."""
 
     def take(self) -> tuple[bytes, str, messages.SessionRequest] | None:
-        """Next message as (connection, the head's public key, message); None when there is none. Raises TransportError
-        for bytes that are no message."""
+        """Return the next message as (connection, the head's public key, message); None if there is none. Raises TransportError
+        for an unreadable one."""
         try:
             frames = self.socket.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
@@ -143,17 +142,18 @@ class _SessionSocket(HubSocket[messages.SessionReply, messages.SessionRequest]):
 
 
 class Agent:
-    """Both sockets and all sessions; one thread calls `serve`."""
+    """Both sockets and all sessions, served by one thread."""
 
     def __init__(self, name: str, trust: Trust, *, host: str = "0.0.0.0", port: int = PORT) -> None:
-        """Bind. Raises UsageError when a port is taken. `port` 0 takes free ones."""
+        """Bind the sockets; `port` 0 uses free ports. Raises UsageError when a port is taken."""
         identity = trust.identity()
         self.name, self.public = name, identity.public
         self.pairing = AgentSide(name, identity.public)
         self._trust = trust
         self._sessions: dict[bytes, AgentSession] = {}
         self._trusted: tuple[set[str], tuple[int, int]] = set(), (-1, 0)
-        """Keys, and as of what change; assigned at once, as two threads look."""
+        """Trusted public keys, and the version of the peers file that they come from. Assigned together, as two threads read
+        them."""
         self._look_at_keys()
         self._beaten = 0.0
         keys = ClusterKeys(identity.public, identity.secret, "", "")
@@ -187,15 +187,15 @@ class Agent:
         self.port, self.pair_port = self._commands.port, self._pairs.port
 
     def admits(self, key: str) -> bool:
-        """True for the public key of a paired head; the socket's own thread asks at each handshake."""
+        """True for the public key of a paired head. Called by the socket's own thread at each handshake."""
         return key in self._look_at_keys()
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Answer until `until` returns True."""
+        """Serve both sockets until `until` returns True."""
         while not until():
             ending = any(session.reason is not None for session in self._sessions.values())
             self._commands.wait(ENDING_S if ending else QUIET_S, self._pairs)
-            for _ in range(MOST_AT_ONCE):  # all of them: what is read late was not sent late
+            for _ in range(MOST_AT_ONCE):  # drain the socket first: a message read late was not sent late
                 try:
                     received = self._commands.take()
                 except TransportError as error:
@@ -208,7 +208,7 @@ class Agent:
                 try:
                     request = self._pairs.receive()
                 except TransportError:
-                    continue  # anybody may knock
+                    continue  # anyone may connect, so errors are expected
                 if request is None:
                     break
                 self._pair(*request)
@@ -216,8 +216,8 @@ class Agent:
 
     def _obey(self, identity: bytes, owner: str, message: messages.SessionRequest) -> None:
         session = self._sessions.get(identity)
-        if owner not in self._trusted[0] and owner not in self._look_at_keys():  # it may be paired since a moment ago
-            if session is None:  # else its end is reported
+        if owner not in self._trusted[0] and owner not in self._look_at_keys():  # the head may have been paired a moment ago
+            if session is None:  # else `_watch` reports the session's end
                 self._commands.post(identity, messages.Ended(255, UNPAIRED))
         elif isinstance(message, messages.OpenSession):
             self._open(identity, owner, message)
@@ -236,7 +236,7 @@ class Agent:
         else:
 
             def pass_on(data: bytes) -> None:
-                # Either wakes this thread.
+                # Each message wakes the serving thread.
                 self._commands.post(identity, messages.Data(data) if data else messages.Beat())
 
             try:
@@ -263,11 +263,11 @@ class Agent:
                 log.info("paired with %s: it may run ranks here", head.name)
         if isinstance(reply, messages.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again", reply.reason)
-        with contextlib.suppress(TransportError):  # whoever asked has gone
+        with contextlib.suppress(TransportError):  # the head has disconnected
             self._pairs.send(identity, reply)
 
     def _watch(self) -> None:
-        """Send beats; end the sessions of silent and forgotten heads; report the programs that have ended."""
+        """Send heartbeats, end sessions of silent or unpaired heads, and report exited programs."""
         now = time.monotonic()
         trusted = self._look_at_keys()
         beat = now - self._beaten >= BEAT_S
@@ -281,7 +281,7 @@ class Agent:
                 self._commands.post(identity, messages.Beat())
 
     def _reported(self, identity: bytes, session: AgentSession) -> bool:
-        """Report how a session has ended, if it has."""
+        """Send the exit code to the head and forget the session if its program has exited; return whether it has."""
         if (code := session.ended()) is None:
             return False
         del self._sessions[identity]
@@ -290,7 +290,7 @@ class Agent:
         return True
 
     def _look_at_keys(self) -> set[str]:
-        """Whom this machine trusts now. Raises ConfigError at first."""
+        """Return the trusted public keys, read again if the file has changed. Raises ConfigError at the first read only."""
         changed, (keys, since) = self._trust.changed_at(), self._trusted
         if changed != since:
             try:
@@ -304,7 +304,7 @@ class Agent:
         return keys
 
     def close(self) -> None:
-        """End all sessions, and close."""
+        """End all sessions, wait for their programs, and close the sockets."""
         while self._sessions:
             for identity, session in list(self._sessions.items()):
                 session.end("the agent ends")

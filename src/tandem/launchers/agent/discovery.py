@@ -1,4 +1,4 @@
-"""Agents on the local network, by multicast DNS (zeroconf). What is announced is a hint; only keys are trusted."""
+"""Discovery of agents on the local network by multicast DNS (zeroconf). Announcements are hints, never trusted."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _RESOLVE_MS = 2000
 
 @dataclass(frozen=True)
 class Found:
-    """An agent as it announces itself."""
+    """An agent's announcement."""
 
     name: str
     addresses: tuple[str, ...]
     port: int
     facts: Mapping[str, str] = field(default_factory=dict)
-    """`public`, `pair_port`, `chip`, `memory` (bytes), `version`, `system`, `links`."""
+    """Announced properties: `public`, `pair_port`, `chip`, `memory` (bytes), `version`, `system`, `links`."""
 
 
 class Announcement:
-    """A context manager that announces an agent while it is open."""
+    """A context manager that announces an agent while open."""
 
     def __init__(self, name: str, port: int, facts: Mapping[str, str], addresses: Sequence[str]) -> None:
-        """`addresses` are this machine's. Raises UsageError when the name is taken or there is no network."""
+        """Register the service at `addresses` of this machine. Raises UsageError for a taken name or without a network."""
         self._info = ServiceInfo(
             SERVICE,
             f"{name}.{SERVICE}",
@@ -73,7 +73,7 @@ class _Listener(ServiceListener):
 
 
 def find(seconds: float) -> list[Found]:
-    """List the agents that answer within `seconds`, by name. Raises UsageError."""
+    """Return the agents that answer within `seconds`, sorted by name. Raises UsageError."""
     zeroconf, listener = _zeroconf(), _Listener()
     try:
         browser = ServiceBrowser(zeroconf, SERVICE, listener)

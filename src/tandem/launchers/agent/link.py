@@ -1,9 +1,9 @@
-"""The head's links to an agent: pairing, and a session as a command in the place of ssh.
+"""The head's connections to an agent: pairing, and a session command that replaces ssh.
 
 The command is `python -m tandem.launchers agent NAME PROGRAM`.
 
-Its standard input becomes the program's, the program's output becomes its own, and so does the exit code. 255 with a
-line that says why means that there was no session, as with ssh.
+It forwards standard input and output and returns the program's exit code. Without a session it prints the reason and returns
+255, like ssh.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PREFIX = "agent:"
 """Prefix of an `ssh` entry in a hosts file that names an agent."""
 FAILED = 255
 ANSWER_S = 5.0
-"""Seconds to wait for an agent's answer in a pairing."""
+"""Seconds to wait for each of the agent's answers during pairing."""
 BEAT_S, SILENCE_S = 2.0, 8.0
-"""Seconds between signs of life at both ends, and without one until the other end counts as lost."""
+"""Seconds between heartbeats in both directions, and of silence after which the other end counts as lost."""
 MAX_FRAME = 1024 * 1024
 CHUNK = 64 * 1024
 
@@ -51,7 +51,7 @@ T = TypeVar("T", bound=PairReply)
 
 
 def agent_name(ssh: str) -> str | None:
-    """Return the agent that an `ssh` entry names; None for an ssh destination."""
+    """Return the agent's name in an `ssh` entry; None for an ssh destination."""
     return ssh.removeprefix(PREFIX) if ssh.startswith(PREFIX) else None
 
 
@@ -61,7 +61,7 @@ def link_command(name: str, program: str) -> list[str]:
 
 
 def paired_agent(name: str) -> Peer:
-    """Return an agent that this user has paired with. Raises UsageError."""
+    """Return the paired agent of this name. Raises UsageError if there is none."""
     peer = Trust("head").peers().get(name)
     if peer is None:
         raise UsageError(f"agent {name} is not paired with this machine; `tandem hosts pair {name}`")
@@ -69,16 +69,16 @@ def paired_agent(name: str) -> Peer:
 
 
 class PairingLink(SpokeSocket[PairRequest, PairReply]):
-    """The head's end of a pairing, over a socket without keys."""
+    """The head's end of a pairing, over an unencrypted socket."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Connect; `ask` waits for the agent."""
+        """Connect without waiting for the agent."""
         super().__init__(PairReply, None, secrets.token_bytes(16), max_frame=CHUNK, linger_ms=0)
         self._host, self._port = host, port
         self._connect(f"tcp://{host}:{port}")
 
     def ask(self, request: PairRequest, kind: type[T]) -> T:
-        """Send a request and return the agent's answer, which must be a `kind`. Raises UsageError."""
+        """Send a request and return the agent's answer. Raises UsageError after `ANSWER_S` seconds, a refusal or another type."""
         there = f"{self._host}:{self._port}"
         self.send(request)
         try:
@@ -101,7 +101,7 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
     """The head's end of one session."""
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
-        """Ask for `program`; `run` waits for the agent."""
+        """Connect and request `program`, without waiting for the agent."""
         super().__init__(
             SessionReply,
             ClusterKeys(peer.public, "", identity.public, identity.secret),
@@ -115,7 +115,7 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
         self.send(OpenSession(program))
 
     def run(self) -> tuple[int, str]:
-        """Carry standard input and output until the end. Return the exit code, and why if it is not the program's."""
+        """Forward standard input and output until the session ends. Return the exit code, and a reason if the session failed."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(0, zmq.POLLIN)
@@ -153,7 +153,7 @@ class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
 
 
 def main(name: str, program: str) -> int:
-    """Run `program` on the machine of agent `name`; the program's exit code, or 255 after a line that tells why."""
+    """Run `program` on the machine of agent `name`. Return its exit code, or 255 after printing the reason of a failure."""
     try:
         link = HeadSession(Trust("head").identity(), paired_agent(name), program)
     except UsageError as error:

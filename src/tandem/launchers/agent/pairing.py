@@ -1,14 +1,14 @@
-"""Pairing: two machines learn each other's keys by a code of six digits that a person carries between them.
+"""Pairing: two machines exchange public keys, authenticated by a six-digit code that the user types in.
 
-The exchange is SPAKE2 (Abdalla and Pointcheval, "Simple Password-Based Encrypted Key Exchange Protocols", CT-RSA 2005;
-RFC 9382 describes it too) as the `spake2` package has it, which magic-wormhole uses for its short codes: group Ed25519,
-the head is side A, the agent side B, the code is the password, names and CURVE keys are the identities. Both ends get
-the same strong key if and only if both used the same code, and saw the same two names and CURVE keys. Each then proves
-to the other that it has it, the head first: HMAC-SHA256 of its role under that key.
+The exchange is SPAKE2 (Abdalla and Pointcheval, "Simple Password-Based Encrypted Key Exchange Protocols", CT-RSA 2005; also RFC
+9382). The `spake2` package implements it; magic-wormhole uses it for its short codes. The group is Ed25519, the head is side A,
+the agent side B. The code is the password; names and CURVE keys are the identities. Both ends get the same strong key if and
+only if they used the same code and saw the same names and CURVE keys. Each then proves possession of that key, the head first:
+HMAC-SHA256 of its role.
 
-Whoever listens learns nothing about the code. Whoever takes part, in place of either end, can test one guess in one
-run. The agent counts runs when they begin: a code is good for three, for five minutes, and for one success; then there
-is no pairing until a person asks for a new code. So a guesser succeeds with three in a million for each code shown.
+An eavesdropper learns nothing about the code. An active attacker can test one guess per run. The agent counts runs when they
+begin: a code allows three runs, five minutes and one success. After that, pairing is refused until the user requests a new code.
+So an attacker succeeds with probability three in a million per code.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ DIGITS = 6
 ATTEMPTS = 3
 LIFE_S = 300.0
 MOST_RUNS = 8
-"""Heads that may be in the middle of pairing at once."""
+"""Limit of concurrent runs; the oldest is dropped."""
 _WRONG = "the code is wrong, or was meant for another machine"
 
 
 class HeadSide:
-    """The head's end of one run."""
+    """The head's end of one pairing run."""
 
     def __init__(self, code: str, own: PairHello, agent: PairIdentity) -> None:
-        """Start pairing with a `code`. Raises UsageError for a malformed one."""
+        """Start a run with a `code`, in which spaces and hyphens are ignored. Raises UsageError for a malformed code."""
         digits = code.replace(" ", "").replace("-", "")
         if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
             raise UsageError(f"the code has {DIGITS} digits; the agent shows it")
@@ -56,7 +56,7 @@ class HeadSide:
         return PairStart(self._exchange.start())
 
     def confirm(self, reply: PairElement) -> PairConfirm:
-        """Return the answer to the agent's element. Raises UsageError."""
+        """Return the head's proof, given the agent's element. Raises UsageError."""
         key = _finish(self._exchange, reply.element)
         if key is None:
             raise UsageError(_WRONG)
@@ -64,13 +64,13 @@ class HeadSide:
         return PairConfirm(_proof(key, b"head"))
 
     def check(self, reply: PairProof) -> None:
-        """Check the agent's proof. Raises UsageError when it is wrong: then the agent must not be trusted."""
+        """Check the agent's proof. Raises UsageError for a wrong one; then the agent must not be trusted."""
         if not hmac.compare_digest(reply.proof, _proof(self._key, b"agent")):
             raise UsageError(_WRONG)
 
 
 class AgentSide:
-    """The agent's end: one code, and the runs that try it. Pure but for the clock."""
+    """The agent's end: one code, and the runs that try it. Pure except for the clock."""
 
     def __init__(self, name: str, public: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._identity = PairIdentity(name, public)
@@ -82,7 +82,7 @@ class AgentSide:
         self._keys: dict[bytes, bytes] = {}
 
     def open(self) -> str:
-        """Draw a code to show to a person; it replaces any other."""
+        """Return a new random code to show to the user; it replaces the previous one."""
         self._code = f"{secrets.randbelow(10**DIGITS):0{DIGITS}d}"
         self._until, self._left = self._clock() + LIFE_S, ATTEMPTS
         self._heads.clear()
@@ -91,11 +91,11 @@ class AgentSide:
 
     @property
     def is_open(self) -> bool:
-        """True while a code can be tried, or its proof is awaited."""
+        """True while the code is valid: not expired, and with attempts left or a run in progress."""
         return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
 
     def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
-        """Return the reply to a `peer`, and the head to trust when the exchange is complete."""
+        """Return the reply to `peer`, a connection's identity, and the head to trust once a run succeeds, else None."""
         if not self.is_open:
             self._code = None
             return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
@@ -142,7 +142,7 @@ def _proof(key: bytes, role: bytes) -> bytes:
 
 
 def _finish(exchange: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
-    """Return the common key; None when `element` is not one of the other side."""
+    """Return the shared key; None for an invalid `element`."""
     try:
         key: bytes = exchange.finish(element)
     except Exception:  # noqa: BLE001 - the package raises bare assertions, ValueErrors and errors of its own

@@ -1,4 +1,4 @@
-"""Identity and trusted peers of this machine: CURVE keys in files that only this user can read."""
+"""Identity of this machine and its trusted peers: CURVE keys in files that only this user can read."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 class Identity(Struct, frozen=True):
-    """A CURVE25519 key pair in Z85, made once and kept."""
+    """A CURVE25519 key pair in Z85 encoding."""
 
     public: str
     secret: str
 
 
 class Peer(Struct, frozen=True):
-    """A machine that was paired with this one."""
+    """A machine paired with this one."""
 
     public: str
     address: str = ""
-    """HOST:PORT of an agent's session socket when it was last seen; heads have none."""
+    """HOST:PORT of an agent's session socket when last seen; empty for heads."""
 
 
 class Trust:
-    """Keys of one role (`agent` or `head`) of this user on this machine."""
+    """Key files of one role (`agent` or `head`) of this user."""
 
     def __init__(self, role: str) -> None:
         self._directory = state_dir() / role
 
     def identity(self) -> Identity:
-        """Return this machine's own keys, and draw them at the first call. Raises ConfigError."""
+        """Return this machine's keys, generated at the first call. Raises ConfigError for an unreadable file."""
         path = self._directory / "identity.json"
         if (known := _read(path, Identity)) is not None:
             return known
@@ -51,11 +51,11 @@ class Trust:
         return identity
 
     def peers(self) -> dict[str, Peer]:
-        """Trusted peers by name. Raises ConfigError."""
+        """Trusted peers by name. Raises ConfigError for an unreadable file."""
         return _read(self._directory / "peers.json", dict[str, Peer]) or {}
 
     def changed_at(self) -> tuple[int, int]:
-        """Return a value that differs after each change of `peers`."""
+        """Return a value that changes with each change of `peers`: mtime and inode, or zeros without a file."""
         try:
             status = (self._directory / "peers.json").stat()
         except OSError:
@@ -63,11 +63,11 @@ class Trust:
         return status.st_mtime_ns, status.st_ino
 
     def add(self, name: str, peer: Peer) -> None:
-        """Add a peer, or replace the one of that name."""
+        """Add a peer, replacing one of the same name. Raises ConfigError for an unreadable file."""
         _write(self._directory / "peers.json", {**self.peers(), name: peer})
 
     def forget(self, name: str) -> None:
-        """Remove a peer. Raises UsageError when there is none of that name."""
+        """Remove a peer. Raises UsageError if there is none of that name."""
         peers = self.peers()
         if name not in peers:
             raise UsageError(f"{name} is not paired; there is: {', '.join(peers) or 'none'}")
@@ -75,7 +75,7 @@ class Trust:
 
 
 def checked_name(name: str) -> str:
-    """Return the name if it can stand in files and tables. Raises ConfigError."""
+    """Return the name. Raises ConfigError unless it is up to 63 letters, digits and ._-."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is not a machine's name: use up to 63 letters, digits and ._-", param="name")
     return name

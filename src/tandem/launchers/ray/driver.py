@@ -1,4 +1,4 @@
-"""The Ray driver (driver_process.py), and other processes that speak to Ray, as their parent sees them."""
+"""Parent side of the Ray driver (driver_process.py) and of other processes that use Ray."""
 
 from __future__ import annotations
 
@@ -31,41 +31,40 @@ OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
 CONNECT_S = 30.0
-"""Seconds for the driver to connect. It gives up by itself sooner, unless the other end never answers."""
+"""Timeout in seconds for the driver to connect; its own timeout is shorter unless the cluster never answers."""
 NEW_S = 120.0
-"""Seconds for a new cluster to start."""
+"""Timeout in seconds for a new cluster to start."""
 END_S = 5.0
 TOKEN = {"RAY_AUTH_MODE": "token"}
-"""Environment of processes that show the user's Ray token."""
+"""Environment variables of processes that use the user's Ray token."""
 LAST_WORDS = 20
-"""Number of lines of the driver's output that are kept for the message when it dies."""
+"""Number of lines of the driver's output kept for its error message."""
 
 
 def ray_variables(token: bool = False) -> dict[str, str | None]:
-    """Return the environment of the driver, and of a cluster that it starts; what the user has set stays. With `token`
-    it shows the user's Ray token."""
+    """Return environment variables for the driver and a cluster that it starts. The user's own values take precedence. With
+    `token` Ray authenticates with the user's token."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Seconds until it gives up connecting to something that is not a head, or to one whose node this is not.
+        # Seconds until Ray stops trying to connect to an address that is no head, or whose cluster lacks this machine.
         "RAY_NUM_REDIS_GET_RETRIES": "5",
         "RAY_gcs_server_request_timeout_seconds": "10",
-        # Only bytes and strings cross, so that a different patch release of Python does no harm.
+        # Ray carries only bytes and strings here, so another patch release of Python is harmless.
         "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
     }
     if sys.platform == "darwin":
-        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # otherwise Ray uses loopback only
     return {**{name: variable(name) or value for name, value in wanted.items()}, **(TOKEN if token else {})}
 
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Keep the handler of SIGTERM during `ray.init`.
+    """Restore the handler of SIGTERM after `ray.init`.
 
-    Ray puts a handler of its own in place, which ends the process with code 15, and in front of it one of absl's, whose
-    alarm aborts the process (SIGABRT) when it has not ended 3 s after the signal. Where nothing handled SIGTERM before,
-    Ray's handler stays, without the alarm.
+    Ray installs its own handler, which exits with code 15. Before it runs absl's, whose alarm aborts the process (SIGABRT) if it
+    has not exited 3 s after the signal. If SIGTERM had no handler, Ray's stays, without the alarm.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -73,7 +72,7 @@ def sigterm_kept() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             now = signal.getsignal(signal.SIGTERM)
-            # Also where it is the same: to set it takes absl's out of its way.
+            # Set even if unchanged: this removes absl's handler.
             signal.signal(signal.SIGTERM, now if before in (signal.SIG_DFL, None) else before)
 
 
@@ -85,12 +84,12 @@ def _check_installed() -> None:
 
 
 class RayDriver(HostProcess):
-    """Starts the driver and speaks with it, by lines of JSON on its standard input and output."""
+    """Client of the driver process, over JSON lines on its standard input and output."""
 
     def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
-        """`address`: host:port of the cluster, `auto` for the one of this machine, `new` for one to be started with
-        room for `start_units` ranks; None: what RAY_ADDRESS names, else `auto`. `on_host` is called in another thread.
-        With `token` it shows the user's Ray token.
+        """Start the driver. `address` is host:port, `auto` for this machine's cluster, or `new` for a new one with room for
+        `start_units` ranks; None uses RAY_ADDRESS, else `auto`. `on_host` is called in another thread with each `HostOutput`
+        and `HostEnded`. With `token` Ray authenticates with the user's token.
 
         Raises UsageError when Ray is not installed.
         """
@@ -109,7 +108,7 @@ class RayDriver(HostProcess):
         self._follow(self._process.stderr, self._keep, "ray-words")
 
     def _keep(self, line: bytes) -> None:
-        """Keep what Ray prints: much, and of little use unless the driver dies of it."""
+        """Keep Ray's own output, which matters only if the driver fails."""
         self._last_words.append(line.decode(errors="replace").rstrip())
         log.debug("ray: %s", self._last_words[-1])
 
@@ -121,7 +120,7 @@ class RayDriver(HostProcess):
             self._news.put(message)
 
     def connect(self) -> placement.Connected:
-        """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""
+        """Wait for the connection. Raises UsageError after a timeout or refusal, RankFailure when the driver exits."""
         timeout_s = NEW_S if self._address == "new" else CONNECT_S
         message = self.next(timeout_s)
         if not isinstance(message, placement.Connected):
@@ -132,13 +131,13 @@ class RayDriver(HostProcess):
         return message
 
     def place(self, request: placement.PlaceRanks) -> None:
-        """Ask for places; the answer is the `next` message. A driver that has ended hears nothing."""
+        """Request places; the answer is the `next` message. Ignored if the driver has exited."""
         self.tell(msgspec.json.encode(request))
 
     def next(self, timeout_s: float) -> placement.DriverMessage | None:
-        """Return its next message; None when `timeout_s` seconds pass.
+        """Return the driver's next message; None after `timeout_s` seconds.
 
-        Raises UsageError for what the user must mend, RankFailure when the driver has ended.
+        Raises UsageError for errors that the user must fix, RankFailure when the driver has exited.
         """
         try:
             message = self._news.get(timeout=max(timeout_s, 0.0))
@@ -155,17 +154,17 @@ class RayDriver(HostProcess):
         return message
 
     def close(self) -> None:
-        """End the driver; Ray then ends what it placed."""
+        """Stop the driver; Ray then stops everything that it placed."""
         self.end(END_S)
 
 
 def cluster_address(address: str | None) -> str:
-    """Return the address of the cluster to use: the named one, else that of RAY_ADDRESS, else `auto`."""
+    """Return the cluster's address: `address`, else RAY_ADDRESS, else `auto`."""
     return address or variable("RAY_ADDRESS") or "auto"
 
 
 def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
-    """Return the nodes of the cluster at `address` (as for `RayDriver`), and whether it wants the user's token.
+    """Return the nodes of the cluster at `address` (as for `RayDriver`), and whether the user's token was needed.
 
     Raises UsageError.
     """
@@ -176,7 +175,8 @@ def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
 
 
 def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: float) -> NodeList:
-    """List a cluster's nodes by another process, with `variables` in its environment. Raises UsageError."""
+    """Return the nodes of a cluster, listed by a subprocess with `variables` in its environment. Raises UsageError, also after
+    `timeout_s` seconds."""
     try:
         done = subprocess.run(
             module_command(LAUNCHERS, "ray", "nodes", address),
@@ -197,16 +197,16 @@ def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: flo
 
 
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
-    """Return the command, in ssh's place, that runs a module on a node; it needs `ray_variables` in its environment."""
+    """Return the command that runs a module on a node, in place of ssh. Its environment needs `ray_variables`."""
     shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
     return [*shown, *module_command(LAUNCHERS, "ray", "run", cluster_address(address), node_id, module)]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:
-    """Return a connected driver, which shows the user's Ray token if the cluster wants it.
+    """Return a connected driver, authenticated with the user's Ray token if the cluster requires it.
 
-    A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
-    tried second. Raises UsageError and RankFailure.
+    The token is tried second: a driver with a token gets no answer from a cluster without authentication. Raises UsageError and
+    RankFailure.
     """
 
     def connected(token: bool) -> tuple[RayDriver, placement.Connected]:
@@ -221,7 +221,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
 
 
 def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
-    """Attempt without the user's token and, where that is refused and there is a token, with it."""
+    """Call `attempt` with False and, after a UsageError and if the user has a token, with True."""
     has_token = variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH") or (Path.home() / ".ray" / "auth_token").exists()
     try:
         return attempt(False)
@@ -233,7 +233,7 @@ def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
 
 @contextmanager
 def new_cluster(units: int) -> Iterator[str]:
-    """Run a Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; yield its address.
+    """Run a Ray cluster on this machine with room for `units` ranks while the context lasts; yield its address.
 
     Raises UsageError and RankFailure.
     """

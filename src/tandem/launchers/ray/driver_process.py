@@ -1,11 +1,11 @@
-"""The Ray driver: the one process that speaks to Ray, and the only module that imports it.
+"""The Ray driver: the process that uses Ray, and the only launcher module that imports it.
 
-It is a process of its own beside the engine: Ray ends a process that has lost the cluster's head for 60 seconds, and
-takes over its signals, while an engine must keep its requests (docs/adr/0013-ray-has-a-process-of-its-own.md). It
-reserves a device for each rank with a placement group and keeps an actor on each, which starts the node agent there and
-watches it. When the driver ends, however it ends, Ray ends the actors, and they end node agents and ranks.
+Ray exits a process that has lost the cluster's head for 60 seconds, and replaces its signal handlers. An engine must keep its
+requests, so the driver is a separate process (docs/adr/0013-ray-has-a-process-of-its-own.md). The driver reserves a device per
+rank with a placement group. On each it keeps an actor, which starts and watches the node agent. When the driver exits for any
+reason, Ray ends the actors, and they end node agents and ranks.
 
-Ray pickles what its calls carry. All that Tandem puts into them and takes out of them are bytes and strings.
+Ray pickles arguments and results of calls; Tandem passes only bytes and strings.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from tandem.protocol.placement import ClusterRefused, Connected, DriverMessage, 
 
 NEW = "new"
 POLL_S = 0.3
-"""Seconds between looks at whether there is room."""
+"""Seconds between attempts to reserve devices."""
 RESERVE_S = 5.0
 """Timeout in seconds of a Ray reservation; after it nodes are chosen again."""
 REACH_S = 2.0
-"""Seconds in which a node must accept a connection at the address that it advertises."""
+"""Timeout in seconds for a test connection to a node's advertised address."""
 REACH_AT_ONCE = 16
 END_S = 4.0
-"""Seconds for the driver to release what it placed once the engine has ended."""
+"""Seconds for the driver to release its actors after standard input closes."""
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Object store of a cluster that Tandem starts, the smallest that Ray takes; nothing large goes through it."""
+"""Object store of a cluster that Tandem starts: Ray's minimum, since nothing large is stored."""
 
 
 class Driver:
     """A connection to a cluster that places the node agents of one rank group after the other."""
 
     def __init__(self, address: str, start_units: int, lock: str, link: BinaryIO) -> None:
-        """Connect, and report it on `link`. `address` and `start_units` as in `RayDriver`; drivers on this machine lock
+        """Connect, and send `Connected` on `link`. `address` and `start_units` as in `RayDriver`. Drivers on this machine lock
         the file `lock` while they choose nodes. Raises UsageError."""
         self._lock_path = lock
         self._link = link
@@ -76,7 +76,7 @@ class Driver:
         self._send(Connected(self._cluster, self._here))
 
     def serve(self, requests: Iterable[bytes]) -> None:
-        """Answer requests, lines of JSON, until they end."""
+        """Handle requests, JSON lines of `PlaceRanks`, until they end."""
         for line in requests:
             request = msgspec.json.decode(line, type=PlaceRanks)
             try:
@@ -85,10 +85,10 @@ class Driver:
             except UsageError as error:
                 self._send(ClusterRefused(error.message))
             except ray.exceptions.RayError as error:
-                sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
+                sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts a new driver
 
     def close(self) -> None:
-        """End what was placed, and the cluster if this driver started it."""
+        """Stop what was placed, and the cluster if this driver started it."""
         self._closing = True
         self._release()
         ray.shutdown()
@@ -110,9 +110,9 @@ class Driver:
             self._start(request, rank, node)
 
     def _reserve(self, count: int, avoid: list[str]) -> list[RayNode] | None:
-        """Choose nodes and reserve a device for each rank. Return None when there is no room. Raises UsageError.
+        """Choose nodes and reserve a device for each rank. Return None if there is no room. Raises UsageError.
 
-        Under a lock, so that replicas that start together see one another's reservations.
+        Holds a lock, so that replicas that start together see each other's reservations.
         """
         with _locked(self._lock_path):
             nodes = choose(nodes_of_cluster(), count, self._here, avoid)
@@ -148,7 +148,7 @@ class Driver:
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
     def _watch(self, placement: int, rank: int, place: str, lines: Iterator[object]) -> None:
-        """Report the output of a node agent, and its end."""
+        """Forward a node agent's output, and report its end."""
         try:
             for line in lines:
                 text = ray.get(line).decode(errors="replace").rstrip("\n")
@@ -160,7 +160,7 @@ class Driver:
             self._send(HostEnded(placement, rank, reason))
 
     def _release(self) -> None:
-        """End actors and give the devices back."""
+        """Kill the actors and return their devices."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -170,7 +170,7 @@ class Driver:
 
 
 def nodes_of_cluster() -> list[RayNode]:
-    """List the cluster's nodes. Free amounts are known with some delay, reserved ones at once: the lesser counts."""
+    """Return the cluster's nodes. Ray's free amounts lag behind and its reservations do not, so the smaller amount counts."""
     available = available_resources_per_node()
     reserved: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():
@@ -192,11 +192,11 @@ def nodes_of_cluster() -> list[RayNode]:
 
 
 class Program:
-    """Actor on a node: runs a Python module there, and carries its input and output."""
+    """Actor on a node that runs a Python module and carries its input and output."""
 
     def __init__(self, module: str) -> None:
-        """Start `python -m module`, which may have arguments."""
-        # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
+        """Start `python -m module`, which may include arguments."""
+        # Ray sets OMP_NUM_THREADS for its workers; Tandem chooses a rank's threads itself.
         self._process = subprocess.Popen(
             module_command(*module.split()),
             stdin=subprocess.PIPE,
@@ -207,7 +207,7 @@ class Program:
         )
 
     def write(self, data: bytes) -> None:
-        """Write to its standard input, which ends with this process, or with an empty write."""
+        """Write to the program's standard input; b"" closes it. Ignored if the program has exited."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(data)
@@ -216,8 +216,8 @@ class Program:
                 self._process.stdin.close()
 
     def read(self, address: str = "") -> Iterator[bytes]:
-        """Yield its output by lines, until it ends. Raises UsageError when the machine does not have the `address` that
-        its node advertises."""
+        """Yield the program's output by lines until it exits. Raises UsageError if this machine lacks the node's advertised
+        `address`."""
         if address and not is_own(address):
             raise UsageError(
                 f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
@@ -230,13 +230,13 @@ class Program:
 
 
 def _run_there(address: str, node_id: str, module: str) -> None:
-    """Run a module on a node with this process's standard input and output, as ssh would. Raises UsageError."""
+    """Run a module on a node with this process's standard input and output, like ssh. Raises UsageError."""
     _connect(address)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = ray.remote(Program).options(num_cpus=0, max_concurrency=2, scheduling_strategy=strategy).remote(module)
 
     def pass_on() -> None:
-        with contextlib.suppress(ray.exceptions.RayError):  # the main thread meets it too, and says why
+        with contextlib.suppress(ray.exceptions.RayError):  # the main thread reports the same error
             while data := os.read(0, 65536):
                 ray.get(actor.write.remote(data))
             actor.write.remote(b"")
@@ -253,13 +253,13 @@ def _run_there(address: str, node_id: str, module: str) -> None:
 
 
 def _list(address: str) -> None:
-    """Print the nodes that are up, and those that advertise an address at which they are not reached, as JSON."""
+    """Print a `NodeList` as JSON: all nodes, with the reason if one is unreachable."""
     _connect(address)
     sys.stdout.buffer.write(msgspec.json.encode(NodeList(nodes_of_cluster(), get_node_ip_address())))
 
 
 def _connect(address: str, start_units: int = 0) -> str:
-    """Connect to the cluster, or start one for `start_units` ranks, and return its address. Raises UsageError."""
+    """Connect to the cluster, or start one with room for `start_units` ranks; return its address. Raises UsageError."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "tandem"}
     if address == NEW:
         address, size = "local", {"num_cpus": start_units, "resources": {UNIT: start_units}}
@@ -300,12 +300,12 @@ def _trouble(node: JsonObject) -> str:
 def _line(error: Exception) -> str:
     try:
         return " ".join(str(error).split()) or type(error).__name__
-    except Exception:  # noqa: BLE001 - some of Ray's errors cannot be printed where a part of them is missing
+    except Exception:  # noqa: BLE001 - some of Ray's errors fail to print when a part of them is missing
         return type(error).__name__
 
 
 def _reason(error: ray.exceptions.RayError) -> str:
-    """Return why a node agent has ended, in one line."""
+    """Return why a node agent ended, in one line."""
     if isinstance(error, ray.exceptions.RayTaskError) and (cause := getattr(error, "cause", None)) is not None:
         return _line(cause)
     if isinstance(error, ray.exceptions.ActorUnavailableError | ray.exceptions.NodeDiedError):
@@ -314,7 +314,7 @@ def _reason(error: ray.exceptions.RayError) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raise UsageError when nothing listens at the head's `address`: Ray would try for much longer."""
+    """Raise UsageError if nothing listens at the head's `address`; Ray itself would retry for much longer."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         raise UsageError(
@@ -342,7 +342,7 @@ def _write(link: BinaryIO, message: DriverMessage) -> None:
 
 
 def _requests() -> Iterator[bytes]:
-    """Return the lines of standard input. The process ends soon after the last, whatever it waits for."""
+    """Return the lines of standard input. The process exits `END_S` seconds after their end at the latest."""
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:
@@ -360,7 +360,7 @@ def _place_ranks(address: str, start_units: str, lock: str) -> None:
     """Run a driver until standard input ends."""
     die_with_parent()
     link = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what Ray prints goes elsewhere
+    os.dup2(2, 1)  # Ray's own output goes to standard error
     requests = _requests()
     try:
         driver = Driver(address, int(start_units), lock, link)
@@ -372,8 +372,8 @@ def _place_ranks(address: str, start_units: str, lock: str) -> None:
 
 
 def main(action: str, *words: str) -> int:
-    """Place ranks for an engine (`place`), list nodes, or run a module on one, for the doctor. Return an exit code."""
-    os.chdir("/")  # Ray has its workers import from the directory that a driver works in, before all others
+    """Place ranks for an engine (`place`), list nodes (`nodes`) or run a module on a node (`run`). Return 0."""
+    os.chdir("/")  # Ray's workers would import from the driver's working directory first
     actions: dict[str, Callable[..., None]] = {"place": _place_ranks, "nodes": _list, "run": _run_there}
     try:
         actions[action](*words)

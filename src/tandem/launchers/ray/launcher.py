@@ -1,4 +1,4 @@
-"""Rank hosts on the nodes of a Ray cluster. A process of its own speaks to Ray (driver_process.py)."""
+"""Launcher that starts node agents on the nodes of a Ray cluster, through the Ray driver (driver_process.py)."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 log = logging.getLogger(__name__)
 
 FIRST_PATIENCE_S = 5.0
-"""Seconds until a shortage for the first rank group is reported: a cluster without room will hardly get any."""
+"""Seconds to wait for room for the first rank group; a full cluster rarely changes."""
 PATIENCE_S = 15.0
-"""Seconds until a shortage is reported after a node was lost: it may return, or another be added."""
+"""Seconds to wait for room after a node was lost, which may return or be replaced."""
 JOIN_S = 10.0
 """Seconds for which a node agent tries to join."""
 START_S = 60.0
-"""Seconds from the reservation until all node agents have joined."""
+"""Timeout in seconds from the reservation until all node agents have joined."""
 
 
 @dataclass
 class _Placement:
-    """Rank hosts that are placed together; lists are by rank."""
+    """Node agents that are placed together; lists are by rank."""
 
     number: int
     tickets: list[str]
     nodes: list[str] = field(default_factory=list)
     """Node ids; empty until devices are reserved."""
     places: list[str] = field(default_factory=list)
-    """Addresses and names of the nodes."""
+    """Addresses and names of the nodes, for messages."""
     deadline: float = 0.0
-    """Time of the monotonic clock by which all must have joined."""
+    """Reading of the monotonic clock by which all must have joined."""
     served: bool = False
-    """True once all have joined: a host that is missing then was lost."""
+    """True once all have joined; a node agent missing after that is lost."""
     ended: dict[int, str] = field(default_factory=dict)
     words: dict[int, str] = field(default_factory=dict)
-    """The last line of each node agent."""
+    """Last line of each node agent's output, by rank."""
 
 
 class RayLauncher(HostsLauncher):
-    """Places each rank on a device of the cluster. When a node agent is lost, all are placed anew: the other places may
-    have to change, and the ranks restart in any case."""
+    """Places each rank on a device of the cluster. After the loss of a node agent all are placed again: other places may have to
+    change, and the ranks restart anyway."""
 
     def __init__(self, settings: Settings) -> None:
         """Connect to the cluster (see `RayDriver`). Raises UsageError and RankFailure."""
@@ -73,22 +73,22 @@ class RayLauncher(HostsLauncher):
             raise
 
     def _connect(self) -> str:
-        """Start a driver, and return the address of this machine's node."""
+        """Start a driver; return the address of this machine's node."""
         self._driver, connected = connected_driver(self._cluster, self._ranks, self._on_host)
         log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
         return connected.here
 
     def recruited(self, slots: Sequence[int]) -> None:
-        """Take a missing node agent for a lost one."""
+        """Mark the placement as complete; node agents missing from now on are lost."""
         if self._current is not None:
             self._current.served = True
 
     def present(self, count: int) -> list[int] | None:
-        """Return None: all ranks or none are placed, wherever Ray has room."""
+        """Return None: this launcher places all ranks again, never single ones."""
         return None
 
     def bring(self, missing: list[int], *, first: bool) -> None:
-        """Have devices reserved and node agents started, and check the progress."""
+        """Request placement if needed, and check its progress."""
         kind = UsageError if first else RankFailure
         try:
             if self._driver is None or self._driver.poll() is not None:
@@ -112,7 +112,7 @@ class RayLauncher(HostsLauncher):
         return placement
 
     def _listen(self, placement: _Placement) -> None:
-        """Take the driver's messages."""
+        """Process the driver's pending messages."""
         assert self._driver is not None
         while (message := self._driver.next(0.0)) is not None:
             if isinstance(message, Placed):
@@ -121,7 +121,7 @@ class RayLauncher(HostsLauncher):
                 log.info("ranks go to Ray nodes %s", ", ".join(message.places))
 
     def _check(self, placement: _Placement, missing: list[int], kind: type[UsageError | RankFailure]) -> None:
-        """Raise when a node agent has ended before it joined, or takes too long."""
+        """Raise `kind` if a missing node agent has ended or the deadline has passed."""
         for rank in missing:
             if rank in placement.ended:
                 said = self.membership.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
@@ -132,7 +132,7 @@ class RayLauncher(HostsLauncher):
             raise kind(self.describe_missing(missing))
 
     def _on_host(self, news: HostOutput | HostEnded) -> None:
-        """Take a line of a node agent, or its end, in the driver's thread."""
+        """Log a line of a node agent, or record its end. Called in the driver's thread."""
         placement = self._current
         if isinstance(news, HostOutput):
             copy_line(news.place, news.line)
@@ -145,7 +145,7 @@ class RayLauncher(HostsLauncher):
             self.membership.leave(placement.tickets[news.rank], news.reason)
 
     def describe_missing(self, missing: list[int]) -> str:
-        """Return a line that names the nodes whose node agents did not join."""
+        """Return an error message with the nodes whose node agents did not join."""
         places = self._current.places if self._current is not None else []
         where = ", ".join(places[rank] for rank in missing if rank < len(places))
         return (
@@ -155,7 +155,7 @@ class RayLauncher(HostsLauncher):
         )
 
     def release(self) -> None:
-        """End the driver and what it placed."""
+        """Stop the driver and everything that it placed."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None

@@ -1,4 +1,4 @@
-"""The choice of Ray nodes for a replica's ranks. Pure: the cluster is asked elsewhere."""
+"""Choice of Ray nodes for a replica's ranks. Pure."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from msgspec import Struct
 from tandem.errors import UsageError
 
 UNIT = "mlx"
-"""Resource that a node advertises once for each device that can carry a rank."""
+"""Custom Ray resource; a node has one unit per device for ranks."""
 _APPLE_GPU = re.compile(r"accelerator_type:M\d+(-(Pro|Max|Ultra))?")
-"""Resource that Ray adds by itself on Apple silicon, next to `GPU`."""
+"""Resource that Ray adds on Apple silicon, besides `GPU`."""
 
 
 class RayNode(Struct, frozen=True):
-    """A node as the cluster describes it."""
+    """A node of a Ray cluster."""
 
     node_id: str
     address: str
-    """Address that it advertises, to which other ranks connect."""
+    """Advertised address, to which other ranks connect."""
     host: str
     total: dict[str, float]
-    """All its resources."""
+    """All resources of the node, by name."""
     free: dict[str, float]
-    """Amounts of them that are not taken."""
+    """Unused amounts of the resources."""
     trouble: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Why the node cannot be used; empty if it can."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources that a rank takes here; empty when the node cannot carry one.
+        """Resources of one rank on this node; empty if the node cannot run ranks.
 
-        Where both `mlx` and `GPU` stand for the same devices a rank takes one of each, so that nobody else gets the
-        device under its other name.
+        If `mlx` and `GPU` describe the same devices, a rank takes one of each. Otherwise another job could get the device.
         """
         gpu = {"GPU": 1.0} if self.total.get("GPU", 0) else {}
         if self.total.get(UNIT, 0):
@@ -43,16 +42,16 @@ class RayNode(Struct, frozen=True):
         return gpu if any(_APPLE_GPU.fullmatch(name) for name in self.total) else {}
 
     def units(self, amounts: dict[str, float]) -> int:
-        """Return the number of ranks for which these amounts of its resources suffice."""
+        """Return the number of ranks for which the resource `amounts` suffice."""
         return min((int(amounts.get(name, 0.0)) for name in self.bundle), default=0)
 
     @property
     def where(self) -> str:
-        """Address and name, for messages."""
+        """Address and hostname, for messages."""
         return f"{self.address} ({self.host})" if self.host not in ("", self.address) else self.address
 
     def describe(self) -> str:
-        """Return its address, name and resources for ranks, as text."""
+        """Return address, hostname and resources for ranks, as text."""
         if self.trouble:
             return f"{self.where}: {self.trouble}"
         if not self.bundle:
@@ -63,20 +62,19 @@ class RayNode(Struct, frozen=True):
 
 
 class NodeList(Struct, frozen=True):
-    """The nodes of a cluster, as one of its machines sees them."""
+    """Nodes of a cluster, as seen from one of its machines."""
 
     nodes: list[RayNode]
     here: str
-    """Address that the node on this machine advertises."""
+    """Advertised address of that machine's node."""
 
 
 def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[str] = ()) -> list[RayNode] | None:
-    """Choose a node for each of `count` ranks, in the order of ranks; None when there is too little room.
+    """Choose a node for each of `count` ranks, ordered by rank; None if there is too little room.
 
-    The nodes with most room are filled first: a replica stays together where nodes have several devices, and the next
-    one goes to another node. Ranks are ordered by their nodes' addresses, those on the engine's own node (`here`)
-    first, so that a chain of machines numbered along its cables is used in that order. Nodes whose ids are in `avoid`
-    are taken when nothing else is left.
+    Nodes with most room are filled first, which keeps a replica together and puts the next one elsewhere. Ranks follow their
+    nodes' addresses, those on the engine's node (`here`) first. So machines numbered along a chain of cables are used in that
+    order. Nodes with ids in `avoid` are used last.
     """
     room = sorted(
         (node for node in nodes if not node.trouble and node.units(node.free)),
@@ -87,7 +85,7 @@ def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[st
 
 
 def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
-    """Raise UsageError when ranks or the engine would get loopback addresses of other machines."""
+    """Raise UsageError if ranks or the engine would use another machine's loopback address."""
     remote = [node for node in nodes if not is_loopback(node.address)]
     local = [node for node in nodes if is_loopback(node.address)]
     if local and (remote or not is_loopback(here)):
@@ -106,7 +104,7 @@ def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
 
 
 def shortage(nodes: Sequence[RayNode], count: int, cluster: str) -> str:
-    """Return a line that tells why `count` ranks have no room: the cluster's resources, and the remedy."""
+    """Return an error message for `count` ranks without room: the cluster's resources, and the remedy."""
     total = sum(node.units(node.total) for node in nodes if not node.trouble)
     free = sum(node.units(node.free) for node in nodes if not node.trouble)
     listed = "; ".join(node.describe() for node in nodes) or "no node"
@@ -132,7 +130,7 @@ def _order(node: RayNode, here: str) -> tuple[bool, int, int | str, str]:
 
 
 def is_loopback(address: str) -> bool:
-    """True for 127.0.0.1 and its like, and for localhost."""
+    """True for loopback addresses and `localhost`."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

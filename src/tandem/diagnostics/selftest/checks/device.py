@@ -1,4 +1,4 @@
-"""MLX on this machine's device: threads, streams, and how it fails (mlx)."""
+"""Checks of MLX on this machine's device: threads, streams and failures (mlx)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BROKEN = "this is no source of a kernel;"
 
 
 def threads(task: Task) -> Figures:
-    """Steps are dispatched by one thread and read by others while the next ones are computed, as ranks do it."""
+    """Check that one thread can dispatch steps while others read earlier results, as ranks do."""
     choose_device("auto")
     matrix = mx.eye(SIDE) * 1.0
     side = mx.new_stream(mx.cpu)
@@ -37,7 +37,7 @@ def threads(task: Task) -> Figures:
             copied = product + 0
             mx.async_eval(product, copied)  # type: ignore[no-untyped-call]
             waiting.append(pool.submit(read, index, product, copied))
-            if index % 50 == 0:  # a stream of its own, as links have
+            if index % 50 == 0:  # a separate stream, as links use
                 mx.eval(mx.add(matrix, index, stream=side))
         wrong += [problem for answer in waiting if (problem := answer.result())]
     if wrong:
@@ -46,7 +46,7 @@ def threads(task: Task) -> Figures:
 
 
 def _elsewhere() -> bool:
-    """True when a thread with a stream of its own computes the same as the first thread."""
+    """Return True if a thread with its own stream computes correctly. Raises Differs."""
     sums: list[object] = []
 
     def compute() -> None:
@@ -61,7 +61,7 @@ def _elsewhere() -> bool:
 
 
 def broken_kernel(task: Task) -> Figures:
-    """Check that a kernel that cannot run raises a Python exception and leaves the device usable."""
+    """Check that an invalid kernel raises a Python exception and leaves the device usable."""
     choose_device("auto")
     if not on_gpu():
         raise NotApplicable("kernels are compiled at run time on GPUs alone")
@@ -72,7 +72,7 @@ def broken_kernel(task: Task) -> Figures:
         mx.eval(
             kernel(inputs=[mx.zeros(4)], output_shapes=[(4,)], output_dtypes=[mx.float32], grid=(4, 1, 1), threadgroup=(4, 1, 1))
         )
-    except Exception as error:  # noqa: BLE001 - which class it is, is what we want to know
+    except Exception as error:  # noqa: BLE001 - the class is the measurement
         raised = type(error).__name__
     if not raised:
         raise Differs("an exception for a kernel without a program, expected; nothing, seen")

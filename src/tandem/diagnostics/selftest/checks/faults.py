@@ -1,4 +1,4 @@
-"""Processes that die, hang or lose their parent: ranks under load, a supervisor; and a Mac that may not sleep."""
+"""Checks with processes that die, hang or lose their parent, and of sleep prevention on Macs."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from tandem.diagnostics.tasks import Figures, Task, check_parts
 from tandem.system.tools import output_of
 
 TOKENS, RANDOM_TOKENS = 60, 240
-"""A tiny random model has the fewer before anybody looks."""
+"""Tokens per answer; a tiny random model needs more, or it finishes before the fault."""
 PROMPTS = 3
 BACK_S, GONE_S, UNDER_WAY_S = 90.0, 20.0, 30.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")
 LONGEST_S = 120.0
 JOINED_S = 3.0
-"""By then a rank that waits for its peer is within MLX's start-up of the ring."""
+"""Seconds until a rank that waits for its peer is inside MLX's ring start-up."""
 HOLDER = re.compile(r"^\s*pid (\d+)\(.*\).* Prevent(?:UserIdle)?SystemSleep\b", re.MULTILINE)
 
 
 def killed(task: Task) -> Figures:
-    """A rank is killed (SIGKILL) while answers are under way: all of them are whole, and the same."""
+    """Check that answers complete unchanged when a rank is killed (SIGKILL) while generating them."""
     return _struck(task, signal.SIGKILL)
 
 
 def stopped(task: Task) -> Figures:
-    """A rank is stopped (SIGSTOP): it is noticed and replaced."""
+    """Check that a rank stopped by SIGSTOP is detected and replaced."""
     return _struck(task, signal.SIGSTOP)
 
 
@@ -82,7 +82,7 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
 
 
 def _under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:
-    """Return answers that have all begun and not ended; on a busy machine this may take several attempts."""
+    """Return answers that are all being generated at the same time; retries on a busy machine. Raises Differs."""
     deadline = time.monotonic() + UNDER_WAY_S
     while (left := deadline - time.monotonic()) > 0:
         answers = [ask_in_background(server, prompt, tokens) for prompt in prompts]
@@ -95,13 +95,13 @@ def _under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> lis
 
 
 def _left(pids: Collection[int]) -> list[int]:
-    """Return those that have not ended within `GONE_S`."""
+    """Return the processes that are still running after `GONE_S` seconds."""
     until(lambda: all(map(gone, pids)), GONE_S)
     return [pid for pid in pids if not gone(pid)]
 
 
 def orphans(task: Task) -> Figures:
-    """A supervisor that is killed, and a parent that is killed while its rank waits in MLX's ring, leave nothing."""
+    """Check that no process survives a killed supervisor, or a parent killed while its rank is in MLX's ring start-up."""
     with serving(task.model, *STAGES) as server:
         pids = descendants(server.process.pid)
         began = time.monotonic()
@@ -118,7 +118,7 @@ def orphans(task: Task) -> Figures:
 
 
 def _alone() -> Figures:
-    """Kill the parent of a rank of two that is in MLX's start-up."""
+    """Kill the parent of a rank that waits in MLX's ring start-up; return the seconds until the rank exits. Raises Differs."""
     with check_parts("faults:lonely_parent", [{}], [{}]) as [parent]:
         file = _pid_file(parent.result.parent)
         if not until(lambda: file.exists() and file.read_text().isdigit(), GONE_S):
@@ -136,7 +136,7 @@ def _alone() -> Figures:
 
 
 def lonely_parent(task: Task) -> Figures:
-    """The parent of a rank that waits for a peer that never comes: name the rank's process, and stay until killed."""
+    """Start a rank whose peer never joins, write its process id to a file, and wait to be killed."""
     with ring_ranks("fences:waiting_rank", count=1) as [rank]:
         _pid_file(Path(task.directory)).write_text(str(rank.pid))
         time.sleep(LONGEST_S)
@@ -148,7 +148,7 @@ def _pid_file(directory: Path) -> Path:
 
 
 def awake(task: Task) -> Figures:
-    """While a server runs, the system may not fall asleep."""
+    """Check that idle sleep is prevented while a server runs, and only then."""
     if sys.platform != "darwin":
         raise NotApplicable("idle sleep is held off on macOS alone")
     before = holders()
@@ -164,5 +164,5 @@ def awake(task: Task) -> Figures:
 
 
 def holders() -> set[str]:
-    """Return the ids of the processes that hold sleep off."""
+    """Return the ids of the processes that prevent system sleep."""
     return set(HOLDER.findall(output_of(["pmset", "-g", "assertions"]) or ""))

@@ -1,4 +1,4 @@
-"""Waiting for one another: streams, ranks between a GPU's operations, and a rank that is late."""
+"""Checks of synchronisation: between streams, between ranks, and with a rank that is late."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAIR_S = 60.0
 RANKS = 2
 SIDE = 512
 SIZES = (4096, 65_536, 1 << 20, 16 << 20)
-"""Bytes."""
+"""Array sizes in bytes."""
 ROUNDS = 10
 LATE = (2.0, 4.0, 6.0, 8.0) if sys.platform == "darwin" else (1.0,)
-"""Seconds of waiting to try. Metal ends work that waits for some seconds; other backends do not."""
+"""Delays to try, in seconds. Metal aborts work that waits for some seconds; other backends do not."""
 
 
 def fence(task: Task) -> Figures:
-    """Work goes to and fro between the CPU's and the GPU's stream, or between two of the CPU."""
+    """Check work that alternates between a GPU and a CPU stream, or two CPU streams; report microseconds per crossing."""
     import mlx.core as mx
 
     from tandem.loading.memory import choose_device
@@ -52,12 +52,12 @@ def fence(task: Task) -> Figures:
 
 
 def collectives(task: Task) -> Figures:
-    """Sums of two ranks on this machine, alone and between the device's operations."""
+    """Check sums of two local ranks, alone and between device operations."""
     return sums(fast_sync=False)
 
 
 def sums(*, fast_sync: bool) -> Figures:
-    """Sums alone, by size, and what one costs between two operations. Raises RankFailure, also for wrong sums."""
+    """Return the time of a sum by size, and of a sum between two device operations. Raises RankFailure, also for wrong sums."""
     times = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync, operations=("all_sum", "between"))
     figures: Figures = {
         f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1) for row in times.rows if row.operation == "all_sum"
@@ -68,14 +68,14 @@ def sums(*, fast_sync: bool) -> Figures:
 
 @contextmanager
 def ring_ranks(entry: str, *, count: int = RANKS, late_s: float = 0.0) -> Iterator[list[TaskProcess]]:
-    """Start `count` of the `RANKS` ranks of a ring, as processes that make `entry` and end with the context."""
+    """Start `count` of a ring's `RANKS` ranks as processes that run `entry`; killed when the context ends."""
     options: list[dict[str, object]] = [{"late_s": late_s if rank else 0.0} for rank in range(count)]
     with local_group("ring", RANKS) as variables, check_parts(entry, options, variables[:count]) as ranks:
         yield ranks
 
 
 def late(task: Task) -> Figures:
-    """A rank whose peer comes late to a sum waits, or gets an error that Tandem knows."""
+    """Check that a rank whose peer is late to a sum waits, or gets an error that Tandem recognises as a timeout."""
     figures: Figures = {}
     problems = []
     for seconds in LATE:
@@ -93,7 +93,7 @@ def late(task: Task) -> Figures:
 
 
 def late_rank(task: Task) -> Figures:
-    """One of the ranks: time a sum between products, to which it comes so late after a first sum."""
+    """Join a ring, wait `late_s` seconds after a first sum, and time a second sum between matrix products."""
     prepare_cuda()
     import mlx.core as mx
 
@@ -112,7 +112,7 @@ def late_rank(task: Task) -> Figures:
 
 
 def waiting_rank(task: Task) -> Figures:
-    """One of the ranks: it joins a group whose other rank never comes."""
+    """Join a ring whose other rank never joins; run as a process of its own."""
     prepare_cuda()
     import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""Several machines, as a hosts file names them: the doctor, links, layouts, and ranks that are killed."""
+"""Checks over the machines of a hosts file: doctor, links, layouts, and killed ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEATHS = 3
 
 
 def doctor(task: Task) -> Figures:
-    """The doctor finds nothing wrong between the machines; speed of the ways between them."""
+    """Check that the doctor finds no fault between the machines; report the speed of each link."""
     evidence = _examined(task, None)
     figures: Figures = {}
     for number, link in enumerate(evidence.links.values(), 1):
@@ -39,7 +39,7 @@ def doctor(task: Task) -> Figures:
 
 
 def _of_whom(finding: Finding) -> str:
-    """Return the detail of a finding, with the machine before it."""
+    """Return a finding's detail, prefixed with the machine."""
     where, detail = finding.where, finding.detail
     return f"{where}: {detail}" if where and where not in detail else detail
 
@@ -52,7 +52,7 @@ def _examined(task: Task, backend: str | None) -> Evidence:
 
 
 def links(task: Task) -> Figures:
-    """Sums over all machines, over the ring and, where the hosts file has RDMA devices, over jaccl."""
+    """Check sums over all machines with the ring backend and, where the hosts file has RDMA devices, jaccl."""
     figures: Figures = {}
     problems = []
     for backend in ("ring", *(["jaccl"] if _has_rdma(read_hostfile(task.hostfile)) else [])):
@@ -74,7 +74,7 @@ def _has_rdma(file: Hostfile) -> bool:
 
 
 def layouts(task: Task) -> Figures:
-    """Pipeline stages and tensor parallelism over the machines answer as one rank does."""
+    """Check that pipeline stages over the machines answer like one rank; report the speed of each layout."""
     count = len(read_hostfile(task.hostfile).hosts)
     prompt = prompt_of(24)
     with serving(task.model, "--executor", "cluster", "--prefix-cache", "0") as server:
@@ -95,7 +95,7 @@ def layouts(task: Task) -> Figures:
 
 
 def deaths(task: Task) -> Figures:
-    """Check that killing a rank under load is recovered from, three times, over the hosts file's own backend."""
+    """Check that the rank group recovers from killing a rank under load, three times, over jaccl where there is RDMA."""
     file = read_hostfile(task.hostfile)
     backend = "jaccl" if _has_rdma(file) else "ring"
     count = len(file.hosts)
@@ -116,7 +116,7 @@ def deaths(task: Task) -> Figures:
         calm = ask(server, prompt_of(12), TOKENS).text
         figures: Figures = {"backend": backend}
         for number in range(1, DEATHS + 1):
-            # Another machine's rank may have the number of a process here that is none of ours.
+            # A process id of another machine's rank may also exist here, for an unrelated process.
             victim = next((pid for pid in server.ranks() if pid in descendants(server.process.pid)), None)
             if victim is None:
                 raise NotApplicable("no rank is on this machine; start it on one that the hosts file has as localhost")

@@ -1,4 +1,4 @@
-"""The KV buffer on this machine's device, against mlx-lm's own caches on the CPU (mlx)."""
+"""Checks of the KV buffer on this machine's device, against mlx-lm on the CPU (mlx)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tandem.runner.ragged_attention import decode_attention
 
 VOCAB = 61
 CLOSE = 0.02
-"""Tolerance of GPU logits, as a share of the largest logit; one position too many exceeds it by far."""
+"""Tolerance of logits, as a share of the largest logit; an off-by-one position exceeds it by far."""
 Logits = npt.NDArray[np.float32]
 
 
 def small_llama() -> nn.Module:
-    """Return a model with attention over all positions."""
+    """Return a tiny model with full attention."""
     return random_llama(hidden=128, layers=3, mlp=256, heads=4, kv_heads=2, head_dim=64, vocabulary=VOCAB)
 
 
 def small_gemma() -> nn.Module:
-    """Return a model with sliding windows of 16 positions in every other layer."""
+    """Return a tiny model with a sliding window of 16 positions in every other layer."""
     return gemma3_text.Model(
         gemma3_text.ModelArgs(
             model_type="gemma3_text",
@@ -56,7 +56,7 @@ def small_gemma() -> nn.Module:
 
 
 class Compared:
-    """A model whose sequences are computed twice: batched in a `KVStore`, and each alone on the CPU without a cache."""
+    """A model that computes each sequence twice: batched in a `KVStore`, and alone on the CPU without a cache."""
 
     def __init__(self, model: nn.Module, drafts: int = 0) -> None:
         mx.random.seed(7)
@@ -65,7 +65,7 @@ class Compared:
         self.store = KVStore(self._caches, drafts, decode_attention())
         self.tokens: dict[str, list[int]] = {}
         self.largest = 0.0
-        """Greatest difference of a logit so far, as a share of the largest logit."""
+        """Largest difference of a logit so far, as a share of the largest logit."""
         self._rng = random.Random(11)
         self._steps: list[tuple[str, str, int, Logits]] = []
 
@@ -75,7 +75,7 @@ class Compared:
         return [KVCache() for _ in self.model.layers]
 
     def _alone(self, name: str, positions: int) -> Logits:
-        """Return the logits [positions, V] of a sequence's last positions, with all of its tokens in one call."""
+        """Return the logits [positions, V] of a sequence's last positions, computed from all of its tokens in one call."""
         with mx.stream(mx.cpu):
             logits: mx.array = self.model(mx.array([self.tokens[name]]))[0, -positions:]
             return np.array(logits)
@@ -87,7 +87,7 @@ class Compared:
             raise Differs(f"{what}: logits within {CLOSE:.0%} of mlx-lm's, expected; {share:.2%} apart, seen")
 
     def join(self, name: str, length: int) -> None:
-        """Add a sequence with a prompt of `length` tokens, computed in chunks."""
+        """Add a sequence with a random prompt of `length` tokens, prefilled in chunks."""
         self.tokens[name] = [self._rng.randrange(VOCAB) for _ in range(length)]
         caches = self._caches()
         for start in range(0, length, 16):
@@ -96,7 +96,7 @@ class Compared:
         self.store.join(name, caches)
 
     def step(self, what: str) -> None:
-        """Compute one token a row; `settle` compares."""
+        """Compute one random token per row; `settle` compares the logits."""
         ids = self.store.ids
         tokens = [self._rng.randrange(VOCAB) for _ in ids]
         seen = np.array(self.model(mx.array(tokens)[:, None], cache=self.store.batch())[:, -1].astype(mx.float32))
@@ -105,7 +105,7 @@ class Compared:
             self.tokens[name].append(token)
 
     def settle(self) -> None:
-        """Compare all steps so far. Raises Differs."""
+        """Compare the logits of all steps so far. Raises Differs."""
         self.store.check()
         expected = {name: self._alone(name, len(tokens)) for name, tokens in self.tokens.items()}
         for what, name, position, seen in self._steps:
@@ -113,7 +113,7 @@ class Compared:
         self._steps.clear()
 
     def draft(self, what: str, counts: list[int], taken: list[int]) -> None:
-        """Compute several tokens a row, of which the first `taken` are kept. Raises Differs."""
+        """Compute `counts[row]` tokens per row and keep the first `taken[row]`; compare the logits. Raises Differs."""
         ids, width = self.store.ids, max(counts)
         tokens = [[self._rng.randrange(VOCAB) for _ in range(width)] for _ in ids]
         seen = np.array(self.model(mx.array(tokens), cache=self.store.batch(counts)).astype(mx.float32))
@@ -126,13 +126,13 @@ class Compared:
 
 
 def rows(task: Task) -> Figures:
-    """Rows of unequal length that join, leave, move and are taken out, with attention over all positions."""
+    """Check rows of unequal length that join, leave, move and are extracted, with full attention."""
     choose_device("auto")
     return _rows(small_llama(), (5, 40, 17, 250))
 
 
 def windows(task: Task) -> Figures:
-    """Rows of sliding windows, which are rings."""
+    """Check rows of sliding windows, which are ring buffers."""
     choose_device("auto")
     return _rows(small_gemma(), (5, 15, 40, 16))
 
@@ -150,14 +150,14 @@ def _rows(model: nn.Module, lengths: tuple[int, ...]) -> Figures:
     compared.step("after a row was taken out")
     compared.store.join("2", caches, len(tokens))
     compared.join("4", 9)
-    for _ in range(18):  # windows wrap around
+    for _ in range(18):  # enough for windows to wrap around
         compared.step("after rows have joined")
     compared.settle()
     return {"largest difference, share of the largest logit": round(compared.largest, 6)}
 
 
 def drafts(task: Task) -> Figures:
-    """Check steps of several tokens a row, some of which are taken back, as in speculation."""
+    """Check steps of several tokens per row of which some are dropped, as in speculative decoding."""
     choose_device("auto")
     figures: Figures = {}
     for name, model in (("all positions", small_llama()), ("windows", small_gemma())):
@@ -173,18 +173,18 @@ def drafts(task: Task) -> Figures:
 
 
 ATTENTION_CLOSE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
-"""Tolerance of attention against float32, by type."""
+"""Largest absolute difference from attention in float32, by dtype."""
 
 
 class _Side(NamedTuple):
-    """Keys or values: the kernel's input, and its meaning in float32."""
+    """Keys or values: the kernel's input, and the same numbers in float32."""
 
     given: mx.array | Quantized
     numbers: mx.array
 
 
 def _side(positions: int, dim: int, dtype: mx.Dtype, bits: int) -> _Side:
-    """Make keys or values of three rows and two heads, a view with gaps as a KV buffer gives it."""
+    """Return keys or values [3, 2, positions, dim], a strided view like those of a KV buffer; quantised if `bits`."""
     room = mx.random.normal((3, 2, positions + 64, dim)).astype(dtype)
     if not bits:
         part = room[:, :, :positions]
@@ -195,7 +195,7 @@ def _side(positions: int, dim: int, dtype: mx.Dtype, bits: int) -> _Side:
 
 
 def attention(task: Task) -> Figures:
-    """Our own decode attention against MLX's under a mask, in every type and size of head, and over quantised keys."""
+    """Compare Tandem's decode attention with MLX's masked one, for all dtypes, head sizes and quantised KV."""
     from tandem.runner.ragged_attention import HEAD_DIMS, attend
 
     choose_device("auto")
@@ -231,7 +231,7 @@ def attention(task: Task) -> Figures:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model for measuring, and how full its rows are."""
+    """Shape of a model to measure, with the number of rows and their context in tokens."""
 
     hidden: int
     layers: int
@@ -247,14 +247,14 @@ MEDIUM = Shape(576, 30, 9, 3, 64, 4, 8192)
 LARGE = Shape(1024, 36, 32, 8, 128, 4, 2048)
 STEPS = 8
 MODES = ("waiting", "ahead")
-"""Wait for a step before the next is built; dispatch the next, then wait for the last."""
+"""`waiting`: wait for each step before building the next. `ahead`: dispatch the next step, then wait for the last."""
 IN_PLACE = 0.75
-"""Part of one layer's keys that a step may take beside the KV buffer, in the second mode more than in the first: a copy
-takes all of them at least."""
+"""Extra memory that a step may take in each mode beyond the previous mode, as a share of one layer's keys. A copy takes at least
+all of them."""
 
 
 def donation(task: Task) -> Figures:
-    """Steps write into the KV buffer in place, also while the step before is being computed."""
+    """Check that steps write into the KV buffer in place, also while the previous step is being computed."""
     choose_device("auto")
     figures: Figures = {}
     problems = []
@@ -276,7 +276,7 @@ def donation(task: Task) -> Figures:
 
 
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
-    """Return the fastest step in milliseconds, the additional bytes it needs, and the KV buffer's bytes."""
+    """Return the fastest step's milliseconds, its extra memory in bytes, and the KV buffer's bytes."""
     mx.clear_cache()
     model = random_llama(
         hidden=shape.hidden,
@@ -298,7 +298,7 @@ def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
         return mx.argmax(model(tokens[:, None], cache=store.batch())[:, -1], axis=-1)
 
     tokens = build(mx.zeros((shape.rows,), dtype=mx.int32))
-    tokens = _stepped(build, tokens, mode)  # compiles and grows what there is to
+    tokens = _stepped(build, tokens, mode)  # compiles kernels and grows the KV buffer
     mx.eval(tokens)
     mx.synchronize()
     before = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""Layouts on this machine against a single process, and types of models against mlx-lm."""
+"""Checks of layouts on this machine against a single process, and of model types against mlx-lm."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from tandem.launchers.process_groups import visible_gpus
 from tandem.system.cuda import uses_cuda
 
 TYPES = ("qwen3", "gemma3_text", "gpt_oss", "mixtral", "deepseek_v3", "mamba2", "qwen3_next")
-"""One of each kind: plain, windows, sinks and experts, experts, MLA, states, states and attention."""
+"""One type per architecture: plain, sliding windows, sinks with experts, experts, MLA, SSM states, states with attention."""
 
 
 def stages(task: Task) -> Figures:
-    """Two pipeline stages over Tandem's own channel."""
+    """Check two pipeline stages over Tandem's TCP channel."""
     return parity(task.model, pipeline_parallel_size="2", channel="tcp")
 
 
 def ring(task: Task) -> Figures:
-    """Two pipeline stages over MLX's ring."""
+    """Check two pipeline stages over MLX's ring."""
     _require_gpus()
     return parity(task.model, pipeline_parallel_size="2", channel="mlx")
 
 
 def tensor(task: Task) -> Figures:
-    """Two tensor-parallel ranks."""
+    """Check two tensor-parallel ranks."""
     _require_gpus()
     return parity(task.model, tensor_parallel_size="2")
 
 
 def both(task: Task) -> Figures:
-    """A stage of two ranks, and a stage of one."""
+    """Check a stage of two tensor-parallel ranks followed by a stage of one."""
     _require_gpus()
     return parity(task.model, parallel="2,1")
 
@@ -43,7 +43,8 @@ def _require_gpus() -> None:
 
 
 def parity(model: str, **layout: str) -> Figures:
-    """Compare logits and tokens with those of one process, for settings by name; their environment counts too."""
+    """Compare logits and tokens with a single process. `layout` has settings by name, on top of the environment's. Raises
+    Differs."""
     settings = load({"model": [model], **{name: [value] for name, value in layout.items()}}, environment=variables())
     remarks: list[str] = []
     verdict = prepare(settings.settings, ParityOptions(), note=remarks.append).run()
@@ -56,7 +57,7 @@ def parity(model: str, **layout: str) -> Figures:
 
 
 def types(task: Task) -> Figures:
-    """Tiny random models of several kinds, whole and in up to three stages, have mlx-lm's logits."""
+    """Check that tiny random models of several types have mlx-lm's logits, whole and in up to three stages."""
     from tandem.loading.dry_run import outcome
     from tandem.loading.memory import choose_device
     from tandem.loading.mlx_lm_models import import_models_only

@@ -1,4 +1,4 @@
-"""The machine itself: what the doctor sees, limits, the network's permissions, the model's files."""
+"""Checks of the machine: the doctor's findings, limits, network permissions and model files."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tandem.testing import tiny_model
 
 MULTICAST = ("224.0.0.251", 5353)
 LONGEST_SOCKET = 103
-"""Bytes of a Unix socket's path that macOS takes."""
+"""Longest path of a Unix socket on macOS, in bytes."""
 OUTSIDE = "192.0.2.1"
-"""Address of TEST-NET-1 (RFC 5737), unused, but routed through the local network."""
+"""Unused address of TEST-NET-1 (RFC 5737), for the local address of the default route."""
 CONTEXT = 8192
-"""Context of the random model."""
+"""Context length of the random model in tokens."""
 FOLDERS = ("Documents", "Desktop", "Downloads")
 
 
 def machine(task: Task) -> Figures:
-    """Describe the machine; the doctor finds nothing wrong with it."""
+    """Describe the machine, and check that the doctor finds no fault and limits suffice."""
     figures = facts()
     figures["load of the last minute"] = round(os.getloadavg()[0], 1)
     problems = []
@@ -57,7 +57,7 @@ def machine(task: Task) -> Figures:
 
 
 def _mac() -> Figures:
-    """Return the figures that only Macs have."""
+    """Return the figures that exist only on Macs."""
     reports = Path("/Library/Logs/DiagnosticReports")
     try:
         panics = len([file for file in reports.iterdir() if file.suffix == ".panic" or "panic-full" in file.name])
@@ -75,7 +75,7 @@ def _mac() -> Figures:
 
 
 def network(task: Task) -> Figures:
-    """The local network lets this process in, which macOS may withhold from what an app started."""
+    """Check that this process may use the local network, which macOS can deny; report the folders that it may read."""
     try:
         own = address_towards(OUTSIDE)
     except OSError as error:
@@ -107,7 +107,7 @@ def network(task: Task) -> Figures:
 
 
 def _connects(address: str, port: int) -> str:
-    """Return why no connection comes about; empty if one does."""
+    """Return why a connection fails; empty if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=3.0).close()
     except OSError as error:
@@ -116,7 +116,7 @@ def _connects(address: str, port: int) -> str:
 
 
 def model(task: Task) -> Figures:
-    """The model is there, and its weights are whole; a random one is made."""
+    """Check that the model's files are complete; generate them first if the model is random."""
     if task.random:
         make_random(Path(task.model))
     files = resolve(task.model)
@@ -126,8 +126,8 @@ def model(task: Task) -> Figures:
 
 
 def make_random(directory: Path) -> None:
-    """Write the tiny random model that is served where there is no real one (mlx), unless it is there whole: its
-    tokenizer's settings come last."""
+    """Write the tiny random model that is served without a real one (mlx). The tokenizer's settings are written last and mark it
+    as complete; a complete model is kept."""
     last = directory / "tokenizer_config.json"
     if last.exists():
         return

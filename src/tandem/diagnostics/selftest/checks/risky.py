@@ -1,4 +1,4 @@
-"""Checks that may lock a GPU up, or take all of its memory: only with `--risky`."""
+"""Checks that may hang the GPU or use up its memory; only with `--risky`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.system.metal import fault_of
 START_S = 60.0
 STEP = 2**30
 MOST = 4
-"""Times its memory that is asked of a GPU before it counts as without an end."""
+"""Multiple of the GPU's memory up to which the check allocates."""
 
 
 def memory(task: Task) -> Figures:
-    """Check that allocating more than the GPU has raises an exception that Tandem recognises, and leaves the device
-    usable."""
+    """Check that allocating more than the GPU has raises an exception that Tandem recognises, and leaves the device usable.
+    Passes if no limit is reached."""
     import mlx.core as mx
 
     from tandem.loading.memory import choose_device, memory_bytes, on_gpu
@@ -34,7 +34,7 @@ def memory(task: Task) -> Figures:
         for _ in range(MOST * memory_bytes() // STEP):
             arrays.append(mx.ones((STEP // 4,)) * 1.0)
             mx.eval(arrays[-1])
-    except Exception as error:  # noqa: BLE001 - which class and words it has, is what we want to know
+    except Exception as error:  # noqa: BLE001 - class and message are the measurement
         words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     figures: Figures = {"GiB before it": len(arrays), "exception": words or "none"}
     arrays.clear()
@@ -47,7 +47,7 @@ def memory(task: Task) -> Figures:
 
 
 def fast_fences(task: Task) -> Figures:
-    """Two ranks with MLX's fast fences; then the GPU is asked whether it still computes."""
+    """Check sums of two ranks with MLX's fast fences, and that the GPU still computes afterwards."""
     if sys.platform != "darwin" or not this_device().gpu:
         raise NotApplicable("fast fences are Metal's")
     figures: Figures = {}

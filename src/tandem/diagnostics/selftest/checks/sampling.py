@@ -1,4 +1,4 @@
-"""Choosing tokens, and digests, on this machine's device against NumPy (mlx)."""
+"""Checks of sampling and digests on this machine's device, against NumPy (mlx)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.runner.sampler import Sampler
 VOCAB, LARGE_VOCAB = 5000, 151_936
 DRAWS = 400
 EDGE = 2
-"""Tokens at the edge of top-p that sums of float32 may put on either side."""
+"""Tokens at the edge of top-p that float32 rounding may include or exclude."""
 CASES = {
     "top-k": SamplingParams(temperature=0.8, top_k=20),
     "top-p": SamplingParams(temperature=1.0, top_p=0.9),
@@ -38,7 +38,7 @@ PROMPT = [3, 4, 5, 5, 9]
 
 
 def sampler(task: Task) -> Figures:
-    """Every filter, penalties, bias, log probabilities and draws."""
+    """Check filters, draws, penalties, bias and log probabilities; report milliseconds per step."""
     choose_device("auto")
     logits = logits_of(VOCAB)
     for name, params in CASES.items():
@@ -52,12 +52,12 @@ def sampler(task: Task) -> Figures:
 
 
 def logits_of(vocab: int) -> npt.NDArray[np.float32]:
-    """Return logits [vocab] that fall off like Zipf's law, shuffled."""
+    """Return shuffled logits [vocab] that follow Zipf's law."""
     return np.random.default_rng(3).permutation(-1.5 * np.log(np.arange(1, vocab + 1))).astype(np.float32)
 
 
 def kept(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Return which tokens the filters leave, in float64: top-k, then top-p over what it left, then min-p."""
+    """Return a mask [vocab] of the tokens that the filters keep, in float64: top-k, then top-p of the rest, then min-p."""
     scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     keep = np.ones(len(scaled), dtype=np.bool_)
     if params.top_k:
@@ -73,7 +73,7 @@ def kept(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray
 
 
 def _sampler(vocab: int, params: SamplingParams, rows: int) -> tuple[Sampler, list[str]]:
-    """Return a sampler with rows that differ in their seeds alone, and their names."""
+    """Return a sampler with `rows` rows that differ only in their seeds, and the rows' names."""
     sampling, ids = Sampler(vocab), [str(i) for i in range(rows)]
     for seed, row in enumerate(ids):
         sampling.add(row, params, seed, list(PROMPT), len(PROMPT))
@@ -81,7 +81,7 @@ def _sampler(vocab: int, params: SamplingParams, rows: int) -> tuple[Sampler, li
 
 
 def _filtered(name: str, params: SamplingParams, logits: npt.NDArray[np.float32]) -> None:
-    """No draw is of a token that the filters drop; a likely one comes about as often as it should."""
+    """Check that no draw is a filtered token, and that the likeliest one has its expected frequency. Raises Differs."""
     sampling, ids = _sampler(VOCAB, params, DRAWS)
     sampled = sampling.sample(mx.array(np.tile(logits, (DRAWS, 1))), ids)
     drawn = np.array(sampled.tokens.tolist())
@@ -98,7 +98,7 @@ def _filtered(name: str, params: SamplingParams, logits: npt.NDArray[np.float32]
 
 
 def _penalised(logits: npt.NDArray[np.float32]) -> None:
-    """Some steps of greedy decoding with penalties and bias, and their log probabilities."""
+    """Check greedy decoding with penalties and bias, and its log probabilities. Raises Differs."""
     sampling = Sampler(VOCAB)
     sampling.add("a", PENALISED, 0, list(PROMPT), len(PROMPT))
     produced: list[int] = []
@@ -116,7 +116,7 @@ def _penalised(logits: npt.NDArray[np.float32]) -> None:
 
 
 def edited(logits: npt.NDArray[np.float32], produced: list[int]) -> npt.NDArray[np.float64]:
-    """Return the logits after bias and penalties, as the API documents them."""
+    """Return the logits [vocab] after bias and penalties, as the API documents them."""
     values = logits.astype(np.float64)
     for token, bias in PENALISED.logit_bias.items():
         values[token] += bias
@@ -141,7 +141,7 @@ def _largest(logits: npt.NDArray[np.float32]) -> None:
 
 
 def _milliseconds(params: SamplingParams) -> float:
-    """Return the milliseconds of the fastest of some steps."""
+    """Return the fastest step's milliseconds, for 8 rows."""
     sampling, ids = _sampler(LARGE_VOCAB, params, 8)
     logits = mx.array(np.tile(logits_of(LARGE_VOCAB), (8, 1)))
     best = float("inf")
@@ -153,7 +153,7 @@ def _milliseconds(params: SamplingParams) -> float:
 
 
 def digests(task: Task) -> Figures:
-    """Digests, by which machines tell whether they computed the same, are the same numbers as elsewhere."""
+    """Check that digests of arrays, by which machines compare results, equal NumPy's."""
     choose_device("auto")
     rng = np.random.default_rng(5)
     for size in (1, 33, 4096, 70_001):

@@ -1,4 +1,4 @@
-"""One rank over HTTP: mlx-lm's tokens and pace, chunks of a prompt, and many connections."""
+"""Checks of one rank over HTTP: mlx-lm's tokens and speed, prefill chunks, and many connections."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from tandem.processes.device import this_device
 
 PROMPT, TOKENS = 32, 24
 TIE, GPU_TIE = 1e-3, 0.05
-"""Log probabilities so near to one another that rounding may order them either way, in float32 and in half types."""
+"""Largest gap of two log probabilities that rounding may reorder, on a CPU (float32) and a GPU (half precision)."""
 SLOWEST = 0.5
-"""Least part of mlx-lm's pace; a Tandem that is slower than this has something wrong with it, not just its HTTP."""
+"""Smallest acceptable share of mlx-lm's speed; HTTP alone does not explain less."""
 CHUNKS, CPU_CHUNKS = (512, 1024, 2048), (64, 256)
 LONG, CPU_LONG = 2200, 300
-"""Tokens of a prompt."""
+"""Tokens of the long prompt, on a GPU and a CPU."""
 CONNECTIONS, MAC_FILES = 300, 256
 HEALTH_S = 10.0
 
 
 @dataclass
 class Reference:
-    """The answer of mlx-lm."""
+    """Answer of mlx-lm."""
 
     texts: list[str]
-    """Texts of the first 0, 1, 2, ... tokens."""
+    """Decoded texts of the first 0, 1, 2, ... tokens."""
     gaps: list[float]
-    """Between the two likeliest tokens, at each position."""
+    """Gap between the two highest log probabilities at each position."""
     pace: float
-    """Tokens a second, the prompt's time included."""
+    """Tokens a second, including prefill."""
     tie: float
 
 
 def pace(task: Task) -> Figures:
-    """Check that greedy tokens are mlx-lm's and, with a real model, come about as fast."""
+    """Check that greedy tokens equal mlx-lm's and, for a real model, are about as fast."""
     prompt = prompt_of(PROMPT)
     reference = mlx_lm_answer(task.model, prompt)
     with serving(task.model, "--prefix-cache", "0") as server:
-        ask(server, prompt, 2)  # compiles kernels
+        ask(server, prompt, 2)  # warm-up: compiles kernels
         answers = [ask(server, prompt, TOKENS) for _ in range(2)]
     best = max(TOKENS / (answer.ended - answer.sent) for answer in answers)
     figures: Figures = {
@@ -58,7 +58,7 @@ def pace(task: Task) -> Figures:
     }
     if answers[0].text != answers[1].text:
         raise Differs("the same answer twice, expected; two different ones, seen", figures)
-    if best < SLOWEST * reference.pace and not task.random:  # a tiny model's steps are shorter than HTTP's
+    if best < SLOWEST * reference.pace and not task.random:  # for a tiny model HTTP takes longer than its steps
         raise Differs(
             f"at least {SLOWEST:g} of mlx-lm's {reference.pace:.1f} tokens a second, expected; {best:.1f}, seen", figures
         )
@@ -66,9 +66,9 @@ def pace(task: Task) -> Figures:
 
 
 def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
-    """Greedy decoding by mlx-lm in this process, whose memory is free again afterwards.
+    """Decode greedily with mlx-lm in this process, and free its memory afterwards.
 
-    On a CPU its weights are expanded to float32, as Tandem's are there.
+    On a CPU the weights are expanded to float32, as Tandem's are.
     """
     import mlx.core as mx
     from mlx.utils import tree_map
@@ -86,7 +86,7 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
         module.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x, module.parameters()))
         mx.eval(module.parameters())
     tokens, gaps, spent = list[int](), list[float](), 0.0
-    for count in (2, TOKENS):  # the first time compiles kernels
+    for count in (2, TOKENS):  # the first run compiles kernels
         tokens, gaps, began = [], [], time.perf_counter()
         for token, logprobs in generate_step(mx.array(prompt), module, max_tokens=count):
             tokens.append(int(token))
@@ -100,15 +100,15 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
 
 
 def agreed(reference: Reference, text: str) -> str:
-    """Return how many tokens agree. Raises Differs where the texts part and mlx-lm was sure of its token.
+    """Return the number of equal tokens as text. Raises Differs where the texts differ and mlx-lm's choice was no tie.
 
-    Texts are compared, since HTTP carries text. mlx-lm drops the space that a text begins with.
+    Compares texts, since HTTP carries text. mlx-lm drops a leading space.
     """
     text = text.strip()
     count = max(i for i, prefix in enumerate(reference.texts) if text.startswith(prefix.strip().rstrip("\ufffd")))
     if count >= len(reference.gaps):
         return f"all {count}"
-    gap = min(reference.gaps[max(count - 1, 0) : count + 2])  # a character may be of several tokens
+    gap = min(reference.gaps[max(count - 1, 0) : count + 2])  # one character may consist of several tokens
     if gap > reference.tie:
         raise Differs(
             f"{len(reference.gaps)} tokens of mlx-lm's, expected; another after {count}, where its two "
@@ -118,7 +118,7 @@ def agreed(reference: Reference, text: str) -> str:
 
 
 def chunks(task: Task) -> Figures:
-    """A long prompt in chunks of several sizes: the same answer, and which is fastest."""
+    """Report the prefill speed for several chunk sizes, and whether the answers are equal."""
     figures: Figures = {}
     texts: dict[int, str] = {}
     gpu = this_device().gpu
@@ -126,7 +126,7 @@ def chunks(task: Task) -> Figures:
     for chunk in CHUNKS if gpu else CPU_CHUNKS:
         with serving(task.model, "--prefill-chunk", str(chunk), "--prefix-cache", "0") as server:
             if gpu:
-                ask(server, prompt_of(length, 1), 2)  # compiles kernels
+                ask(server, prompt_of(length, 1), 2)  # warm-up: compiles kernels
             answer = ask(server, prompt_of(length, 2), 8)
             texts[chunk] = answer.text
             figures[f"chunks of {chunk}, tokens a second"] = round(length / answer.ttft, 1)
@@ -136,7 +136,7 @@ def chunks(task: Task) -> Figures:
 
 
 def connections(task: Task) -> Figures:
-    """A server that was started with 256 open files, as macOS has it, serves 300 connections at once."""
+    """Check that a server started with a limit of 256 open files, macOS's default, serves 300 connections at once."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAC_FILES, hard))
     with serving(task.model) as server:

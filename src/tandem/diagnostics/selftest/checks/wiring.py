@@ -1,4 +1,4 @@
-"""Weights in a GPU's memory after a pause: wired or not, refreshed or not."""
+"""Checks of weights in GPU memory after a pause: wired or not, refreshed or not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from tandem.system.metal import REFRESH, REFRESH_MS
 
 MOST_MB, CPU_MB = 16 * 1024, 256
 SIDE, WARM = 4096, 5
-"""Side of a matrix; products before the pauses."""
+"""Side of each square matrix; products before the pauses."""
 ROUND_S = 60.0
 SLACK, SLACK_MS = 3.0, 20.0
-"""Slowdown allowed to weights after a pause: a factor, and milliseconds."""
+"""Acceptable slowdown after a pause: a factor, plus milliseconds."""
 PAUSES = [0.0, 1.5, 5.0] if sys.platform == "darwin" else [0.0, 1.5]
 COMBINATIONS = {"not wired": (False, "0"), "wired": (True, "0"), "wired and refreshed": (True, REFRESH_MS)}
 
 
 def wiring(task: Task) -> Figures:
-    """Milliseconds of a step over half of the GPU's memory, warm and after pauses, for each way to keep it there."""
+    """Measure a step over half of the GPU's memory (at most 16 GiB), in milliseconds, warm and after pauses. Raises Differs if
+    wired and refreshed weights become slow."""
     device = this_device()
     megabytes = min(device.memory_bytes // 2 >> 20, MOST_MB) if device.gpu else CPU_MB
     mac = device.gpu and sys.platform == "darwin"
@@ -49,7 +50,7 @@ def _measured(megabytes: int, wired: bool, refresh: str) -> dict[str, float]:
 
 
 def products(task: Task) -> Figures:
-    """Milliseconds of a product with each of many matrices, warm and after each pause in seconds."""
+    """Multiply a vector by many matrices; return the milliseconds, warm and after each pause."""
     import mlx.core as mx
 
     from tandem.loading.memory import choose_device, on_gpu, on_metal, resident_size
