@@ -26,7 +26,7 @@ log = logging.getLogger("tandem.cli")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the agent until a signal. Raises UsageError."""
+    """Run the agent until a signal, or with --forget unpair a head. Raises UsageError."""
     trust = Trust("agent")
     if arguments.forget:
         trust.forget(arguments.forget)

@@ -24,7 +24,7 @@ from tandem.errors import LayoutError
 POLLING_CORES = 4
 """CPU cores per rank from which on MLX's ring threads may poll their sockets."""
 _WAIT_US = 4000
-"""Microseconds that a ring thread sleeps at most in one direction while the other has work."""
+"""Socket timeout of a ring thread in microseconds: its longest sleep in one direction while the other has work."""
 
 
 def dispatch(*trees: object) -> None:

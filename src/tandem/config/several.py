@@ -24,7 +24,7 @@ _LAYOUT = (
     "layer_split",
     "micro_batches",
 )
-"""Settings of which any one gives a model its own layout: it inherits none of them from the main model."""
+"""Layout settings: a model's table that has one of them inherits none of them from the main model."""
 
 
 def check_table(name: str, entries: JsonObject, source: str, warnings: list[str]) -> NamedModel:

@@ -127,7 +127,7 @@ class AsyncLLM(LoadedModel):
         return (await _run_async(self._session.reply, messages, params)).outputs[0]
 
     async def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
-        """Yield pieces of the answer as they come, like `LLM.stream`. Raises RequestError."""
+        """Yield pieces of the answer as they are generated, like `LLM.stream`. Raises RequestError."""
         batch = await asyncio.to_thread(self._session.answer, prompt, params)
         async with aclosing(_pieces_async(batch)) as pieces:
             async for piece in pieces:

@@ -144,7 +144,7 @@ class SupervisedChild:
             self.deaths.clear()
 
     def count_death(self, window_s: float) -> float:
-        """Record a death now and forget those older than `window_s` seconds. Return the time.monotonic() of now."""
+        """Record a death now and forget those older than `window_s` seconds. Return the current time.monotonic()."""
         now = time.monotonic()
         self.deaths = [at for at in self.deaths if now - at < window_s] + [now]
         return now

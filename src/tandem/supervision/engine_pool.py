@@ -164,7 +164,7 @@ class EnginePool:
         return [info for engines in self._loaded for info in engines.infos()]
 
     def models(self) -> list[ModelInfo]:
-        """Return all models, the first of the configuration first."""
+        """Return all models, in the order of the configuration."""
         return [
             ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep, one.unload_after)
             for one in self._models.values()

@@ -1,4 +1,4 @@
-"""Limits on unauthenticated connections to a bound ZeroMQ socket: anybody can open some, and ZeroMQ does not limit them.
+"""Limits on unauthenticated connections to a bound ZeroMQ socket: any host can open some, and ZeroMQ has no limit.
 
 The socket's monitor reports the descriptor of each connection. Excess connections are shut down; ZeroMQ then closes them.
 """
