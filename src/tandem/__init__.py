@@ -1,4 +1,4 @@
-"""Tandem: one large language model over several machines, on MLX."""
+"""Tandem: serves one large language model over several machines, on MLX."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    # Importing the package must stay cheap: every process does it, and most need only a corner.
+    # Importing the package must stay cheap: every process imports it, and most need little of it.
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
-"""Crash guard of threads and tasks that live for long: what one raises is logged, and ends the process that cannot do
-without it, so that its supervisor starts another. A thread that ends without a word is worse.
+"""Crash guard of long-lived threads and tasks: log an unhandled exception, and end the process that depends on them.
+
+A supervisor then starts another process. A thread must never end silently.
 """
 
 from __future__ import annotations
@@ -11,38 +12,41 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # ranks start without it
+if TYPE_CHECKING:  # ranks start without asyncio
     import asyncio
 
 log = logging.getLogger(__name__)
 
 EXIT_BROKEN = 70
-"""Exit code of a process that a thread or task of its own has broken (EX_SOFTWARE)."""
+"""Exit code of a process ended by a failed thread or task (EX_SOFTWARE)."""
 
 T = TypeVar("T")
 OnFailure = Callable[[BaseException], object]
 
 _own = False
 _tasks: set[asyncio.Task[object]] = set()
-"""The event loop itself keeps no task alive."""
+"""Strong references: the event loop holds tasks only weakly."""
 
 
 def own_process() -> None:
-    """Mark this process as Tandem's own, to be ended when a thread or task breaks. Others (see `tandem.LLM`) go on."""
+    """Mark this process as Tandem's own: a failed thread or task then ends it.
+
+    Programs that embed Tandem (see `tandem.LLM`) do not call this and continue.
+    """
     global _own
     _own = True
 
 
 def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure | None = None) -> threading.Thread:
-    """Start a daemon thread that does `work`. An exception is logged and handed to `on_failure`, or ends the process.
+    """Start a daemon thread that runs `work`. Log its exception and pass it to `on_failure`, or end the process if None.
 
-    What `on_failure` raises ends the process too.
+    An exception raised by `on_failure` ends the process too.
     """
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - this is the border
+        except BaseException as error:  # noqa: BLE001 - the outermost frame of the thread
             _failed(f"the thread {name!r}", error, on_failure)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -51,7 +55,7 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
 
 
 def start_task(work: Coroutine[None, None, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
-    """Start a task of the running event loop, guarded as by `start_thread`; a cancelled one has not failed."""
+    """Start a task of the running event loop, guarded like `start_thread`. Cancellation is no failure."""
     import asyncio
 
     task = asyncio.get_running_loop().create_task(work, name=name)
@@ -70,7 +74,7 @@ def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> No
     if on_failure is not None:
         try:
             on_failure(error)
-        except BaseException as second:  # noqa: BLE001 - this is the border
+        except BaseException as second:  # noqa: BLE001 - the outermost frame
             error = second
         else:
             log.error(
@@ -87,12 +91,12 @@ def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> No
 
 
 def end_process() -> None:
-    """End at once: the other threads may wait for the one that has failed."""
+    """Flush the log and exit at once with `EXIT_BROKEN`: other threads may wait for the failed one forever."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(EXIT_BROKEN)
 
 
 def _places(error: BaseException) -> str:
-    """Return where it was raised. Its message is left out: that of a foreign exception may quote a prompt."""
+    """Return the traceback without the exception's message, which may quote a prompt."""
     return "".join(traceback.format_tb(error.__traceback__)).rstrip()

@@ -1,6 +1,6 @@
-"""How many files and sockets this process may have open at once.
+"""Limit of open files and sockets of this process.
 
-Shells start processes with few (256 on macOS), although the system would give more to whoever asks.
+Shells set a low soft limit (256 on macOS), although the system allows a process to raise it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import resource
 
 WANTED = 10_240
-"""Descriptors to ask for: the most that macOS gives to a process without further ado."""
+"""Descriptors to request: the most that macOS grants a process by default."""
 
 
 def raise_limit(wanted: int = WANTED) -> int:
-    """Raise this process's soft limit of open descriptors to `wanted`, or as far as the hard limit lets it.
+    """Raise this process's soft limit of open descriptors to `wanted`, or to the hard limit if that is lower.
 
-    Children inherit it. A limit that is higher already stays. Returns the limit that holds afterwards; never raises.
+    Children inherit it; a higher limit stays. Return the limit in effect afterwards. Never raises.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -23,7 +23,7 @@ def raise_limit(wanted: int = WANTED) -> int:
     if soft < target:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-        except (OSError, ValueError):  # a sandbox may forbid it; what there is must do
+        except (OSError, ValueError):  # a sandbox may forbid it: keep the present limit
             return soft
         return target
     return soft

@@ -1,6 +1,6 @@
-"""The only place that reads the process's environment.
+"""Access to the process's environment; no other module reads it.
 
-Everything else gets what it needs from here, so that a search in this file answers what the outside can change.
+A search in this file therefore finds every variable that changes Tandem's behaviour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SECRET_VARIABLES = ("TANDEM_API_KEY",)
-"""Never handed on to child processes: settings travel to them over a pipe."""
+"""Variables withheld from child processes, which get settings over a pipe."""
 
 EXTRA_VARIABLES = (
     "TANDEM_CONFIG",
@@ -26,48 +26,51 @@ EXTRA_VARIABLES = (
     "TANDEM_VLLM",
     "TANDEM_BASE_PORT",
 )
-"""Variables with our prefix that are not made from the name of a setting; the last two are the vLLM plugin's."""
+"""`TANDEM_` variables that are not derived from the name of a setting. The last two belong to the vLLM plugin."""
 
 _LONGEST_RUNTIME_DIR, _LONGEST_GIVEN = 64, 81
-"""Bytes. macOS allows 103 bytes for the path of a Unix socket, on which all systems agree here; the longest name of a
-socket fits behind the second."""
+"""Longest runtime directory by default, and by TANDEM_RUNTIME_DIR, in bytes.
+
+macOS limits the path of a Unix socket to 103 bytes. The longest socket name fits behind the second; all systems use the same
+limits.
+"""
 
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""A container's limit of memory: control groups of version 2, and of version 1."""
+"""Files with a container's memory limit in bytes: cgroup version 2, and version 1."""
 
 
 def machine_memory() -> int:
-    """Bytes of this machine's memory, or of a container's part of it."""
+    """Return the bytes of this machine's memory, or of its container's memory limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in _LIMITS:
-        with suppress(OSError, ValueError):  # "max": there is no limit
+        with suppress(OSError, ValueError):  # "max" means no limit
             total = min(total, int(Path(file).read_text()))
     return total
 
 
 def variables() -> dict[str, str]:
-    """A copy of the whole environment."""
+    """Return a copy of the whole environment."""
     return dict(os.environ)
 
 
 def variable(name: str) -> str | None:
-    """One variable; None when it is unset or empty."""
+    """Return the value of a variable; None when it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable of this process, and of its children to come, unless it is set."""
+    """Set a variable of this process and its future children, unless it is set."""
     os.environ.setdefault(name, value)
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set variables of this process that a library reads when it starts, such as MLX's."""
+    """Set variables of this process for libraries that read them at start-up, such as MLX."""
     os.environ.update(values)
 
 
 def child_environment(overrides: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The environment for a child process: ours without secrets, with `overrides` (None takes a variable away)."""
+    """Return the environment for a child process: this one's without secrets, with `overrides` (None removes a variable)."""
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     environment["PYTHONUNBUFFERED"] = "1"
     for name, value in (overrides or {}).items():
@@ -79,11 +82,11 @@ def child_environment(overrides: Mapping[str, str | None] | None = None) -> dict
 
 
 def runtime_dir() -> Path:
-    """Directory for this user's sockets: made on first use, mode 0700, short enough for Unix sockets.
+    """Return the directory for this user's sockets, created with mode 0700 and short enough for Unix sockets.
 
-    TANDEM_RUNTIME_DIR, else `tandem` in XDG_RUNTIME_DIR, else one with the user's id in the temporary directory.
-    Raises PermissionError when the directory is not this user's own or is open to others, OSError for a path that is
-    too long for what is in it.
+    TANDEM_RUNTIME_DIR, else `tandem` in XDG_RUNTIME_DIR, else `tandem-UID` in the temporary directory. Raises
+    PermissionError when another user owns the directory or can access it, OSError when TANDEM_RUNTIME_DIR is too long for
+    socket names.
     """
     explicit = variable("TANDEM_RUNTIME_DIR")
     if explicit is not None:
@@ -101,17 +104,17 @@ def runtime_dir() -> Path:
     name = f"tandem-{os.getuid()}"
     shared = Path(tempfile.gettempdir())
     if len(os.fsencode(shared / name)) > _LONGEST_RUNTIME_DIR:
-        shared = Path("/tmp")  # the directory below it is private, and checked to be
+        shared = Path("/tmp")  # `_private_dir` checks that the directory below it is private
     return _private_dir(shared / name)
 
 
 def engine_socket_path(port: int) -> Path:
-    """Where the engine behind the api on `port` listens, unless the settings name another place."""
+    """Return the default path of the engine's socket for the API server on `port`."""
     return runtime_dir() / f"engine-{port}.sock"
 
 
 def _private_dir(path: Path) -> Path:
-    """`path` as a directory that this user owns and nobody else can enter."""
+    """Create `path` if needed and return it. Raises PermissionError unless this user owns it with mode 0700."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
@@ -120,7 +123,7 @@ def _private_dir(path: Path) -> Path:
 
 
 def cache_dir() -> Path:
-    """Directory for converted and downloaded models, not created here.
+    """Return the directory for converted and downloaded models; does not create it.
 
     TANDEM_CACHE, else `tandem` in XDG_CACHE_HOME, else ~/.cache/tandem.
     """
@@ -128,7 +131,7 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Directory for what outlasts a process (logs and records of servers in the background), not created here.
+    """Return the directory for files that outlast a process (logs and records of background servers); does not create it.
 
     TANDEM_STATE_DIR, else `tandem` in XDG_STATE_HOME, else ~/.local/state/tandem.
     """
@@ -136,5 +139,5 @@ def state_dir() -> Path:
 
 
 def _user_dir(own: str, base: str, usual: str) -> Path:
-    """Return the directory that the variable `own` names, else `tandem` in that of `base`, else in `usual`."""
+    """Return the directory in variable `own`, else `tandem` in the directory in variable `base`, else `tandem` in `usual`."""
     return Path(variable(own) or f"{variable(base) or usual}/tandem").expanduser()

@@ -1,15 +1,15 @@
-"""Every error that Tandem raises on purpose, drawn as one tree.
+"""Exception classes for all deliberate errors.
 
-`TandemError` carries what a person needs to act: which field or flag is at fault (`param`) and a message that names
-the value and the remedy. The command line turns a `UsageError` into exit code 2 and one line, the server turns a
-`RequestError` into OpenAI's error shape with `status`; anything outside the tree is a bug.
+A `TandemError` names the field or flag at fault (`param`), the value and the remedy. The command line turns a `UsageError`
+into exit code 2 and one line. The server turns a `RequestError` into OpenAI's error object with `status`. Any other
+exception is a bug.
 """
 
 from __future__ import annotations
 
 
 class TandemError(Exception):
-    """Base of all deliberate errors. `param` names the field, flag or file at fault, where there is one."""
+    """Base of all deliberate errors. `param` names the field, flag or file at fault; None if there is none."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -18,14 +18,14 @@ class TandemError(Exception):
 
 
 class UsageError(TandemError):
-    """What the user asked for cannot be done as asked: exit code 2 and one line on the command line."""
+    """The user's command cannot be carried out. The command line prints one line and exits with code 2."""
 
     rank: int | None = None
-    """The rank that found it, if one did."""
+    """Rank that raised the error; None if no rank did."""
 
 
 class SpawnError(TandemError):
-    """A process could not be started: no memory, processes or open files are left. That may change."""
+    """A process cannot be started for lack of memory, processes or open files. A retry may succeed."""
 
 
 class ConfigError(UsageError):
@@ -37,7 +37,7 @@ class ModelError(UsageError):
 
 
 class ModelNotFound(ModelError):
-    """No such directory, file or hub repository."""
+    """The directory, file or hub repository does not exist."""
 
 
 class BrokenModel(ModelError):
@@ -45,7 +45,7 @@ class BrokenModel(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The architecture or the quantisation is one that Tandem does not run."""
+    """Tandem does not support the architecture or the quantisation."""
 
 
 class LayoutError(UsageError):
@@ -53,11 +53,11 @@ class LayoutError(UsageError):
 
 
 class OutOfMemory(UsageError):
-    """The model or its KV cache does not fit into the memory that is there."""
+    """The model or its KV cache does not fit into the available memory."""
 
 
 class RequestError(TandemError):
-    """A client's request is at fault. `status` is the HTTP status, `code` OpenAI's error code."""
+    """A client's request is invalid. `status` is the HTTP status, `kind` OpenAI's error type, `code` OpenAI's error code."""
 
     status = 400
     kind = "invalid_request_error"
@@ -68,26 +68,26 @@ class RequestError(TandemError):
 
 
 class AuthenticationError(RequestError):
-    """Missing or wrong API key."""
+    """The API key is missing or wrong."""
 
     status = 401
     kind = "authentication_error"
 
 
 class NotFoundError(RequestError):
-    """No such model, route or request."""
+    """The model, route or request does not exist."""
 
     status = 404
 
 
 class TooLargeError(RequestError):
-    """The request's body is over the limit."""
+    """The request's body exceeds the size limit."""
 
     status = 413
 
 
 class OverloadedError(RequestError):
-    """The queue is full; `retry_after` is in seconds."""
+    """The queue is full. `retry_after` is in seconds."""
 
     status = 429
     kind = "rate_limit_error"
@@ -98,14 +98,14 @@ class OverloadedError(RequestError):
 
 
 class ServerError(RequestError):
-    """Tandem is at fault, not the client."""
+    """Tandem failed, not the client."""
 
     status = 500
     kind = "server_error"
 
 
 class UnavailableError(ServerError):
-    """The engine is not there (yet, or any more); `retry_after` is in seconds."""
+    """The engine is not available, yet or any more. `retry_after` is in seconds."""
 
     status = 503
 
@@ -115,15 +115,19 @@ class UnavailableError(ServerError):
 
 
 class TimeoutExceeded(ServerError):
-    """A request took longer than the time it was given."""
+    """A request exceeded its time limit."""
 
     status = 504
 
 
 CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout", "error")
-"""Why a rank group ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
-does not move; ranks did not come up in time; machines are missing; a GPU does not answer; a GPU's memory is full; a GPU
-waited for another rank until the system ended that; a rank raised."""
+"""Causes of a rank group's end.
+
+- died, stopped, silent: a rank's process has ended, is stopped by a signal, does not answer
+- link: a link delivers no data; stuck: a step makes no progress; start: ranks did not start in time
+- host: machines are missing; gpu: a GPU does not answer; memory: a GPU's memory is full
+- timeout: the system ended a GPU's wait for another rank; error: a rank raised an exception
+"""
 
 
 class RankFailure(TandemError):
@@ -135,7 +139,10 @@ class RankFailure(TandemError):
     def __init__(
         self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error", blame: bool = True
     ) -> None:
-        """`blame`: a request that the ranks worked on may have done it."""
+        """Store the failed `rank` (None if unknown), `details` for the log, and the cause.
+
+        With `blame`, a request in the batch may be the cause. Causes such as `host` and `gpu` clear it.
+        """
         super().__init__(message)
         self.rank = rank
         self.details = details
@@ -144,16 +151,16 @@ class RankFailure(TandemError):
 
 
 class GpuSilent(RankFailure):
-    """A GPU does not do the least thing: its machine counts as lost until it is restarted."""
+    """A GPU does not complete even a trivial computation. Its machine counts as lost until it restarts."""
 
 
 class EngineStuck(RankFailure):
-    """A step that runs in the engine's own process does not end: the process must be replaced."""
+    """A step that runs in the engine's own process does not end. The process must be replaced."""
 
 
 class BatchDesync(RankFailure):
-    """A rank's batch is not the one that the plan describes: it stops rather than compute a wrong token."""
+    """A rank's batch differs from the plan. The rank stops rather than compute a wrong token."""
 
 
 class TransportError(TandemError):
-    """A frame is malformed, a peer is unknown, or a channel has closed."""
+    """A message is malformed, a peer is unknown, or a channel is closed."""

@@ -1,4 +1,4 @@
-"""Types of JSON objects as read: members are unchecked until used."""
+"""Types of parsed JSON objects, whose members are unchecked."""
 
 from __future__ import annotations
 

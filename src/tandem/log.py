@@ -1,7 +1,7 @@
-"""Logging set-up, the same for every process: to stderr, one line a message, each with the process's own prefix.
+"""Logging set-up of every process: to stderr, one line per message, each with the process's prefix.
 
-Rich output on a terminal, plain lines with time and level otherwise. Prompts, answers and keys are never logged; that
-is kept where messages are written, not here.
+Rich output on a terminal, else plain lines with time and level. Prompts, answers and keys are never logged; the code that
+writes a message ensures that, not this module.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rich.logging import RichHandler
 from tandem.printable import printable
 
 ROOT = "tandem"
-"""Name of the logger above all of ours."""
+"""Name of the parent of all Tandem loggers."""
 
 
 ERASE_LINE = "\r\x1b[2K"
 SELDOM_S = 60.0
-"""Seconds between two lines about the same thing that anybody can bring about as often as he likes."""
+"""Minimum seconds between two lines of the same kind that a client can trigger at will."""
 _MOST_KINDS = 64
 
 
 class Seldom:
-    """Logger that writes each kind of message once a minute, with the number suppressed since."""
+    """Rate-limited logger: one line of each kind per `SELDOM_S`, with the number suppressed since."""
 
     def __init__(self, logger: logging.Logger) -> None:
-        """Lines go to `logger`. From any thread."""
+        """Write to `logger`. Methods may be called from any thread."""
         self._logger = logger
         self._seen: dict[str, tuple[float, int]] = {}
 
     def log(self, level: int, message: str, *arguments: object, kind: str = "") -> None:
-        """Log a line unless one of its `kind` (by default its `message`) was logged lately."""
+        """Log a line unless one of the same `kind` (default: `message`) was logged in the last `SELDOM_S` seconds."""
         now, kind = time.monotonic(), kind or message
         until, left_out = self._seen.get(kind, (0.0, 0))
         if now < until:
@@ -48,16 +48,16 @@ class Seldom:
         self._logger.log(level, f"{message}%s", *arguments, more)
 
     def warning(self, message: str, *arguments: object) -> None:
-        """At that level."""
+        """Log at level WARNING, rate-limited."""
         self.log(logging.WARNING, message, *arguments)
 
     def error(self, message: str, *arguments: object) -> None:
-        """At that level."""
+        """Log at level ERROR, rate-limited."""
         self.log(logging.ERROR, message, *arguments)
 
 
 class _Prefix(logging.Filter):
-    """Puts the process's prefix before each message. It may change while the process runs."""
+    """Filter that sets `record.prefix`. `text` may change while the process runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,17 +69,17 @@ class _Prefix(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Lines that may quote other machines."""
+    """Formatter that removes control characters, since messages may quote other machines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _TerminalHandler(RichHandler):
-    """Begins a line of its own: another process may have left a live one (cli/startup.py) without an end."""
+    """Handler that first erases the terminal line: another process's progress line (cli/startup.py) may be unfinished."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone; the line itself is the base class's to try
+        with contextlib.suppress(OSError):  # the terminal is gone; the base class handles the failure of the message itself
             self.console.file.write(ERASE_LINE)
         super().emit(record)
 
@@ -88,9 +88,9 @@ _prefix = _Prefix()
 
 
 def set_up(level: str = "INFO", *, prefix: str = "") -> None:
-    """Send this process's log to stderr. `level` is that of Tandem's own messages; libraries log from WARNING on.
+    """Send this process's log to stderr. `level` applies to Tandem's loggers; libraries log from WARNING up.
 
-    Calling it again replaces what an earlier call set up.
+    Another call replaces the handler of an earlier one.
     """
     handler: logging.Handler
     if sys.stderr.isatty():
@@ -111,5 +111,5 @@ def set_up(level: str = "INFO", *, prefix: str = "") -> None:
 
 
 def set_prefix(prefix: str) -> None:
-    """Text before every message of this process, such as `[Rank 0] stage 1/2 layers 0-14`."""
+    """Set the text before every message of this process, such as `[Rank 0] stage 1/2 layers 0-14`."""
     _prefix.text = prefix

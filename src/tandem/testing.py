@@ -1,4 +1,4 @@
-"""Tiny random models in MLX format, to try things with."""
+"""Tiny random models in MLX format, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def tiny_model(
 ) -> Path:
     """Write a tiny random model of `family` (see `TINY`) into `directory` and return its path.
 
-    Weights are stored as `dtype`, in `shards` files; with `quantized` as 4 bits in groups of 32 (gpt_oss: experts as
-    mxfp4). `config` overrides entries of config.json;
-    `settings` is all of it. The byte-level tokenizer has `vocab` entries (at least 300).
-    The same arguments give the same weights. Needs mlx.
+    Weights are stored as `dtype` in `shards` files; `quantized` stores 4 bits in groups of 32 (gpt_oss: experts as mxfp4).
+    `config` overrides entries of config.json; `settings` replaces all of it. The byte-level tokenizer has `vocab` entries
+    (at least 300). Equal arguments give equal weights. Needs mlx.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -51,7 +50,7 @@ def tiny_model(
 
 
 def _weights(settings: JsonObject, *, quantized: bool, seed: int, dtype: str) -> dict[str, mx.array]:
-    # mlx is imported when asked for: tests of packages without mlx import this module too.
+    # mlx is imported lazily: tests of packages without mlx import this module too.
     import importlib
 
     import mlx.core as mx

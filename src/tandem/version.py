@@ -1,4 +1,4 @@
-"""The one place that states the version of Tandem."""
+"""Version of Tandem."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A client that streams completions and takes the time of every piece: asyncio sockets, next to nothing per token.
+"""Streaming client that records the arrival time of each piece of text, on asyncio sockets with minimal work per token.
 
-Client and servers often share a machine, so what the client computes is taken from them; an HTTP library would take
-more than the servers' own HTTP does.
+Client and servers often share a machine, so the client's CPU time slows the servers. An HTTP library would need more CPU
+time than the servers' own HTTP code.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ READ_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An OpenAI-compatible server and how to ask it."""
+    """An OpenAI-compatible server and the request parameters to use."""
 
     base_url: str
     """Address without /v1, such as http://127.0.0.1:8000."""
     model: str
     endpoint: str = COMPLETIONS
-    """`COMPLETIONS` or `CHAT`, or another path that takes the same."""
+    """Either `COMPLETIONS` or `CHAT`, or another path with the same interface."""
     api_key: str = field(default="", repr=False)
     body: Mapping[str, object] = field(default_factory=dict)
-    """More fields of each request's body."""
+    """Additional fields of each request's body."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
 
@@ -47,51 +47,51 @@ class BenchRequest:
 
 @dataclass
 class Timed:
-    """The answer to a job; times are of time.perf_counter()."""
+    """Timed answer to a request; times are of time.perf_counter() in seconds."""
 
     job: BenchRequest
     sent: float
     pieces: list[float] = field(default_factory=list)
-    """When each event with text came."""
+    """Arrival times of the events with text."""
     ended: float = 0.0
     tokens: int = 0
-    """Output tokens as the server counts them; where it does not say, the pieces."""
+    """Output tokens as the server reports them; the number of events with text if it does not."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     text: str = ""
     error: str = ""
-    """Why it failed; empty for an answer."""
+    """Reason of a failure; empty on success."""
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first text."""
+        """Seconds from sending to the first text."""
         return self.pieces[0] - self.sent
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last text."""
+        """Seconds from sending to the last text."""
         return self.pieces[-1] - self.sent
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per token after the first; 0 for an answer of one."""
+        """Mean seconds per token after the first; 0 for an answer of one token."""
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between two pieces, one after the other."""
+        """Seconds between consecutive events with text."""
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first."""
+        """Tokens per second after the first token."""
         return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
 
 
 async def send(target: Target, job: BenchRequest, answer: Timed | None = None) -> Timed:
-    """Send one streaming completion. Failures of any kind stand in the answer's `error`.
+    """Send one streaming completion and return the timed answer. Failures of any kind are stored in its `error`.
 
-    `answer`, where it is given, is what grows while the text comes.
+    A given `answer` is filled while the text arrives, so that the caller can observe progress.
     """
     answer = answer or Timed(job, time.perf_counter())
     try:
@@ -99,7 +99,7 @@ async def send(target: Target, job: BenchRequest, answer: Timed | None = None) -
             await _stream(target, job, answer)
     except TimeoutError:
         answer.error = f"no end within {target.timeout_s:g} s"
-    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # a broken connection or answer
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # a broken connection or a malformed answer
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
     if not answer.error and not answer.pieces:
@@ -146,7 +146,7 @@ async def _stream(target: Target, job: BenchRequest, answer: Timed) -> None:
 
 
 async def _is_chunked(reader: asyncio.StreamReader) -> bool:
-    """Read the headers; True for chunked transfer encoding."""
+    """Read the response headers; return True for chunked transfer encoding."""
     chunked = False
     while (line := await reader.readline()).strip():
         name, _, value = line.lower().partition(b":")
@@ -155,7 +155,7 @@ async def _is_chunked(reader: asyncio.StreamReader) -> bool:
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Generate the lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
+    """Yield the lines of the body without line ends. Raises EOFError when a chunked body is truncated."""
     left = b""
     while data := await (_chunk(reader) if chunked else reader.read(READ_BYTES)):
         *whole, left = (left + data).split(b"\n")
@@ -166,7 +166,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """Return the next chunk's data, empty at the end."""
+    """Return the next chunk's data; empty at the end of the body."""
     size = int((await reader.readline()).split(b";")[0], 16)
     return (await reader.readexactly(size + 2))[:-2]
 

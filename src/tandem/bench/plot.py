@@ -1,4 +1,4 @@
-"""SVG picture of a run: for each metric, its cumulative distribution in milliseconds."""
+"""SVG plot of a run: the cumulative distribution of each metric in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLOURS = ("#2563eb", "#dc2626", "#059669", "#9333ea")
 
 
 def svg(title: str, runs: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """One panel for each metric of `METRICS`, one line for each run; `runs` holds `report.samples` by name."""
+    """Return an SVG with one panel per metric of `METRICS` and one line per run. `runs` maps names to `summary.samples`."""
     panels = [_panel(i, metric, {name: run.get(metric, ()) for name, run in runs.items()}) for i, metric in enumerate(METRICS)]
     legend = "".join(
         f'<text x="{20 + 300 * i}" y="48" fill="{COLOURS[i % len(COLOURS)]}">{escape(name)}</text>' for i, name in enumerate(runs)

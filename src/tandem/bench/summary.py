@@ -1,4 +1,4 @@
-"""Numbers out of answers, under the names of `vllm bench serve`."""
+"""Statistics of answers, under the names of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` (0 to 1) of them lie, linearly interpolated."""
+    """Return the value below which the fraction `share` (0 to 1) of `values` lies, linearly interpolated."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -26,7 +26,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def samples(answers: Sequence[Timed]) -> dict[str, list[float]]:
-    """Return milliseconds by metric: one for each answer, of `itl` one for each gap between two pieces."""
+    """Return milliseconds by metric: one per answer, or for `itl` one per gap between events with text."""
     return {
         "ttft": [1000 * a.ttft for a in answers],
         "tpot": [1000 * a.tpot for a in answers if a.tokens > 1],
@@ -41,9 +41,10 @@ def duration(answers: Sequence[Timed]) -> float:
 
 
 def summary(answers: Sequence[Timed], percentiles: Sequence[float], goodput: Mapping[str, float]) -> dict[str, float]:
-    """Return totals, rates, and mean, median, deviation and percentiles (0 to 100) of each metric in milliseconds.
+    """Return totals, rates, and mean, median, standard deviation and percentiles (0 to 100) of each metric in
+    milliseconds.
 
-    `goodput` holds the most milliseconds of a good answer by metric; empty for none.
+    `goodput` maps metrics to the most milliseconds that count as good; empty omits that rate.
     """
     done = [a for a in answers if not a.error]
     seconds = duration(answers)
@@ -84,7 +85,7 @@ _TOTALS = {"completed": "Successful requests", "failed": "Failed requests", "dur
 
 
 def lines(result: Mapping[str, float], metrics: Sequence[str]) -> list[str]:
-    """Return the summary for people; `metrics` are those to show."""
+    """Return the summary as lines of text, with these `metrics`."""
     rows = [_row(text, result[key]) for key, text in _TOTALS.items() if key in result]
     for metric in metrics:
         keys = [key for key in result if key.endswith(f"_{metric}_ms") and not key.startswith("std_")]
@@ -98,7 +99,7 @@ def _row(text: str, value: float) -> str:
 
 
 def detail(answers: Sequence[Timed]) -> dict[str, object]:
-    """Every request by itself, in the order of sending; seconds."""
+    """Return lists with one entry per request, in the order of sending. Times are in seconds."""
     return {
         "input_lens": [a.prompt_tokens for a in answers],
         "output_lens": [a.tokens for a in answers],
@@ -113,5 +114,5 @@ RATIOS = {"mean_ttft_ms": "TTFT", "mean_tpot_ms": "TPOT", "p99_itl_ms": "p99 ITL
 
 
 def ratios(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """Return second over first, for what both have measured."""
+    """Return second divided by first for each metric in `RATIOS` that is nonzero in both."""
     return {key: second[key] / first[key] for key in RATIOS if first.get(key) and second.get(key)}

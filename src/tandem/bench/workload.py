@@ -1,5 +1,6 @@
-"""Requests of a load: prompts of given lengths, alike for every server and every run with the same seed. No dataset is
-downloaded: mixes are drawn from distributions.
+"""Requests of a benchmark with prompts of given lengths, identical for every server and run with the same seed.
+
+No dataset is downloaded: lengths are drawn from distributions.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ WORDS = (
     "winter",
     "summer",
 )
-"""Each is one token of most vocabularies when a space stands before it."""
+"""Words that are one token of most vocabularies when a space precedes them."""
 DATASETS = ("random", "sharegpt", "prefix_repetition", "long")
 
 
 class PromptSource:
-    """Prompts of a given number of tokens that have no beginning in common, so that no prefix cache helps."""
+    """Generator of prompts with a given number of tokens and no common prefix, so that no prefix cache helps."""
 
     def __init__(self, tokenizer: Path | None = None, seed: int = 0) -> None:
-        """`tokenizer` is a directory with the model's tokenizer.json; without it tokens are counted as words, which is
-        right but for a few tokens. Raises UsageError when it cannot be read.
+        """Read the tokenizer.json in the directory `tokenizer`. Without one, count words, which is off by a few tokens.
+
+        Raises UsageError when it cannot be read.
         """
         self._random = random.Random(seed)
         self._tokenizer = None
@@ -77,27 +79,27 @@ class PromptSource:
                 ) from error
 
     def length(self, shortest: int, longest: int) -> int:
-        """Draw a length evenly."""
+        """Draw a length from a uniform distribution, both ends included."""
         return self._random.randint(shortest, longest)
 
     def log_normal(self, mean: float, sigma: float, lowest: int, highest: int) -> int:
-        """Draw a length from a log-normal distribution with this mean, cut off at both ends."""
+        """Draw a length from a log-normal distribution with this mean, clamped to `lowest` and `highest`."""
         drawn = mean * self._random.lognormvariate(-sigma * sigma / 2, sigma)
         return min(max(round(drawn), lowest), highest)
 
     def make(self, tokens: int) -> str:
-        """Return a text of about `tokens` tokens: random words behind a random number."""
+        """Return a text of about `tokens` tokens: a random number followed by random words."""
         number = str(self._random.randrange(10**4 if tokens < 8 else 10**9))
         words = [number, *self._random.choices(WORDS, k=tokens)]
         if self._tokenizer is None:
-            return " ".join(words[: max(tokens - len(number) + 1, 1)])  # digits are mostly tokens of their own
+            return " ".join(words[: max(tokens - len(number) + 1, 1)])  # most tokenizers use a token per digit
         ids = self._tokenizer.encode(" ".join(words), add_special_tokens=False).ids
         return str(self._tokenizer.decode(ids[:tokens], skip_special_tokens=False))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Number and lengths of the requests, in tokens."""
+    """Number of requests and their lengths in tokens."""
 
     dataset: str = "random"
     """One of `DATASETS`."""
@@ -105,17 +107,17 @@ class Mix:
     input_len: int = 1024
     output_len: int = 128
     range_ratio: float = 0.0
-    """Lengths of `random` are drawn from length * (1 - ratio) to length * (1 + ratio)."""
+    """Relative spread for `random`: lengths are drawn from length * (1 - ratio) to length * (1 + ratio)."""
     prefix_len: int = 256
-    """`prefix_repetition`: a shared beginning, of which there are `num_prefixes`, before `suffix_len` of their own."""
+    """Tokens of each shared prefix for `prefix_repetition`; `num_prefixes` exist, each followed by `suffix_len` unique tokens."""
     suffix_len: int = 256
     num_prefixes: int = 10
     long_len: int = 8192
-    """`long`: prompts of this length, which `long_share` of the requests have among those of `input_len`."""
+    """Prompt length for `long`: the fraction `long_share` of the requests has it, the rest have `input_len`."""
     long_share: float = 0.25
 
     def jobs(self, prompts: PromptSource) -> list[BenchRequest]:
-        """Return the requests, in the order in which they are sent."""
+        """Return the requests in sending order."""
         if self.dataset == "sharegpt":
             # Means of ShareGPT conversations as serving benchmarks filter them: about 220 tokens in, 200 out.
             return [
@@ -157,11 +159,10 @@ async def offer(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[Timed]:
-    """Send the jobs and return the answers in their order.
+    """Send the jobs and return their answers in the same order.
 
-    `rate` is in requests a second: the times between two are drawn from a gamma distribution with shape `burstiness`
-    (1 is a Poisson process, less is burstier); with an infinite rate all are sent at once. Of those, at most
-    `concurrency` are under way at a time.
+    `rate` is in requests per second. Intervals follow a gamma distribution with shape `burstiness` (1: a Poisson process;
+    less: burstier). An infinite rate sends all at once. At most `concurrency` requests run at a time.
     """
     draw = random.Random(seed)
     limit = asyncio.Semaphore(concurrency or len(jobs) or 1)

@@ -1,4 +1,4 @@
-"""The running server that a command asks, found in the same order by all commands."""
+"""Address and API key of the running server that a command queries; all commands use the same search order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "TANDEM_BASE_URL"
 
 
 def find_server(arguments: argparse.Namespace) -> ServerClient:
-    """Return the server that the options name, with its key. Raises UsageError."""
+    """Return a client for the server that the options name, with its API key. Raises UsageError."""
     url = server_url(arguments)
     return ServerClient(url, api_key(arguments, url))
 
@@ -24,14 +24,14 @@ def find_server(arguments: argparse.Namespace) -> ServerClient:
 def server_url(arguments: argparse.Namespace) -> str:
     """Return the address of the server, without /v1. Raises UsageError.
 
-    It is named by `--url`, `--port`, `--name` or TANDEM_BASE_URL; else it is that of `tandem up`, else port 8000 here.
+    Order: `--url`, `--port`, `--name`, TANDEM_BASE_URL, the server of `tandem up`, port 8000 of this machine.
     """
     record = started() if (url := named_url(arguments)) is None else None
     return url or (DEFAULT_URL if record is None else record_url(record))
 
 
 def named_url(arguments: argparse.Namespace) -> str | None:
-    """Return the address that the options or the variable name; None where they name none. Raises UsageError."""
+    """Return the address given by the options or TANDEM_BASE_URL; None if neither gives one. Raises UsageError."""
     named = [
         flag
         for flag, value in (("--url", arguments.url), ("--port", arguments.server_port), ("--name", arguments.server_name))
@@ -55,7 +55,7 @@ def named_url(arguments: argparse.Namespace) -> str | None:
 
 
 def started() -> Record | None:
-    """Return the server that `tandem up` started, of the default name, or the only one; None where there is none."""
+    """Return the record of the background server with the default name, else of the only one; None otherwise."""
     if (record := running(DEFAULT_NAME)) is not None:
         return record
     servers = all_running()
@@ -63,31 +63,31 @@ def started() -> Record | None:
 
 
 def all_running() -> list[Record]:
-    """Return the records of all background servers."""
+    """Return the records of all running background servers."""
     return [record for name in known_names() if (record := running(name)) is not None]
 
 
 def running(name: str) -> Record | None:
-    """Return the record of a background server while it runs. Raises UsageError for an impossible name."""
+    """Return the record of a background server; None unless it runs. Raises UsageError for an invalid name."""
     place = Background(name)
     return place.record() if place.runs() else None
 
 
 def record_url(record: Record) -> str:
-    """Return the address at which a background server is reached from here."""
+    """Return the address of a background server for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
     return f"{record.scheme}://{f'[{host}]' if ':' in host else host}:{record.port}"
 
 
 def checked_url(text: str, flag: str = "--url") -> str:
-    """Return an address without /v1 and without a slash at its end. Raises UsageError."""
+    """Return an address without /v1 and trailing slashes. Raises UsageError unless its scheme is http or https."""
     if not text.startswith(("http://", "https://")):
         raise UsageError(f"{flag} {text}: must begin with http:// or https://", param="base_url")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def local_port(url: str) -> int:
-    """Return the port of a server of this machine, after which its control socket is named. Raises UsageError."""
+    """Return the port in `url`, which identifies the server's control socket. Raises UsageError if there is none."""
     parts = urlsplit(url)
     if parts.port is None:
         raise UsageError(f"{url}: name the port too", param="url")
@@ -95,8 +95,10 @@ def local_port(url: str) -> int:
 
 
 def api_key(arguments: argparse.Namespace, url: str) -> str:
-    """Return the key for the server at `url`: from the named file, from the environment, or from the file of a server
-    that `tandem up` started there; empty for none. Raises ConfigError."""
+    """Return the API key for the server at `url`; empty for none. Raises ConfigError.
+
+    Order: the named file, the environment, the key file of the background server at `url`.
+    """
     file, key = arguments.api_key_file, variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""
     if file is None and not key:
         local = url.replace("://localhost", "://127.0.0.1", 1)

@@ -1,4 +1,4 @@
-"""`tandem agent`: wait on this machine for paired heads."""
+"""`tandem agent`: node agent of this machine, which starts ranks for paired heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("tandem.cli")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal. Raises UsageError."""
+    """Run the agent until a signal, or with --forget unpair a head. Raises UsageError."""
     trust = Trust("agent")
     if arguments.forget:
         trust.forget(arguments.forget)
@@ -61,7 +61,7 @@ def _checked_address(host: str) -> None:
 
 
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
-    """Print ports and paired heads, and a code where there is no paired head yet."""
+    """Print the ports and the paired heads, and a pairing code if no head is paired yet."""
     paired = trust.peers()
     say(
         f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "

@@ -1,4 +1,4 @@
-"""Parsers of the command line; most options are generated from the settings' dataclasses."""
+"""Parsers of the command line. Most options are generated from the settings' dataclasses."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _PREFIX = "setting_"
 METAVARS = {int: "N", float: "X"}
 DEFAULT_URL = "http://127.0.0.1:8000"
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "nccl")
-"""MLX backends that commands beside `tandem serve` take."""
+"""MLX backends that commands other than `tandem serve` accept."""
 _Options = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def _nearest(flag: str, known: Collection[str]) -> str | None:
-    """Return the known flag that was probably meant; `--pipline` may also be the beginning of one with more words."""
+    """Return the known flag most similar to `flag`, or to whose first words it is similar; None if there is none."""
     meant = {name: name for name in known}
     for name in list(meant):
         meant.setdefault("-".join(name.split("-")[: flag.count("-") + 1]), name)
@@ -53,27 +53,29 @@ def _nearest(flag: str, known: Collection[str]) -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Wrong arguments end with code 2 and one line, which names the word that was probably meant.
-    `--help` shows the options that most people need, `--help-all` all of them."""
+    """Parser of a command. Wrong arguments exit with code 2 and one line, which suggests a similar word.
+
+    `--help` shows the common options, `--help-all` all of them.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.seldom: set[argparse.Action] = set()
-        """Options that `--help-all` alone shows."""
+        """Options that only `--help-all` shows."""
         self.translate: Callable[[Sequence[str]], list[str]] | None = None
-        """Function that translates the arguments of another system's command."""
+        """Translation of the arguments of another system's command; None for none."""
         self.groups: Mapping[str, Collection[str]] = {}
-        """Names of commands, by the headings of `--help`."""
+        """Headings of `--help`, with the names of the commands below each."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and exit with code 2."""
+        """Print the message on one line and exit with code 2."""
         if message.endswith("arguments are required: ACTION"):
             self.exit(2, f"{self.format_help()}\n{self.prog}: name an action\n")
         every = "--help-all" if self.seldom else "--help"
         self.exit(2, f"{self.prog}: {message}; `{self.prog} {every}` lists all\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does; unknown arguments are reported by the command that they were given to."""
+        """Parse like argparse, but let the subcommand that received unknown arguments report them."""
         if self.translate is not None:
             args = self.translate(args)
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -90,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def format_help(self) -> str:
-        """Return the short help: common options, of each the first sentence."""
+        """Return the short help: common options, each with its first sentence."""
         if self.groups:
             return self._format_groups()
         if not self.seldom:
@@ -107,7 +109,7 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def _format_groups(self) -> str:
-        """Return the commands under their headings, a line for each."""
+        """Return the commands under their headings, one per line."""
         (commands,) = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         texts = {command.dest: command.help for command in commands._choices_actions}
         parts = [self.format_usage().rstrip(), self.description or ""]
@@ -122,7 +124,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def first_sentence(text: str | None) -> str | None:
-    """Return the first sentence of a help text, with the default in brackets."""
+    """Return the first sentence of a help text, with the default in brackets; None and SUPPRESS stay."""
     if text is None or text == argparse.SUPPRESS:
         return text
     default = re.search(r" \[[^\]]*\]$", text)
@@ -131,14 +133,14 @@ def first_sentence(text: str | None) -> str | None:
 
 
 def filled(text: str) -> str:
-    """Return `text`, an option's value. Raises ArgumentTypeError if it is empty, as `"$FILE"` may be in a shell."""
+    """Return `text` unchanged. Raises ArgumentTypeError if it is empty, as for `"$FILE"` with an unset variable."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 class _HelpAll(argparse.Action):
-    """Action that prints the help with all options, and exits."""
+    """Action that prints the help with all options and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: object) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="show all options, and exit")
@@ -153,27 +155,27 @@ _HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
 
 
 def add_command(commands: argparse._SubParsersAction[Parser], name: str, text: str, *, hidden: bool = False) -> Parser:
-    """Add and return a command's parser; a hidden one is an alias that `--help` does not list."""
+    """Add and return a command's parser. `hidden` omits it from `--help`."""
     listed: dict[str, Any] = {} if hidden else {"help": text}
     parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False, **listed)
     return parser
 
 
 def add_actions(parser: Parser, texts: Mapping[str, str]) -> dict[str, Parser]:
-    """Add the parsers of a command's actions, by name; `texts` describe them. `action` will hold the chosen name."""
+    """Add and return parsers for a command's actions. `texts` maps names to descriptions. `action` stores the chosen name."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
     return {name: add_command(actions, name, text) for name, text in texts.items()}
 
 
 @dataclass(frozen=True)
 class Later:
-    """A command that is imported when it runs, so that `tandem --help` and completions import none."""
+    """Lazily imported command, so that `tandem --help` and completions import no command's module."""
 
     place: str
-    """Module below `tandem.cli`, and the function in it that runs the command: `module:function`."""
+    """Module below `tandem.cli` and function in it: `module:function`."""
 
     def __call__(self, arguments: argparse.Namespace) -> int:
-        """Run the command. Raises UsageError where it needs a package that is not in the default install."""
+        """Run the command. Raises UsageError if it needs an optional package that is not installed."""
         try:
             run: Callable[[argparse.Namespace], int] = pkgutil.resolve_name(f"tandem.cli.{self.place}")
         except ModuleNotFoundError as error:
@@ -187,7 +189,7 @@ class Later:
 
 
 SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
-"""Sections of the settings of `tandem serve`, and of other commands that start a server."""
+"""Sections of the settings for `tandem serve` and other commands that start a server."""
 OFTEN = frozenset(
     {
         "served_name",
@@ -218,7 +220,7 @@ OFTEN = frozenset(
 
 
 def add_settings(parser: Parser, sections: Sequence[str]) -> None:
-    """Add the options of these sections of the settings, and the model as a positional argument."""
+    """Add the options of these settings sections, and the model as a positional argument."""
     parser.add_argument("--help-all", action=_HelpAll)
     text = field_docs(section_class("model"))["model"]
     parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
@@ -270,7 +272,7 @@ def _add_flags(group: argparse._ArgumentGroup, option: Option, text: str) -> arg
 
 
 def add_as_for_serve(parser: _Options, *names: str) -> None:
-    """Add the options of a few settings to another command, with the same help, values and defaults."""
+    """Add a few settings' options to another command, with the same help, values and defaults."""
     for name in names:
         option = by_name()[name]
         parser.add_argument(
@@ -286,7 +288,7 @@ def add_as_for_serve(parser: _Options, *names: str) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server."""
+    """Add the options that select a running server."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--url",
@@ -313,7 +315,7 @@ def _default(option: Option) -> str:
 
 
 def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
-    """Return the settings of the arguments, the environment and the configuration file. Raises ConfigError."""
+    """Return settings merged from arguments, environment and configuration file. Raises UsageError."""
     flags: dict[str, list[str]] = {}
     for key, value in vars(arguments).items():
         if key.startswith(_PREFIX) and value is not None:
@@ -324,21 +326,23 @@ def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
             raise UsageError(f"MODEL {positional} and --model {flags['model'][-1]} differ; give one", param="model")
         flags["model"] = [positional]
     if (arguments.profile or variable("TANDEM_PROFILE")) == "ring":
-        # In the process, so that libraries read it too (HF_TOKEN, HF_HUB_CACHE), here and in children.
+        # Set in this process, so that libraries here and in children also read them (HF_TOKEN, HF_HUB_CACHE).
         set_variables(read_dotenv(Path.cwd(), variables()))
     return load(flags, environment=variables(), config_file=arguments.config, profile=arguments.profile)
 
 
 def fail(message: str) -> int:
-    """Print one line on stderr; return 2, the exit code for a user's mistake."""
-    with suppress(OSError):  # the exit code says it too
+    """Print one line on stderr; return 2, the exit code of a user's mistake."""
+    with suppress(OSError):  # the exit code tells too
         print(f"tandem: {printable(message)}", file=sys.stderr)
     return 2
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Run, and report a failure in one line. Returns the exit code: 2 for a user's mistake, 3 for a failure of the
-    engine, 130 for Ctrl-C. Raises BrokenPipeError."""
+    """Call `run` and return its exit code; report an error in one line. Raises BrokenPipeError.
+
+    Codes: 2 for a user's mistake, 3 for an engine failure, 1 for other Tandem errors, 130 for Ctrl-C.
+    """
     try:
         return run()
     except (UsageError, RequestError) as error:
@@ -356,7 +360,7 @@ def exit_code(run: Callable[[], int]) -> int:
         logging.getLogger("tandem").debug("%s", error, exc_info=True)
         return fail(str(error))
     except RuntimeError as error:
-        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
+        if "home directory" not in str(error):  # raised by pathlib for ~ and ~NAME
             raise
         return fail("a path begins with the home directory of a user whom the system does not know: write it out, or set HOME")
     except KeyboardInterrupt:
@@ -364,7 +368,7 @@ def exit_code(run: Callable[[], int]) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line for people; where standard output is full or closed, go on without it."""
+    """Print a line for people. If standard output is full or closed, log a warning and drop all further output."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -373,7 +377,7 @@ def say(text: str) -> None:
 
 
 def drop_output() -> None:
-    """Redirect standard output to /dev/null, its buffer included."""
+    """Redirect standard output to /dev/null; its buffer is lost."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

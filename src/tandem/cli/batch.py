@@ -1,4 +1,4 @@
-"""`tandem batch`: a file of requests to a running server, in OpenAI's format for batches."""
+"""`tandem batch`: send a file of requests in OpenAI's batch format to a running server."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tandem.system.files import read_regular
 from tandem.system.http_client import ServerClient
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
-"""Statuses that are no answer: another time, or with another key, the same request may succeed."""
+"""HTTP statuses that are not final answers: the request may succeed later, or (401) with another key."""
 LONGEST_WAIT_S = 30.0
 MOST = 4 << 30
-"""Bytes of a file of requests, or of answers."""
+"""Most bytes of a file of requests or of answers."""
 Answer = tuple[int, bytes | str]
-"""HTTP status and line of an answer, or why there is none."""
+"""HTTP status and an answer line (bytes), or the reason of a failure (str)."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """The server, with the limits of a request to it."""
+    """Server, and limits of each request to it."""
 
     server: ServerClient
     timeout_s: float
@@ -46,7 +46,7 @@ class Asking:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command; 1 when requests are left without an answer. Raises UsageError."""
+    """Run the command; return 1 if requests remain unanswered, else 0. Raises UsageError."""
     if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
         raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
     asking = Asking(find_server(arguments), arguments.timeout, arguments.retries)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_requests(path: Path) -> list[Line]:
-    """The requests of a file. Raises UsageError naming the line at fault."""
+    """Read the requests of a file. Raises UsageError naming the faulty line."""
     lines: list[Line] = []
     for number, line in parse_lines(_bytes(path, "input").splitlines()):
         if isinstance(line, ValueError):
@@ -97,7 +97,7 @@ def _bytes(path: Path, param: str) -> bytes:
 
 
 def answered(path: Path, known: set[str]) -> set[str]:
-    """Which requests have their answers in `path`; a last line that is torn is cut off. Raises UsageError."""
+    """Return the ids with answers in `path`; a truncated last line is removed. Raises UsageError for ids not in `known`."""
     if not path.exists():
         return set()
     raw = _bytes(path, "output")
@@ -125,9 +125,9 @@ def _opened(target: Path) -> BinaryIO:
 
 
 def _results(asking: Asking, todo: list[Line], concurrency: int) -> Iterator[Answer]:
-    """Yield answers as they come.
+    """Yield answers as they arrive, from `concurrency` threads.
 
-    The threads are daemons, so that an interrupted command does not wait for what they wait for.
+    The threads are daemons, so that an interrupted command exits without waiting for them.
     """
     work: queue.SimpleQueue[Line] = queue.SimpleQueue()
     results: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -149,7 +149,7 @@ def _results(asking: Asking, todo: list[Line], concurrency: int) -> Iterator[Ans
 
 
 def _ask(asking: Asking, line: Line) -> Answer:
-    """Return the answer to a request, after as many tries as it takes and `retries` allow."""
+    """Return the answer to a request, retrying at most `retries` times with backoff."""
     why = ""
     for attempt in range(asking.retries + 1):
         wait = min(2.0**attempt, LONGEST_WAIT_S)

@@ -1,4 +1,4 @@
-"""`tandem doctor`: what is wrong with the machines, and how to mend it."""
+"""`tandem doctor`: find problems of the machines, and print a remedy for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_PORTS = 1000
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine and print; 1 if a check failed. Raises UsageError."""
+    """Examine the machines and print the findings; return 1 if a check failed, else 0. Raises UsageError."""
     if arguments.deep and (arguments.json or arguments.ray):
         raise ConfigError("--deep: goes with neither --json nor --ray; leave them out", param="deep")
     question = _question(arguments)
@@ -70,7 +70,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         )
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
-        parse_layout(arguments.layout)  # said at once, not after all has been gathered
+        parse_layout(arguments.layout)  # reports a mistake now, not after gathering all facts
     return Question(
         hosts=hosts,
         ray=nodes,
@@ -86,7 +86,7 @@ def _question(arguments: argparse.Namespace) -> Question:
 
 
 def parse_ports(text: str | None) -> list[int]:
-    """Ports of `A-B` or `A`. Raises ConfigError."""
+    """Return the ports of `A-B` or `A`; empty for None. Raises ConfigError."""
     if text is None:
         return []
     first, _, last = text.partition("-")

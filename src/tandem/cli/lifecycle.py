@@ -1,4 +1,4 @@
-"""`tandem up`, `restart`, `down`, `logs` and `replica`: a server that runs."""
+"""`tandem up`, `restart`, `down`, `logs` and `replica`: control of background servers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_na
 
 POLL_S = 0.2
 TAIL = 20
-"""Lines of the log to show of a server that did not start."""
+"""Lines of the log to show for a server that did not start."""
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    """Start a server and wait until it is ready; one that runs with the same settings is left alone. Raises
-    UsageError."""
+    """Start a server and wait until it is ready; do nothing if it runs with the same settings. Raises UsageError."""
     settings = checked(prepared(arguments))
     place = _place(arguments)
     record = place.record() if place.runs() else None
@@ -47,7 +46,7 @@ def run_up(arguments: argparse.Namespace) -> int:
 
 
 def _place(arguments: argparse.Namespace) -> Background:
-    """Return the server that is named, with or without --name. Raises UsageError."""
+    """Return the background server named with or without --name. Raises UsageError."""
     typed = getattr(arguments, "server", None)
     if typed and arguments.name not in (None, typed):
         raise UsageError(f"{typed} and --name {arguments.name} name two servers; give one", param="name")
@@ -55,7 +54,7 @@ def _place(arguments: argparse.Namespace) -> Background:
 
 
 def run_restart(arguments: argparse.Namespace) -> int:
-    """End a server, and start it with the settings that it had. Raises UsageError."""
+    """End a server and start it with its previous settings. Raises UsageError."""
     place = _place(arguments)
     kept = place.kept()
     if kept is None:
@@ -76,15 +75,15 @@ def run_restart(arguments: argparse.Namespace) -> int:
 
 
 class _StartedWith(msgspec.Struct, frozen=True):
-    """Settings of a server, kept for its restart."""
+    """Settings of a server, stored for `tandem restart`."""
 
     settings: Settings
     keys: int
-    """Number of its keys, which are not kept."""
+    """Number of its API keys, which are not stored."""
 
 
 def _until_ready(place: Background, alive: Callable[[], bool]) -> Look:
-    """Show the server's progress until it is ready, or no longer `alive`; return its last state."""
+    """Show the server's progress until it is ready or `alive()` is false. Return its last state."""
     seen = look_at(place, 0.0)
     with progress_lines() as show:
         while alive() and not seen.ready:
@@ -104,13 +103,13 @@ def _runs_already(place: Background) -> int:
 
 
 def _start(place: Background, settings: Settings, *, wait: bool) -> int:
-    """Start a server. Raises UsageError."""
+    """Start a server and return the exit code. Raises UsageError."""
     lock = place.lock()
     bare = replace(settings, server=replace(settings.server, api_key=()))
     place.keep(msgspec.json.encode(_StartedWith(bare, len(settings.server.api_key))))
     place.forget()
     with place.fresh_log() as log:
-        # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.
+        # In its own session, so that neither Ctrl-C nor closing the terminal ends it.
         process = subprocess.Popen(
             module_command(MODULE, "server", place.name, str(lock)),
             stdin=subprocess.PIPE,
@@ -149,7 +148,7 @@ def _wait(place: Background, settings: Settings, process: subprocess.Popen[bytes
 
 
 def run_down(arguments: argparse.Namespace) -> int:
-    """End a server once it has finished its requests, or with --now at once. Raises UsageError."""
+    """End a server once it has finished its requests, or at once with --now. Raises UsageError."""
     place = _place(arguments)
     if not place.runs():
         place.forget()
@@ -171,7 +170,7 @@ def run_down(arguments: argparse.Namespace) -> int:
     while place.runs():
         if time.monotonic() > deadline:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGKILL)  # its children hold a lifeline, and go with it
+                os.kill(record.pid, signal.SIGKILL)  # its children detect the closed lifeline and exit
         time.sleep(POLL_S / 2)
     place.forget()
     print(f"{place.name} has ended", flush=True)
@@ -179,7 +178,7 @@ def run_down(arguments: argparse.Namespace) -> int:
 
 
 def run_logs(arguments: argparse.Namespace) -> int:
-    """Print the end of a server's log, and with --follow what is added until the server ends. Raises UsageError."""
+    """Print the end of a server's log, and with --follow new lines until the server ends. Raises UsageError."""
     place = _place(arguments)
     if not place.log.exists():
         raise UsageError(f"{place.name} has no log: `tandem up` has not started a server of that name")
@@ -190,7 +189,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
         file.seek(0, os.SEEK_END)
         ended = False
         while not ended:
-            ended = not place.runs()  # looked at before the last read, so that nothing is missed
+            ended = not place.runs()  # checked before the last read, so that no line is missed
             if os.fstat(file.fileno()).st_size < file.tell():
                 file.seek(0)  # the server has rotated its log
             sys.stdout.write(file.read().decode(errors="replace"))
@@ -200,7 +199,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
 
 
 def _tail(place: Background, count: int) -> list[str]:
-    """Return the last lines of the log."""
+    """Return the last `count` lines of the log."""
     with place.log.open(errors="replace") as file:
         lines = file.readlines()
     return lines[-count:] if count else []

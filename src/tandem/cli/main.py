@@ -17,7 +17,7 @@ from tandem.descriptors import raise_limit
 from tandem.version import __version__
 
 EXIT_UNREAD = 141
-"""Exit code of a process that ends by SIGPIPE: 128 and its number."""
+"""Exit code of a process ended by SIGPIPE: 128 plus the signal's number."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
@@ -28,9 +28,9 @@ class Command:
     """A command of `tandem`."""
 
     text: str
-    """Description of the command; `tandem --help` shows the first sentence."""
+    """Description of the command; `tandem --help` shows its first sentence."""
     add: Callable[[Parser], None]
-    """Function that adds its options."""
+    """Function that adds the command's options to its parser."""
     run: Callable[[argparse.Namespace], int]
 
 
@@ -39,7 +39,7 @@ def _with(*sections: str) -> Callable[[Parser], None]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.probe:  # on another machine, which need not have what the report needs
+    if arguments.probe:  # runs on another machine, which may lack the report's dependencies
         from tandem.diagnostics.doctor.probe import main as probe
 
         return probe()
@@ -162,7 +162,7 @@ COMMANDS = {
         "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
     },
 }
-"""Commands by name, by the headings of `tandem --help`."""
+"""Commands by name, under the headings of `tandem --help`."""
 OTHER_NAMES = {
     "run": CHAT,
     "firstlight": Command(SELFTEST, partial(machines.add_selftest, report="firstlight.md"), Later("selftest:run")),
@@ -176,11 +176,11 @@ OTHER_NAMES = {
         Later("serve:run_launcher"),
     ),
 }
-"""Aliases and other commands that help does not list."""
+"""Aliases and other commands that `--help` does not list."""
 
 
 def build_parser() -> Parser:
-    """Return the parser of all commands; each sets `run`, a function that is imported when it is called."""
+    """Return the parser of all commands. Each sets `run`, a lazily imported function."""
     parser = Parser(
         prog="tandem",
         description="Serve one large language model over several machines.",
@@ -199,9 +199,9 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for a user's mistake, 3 for a failure of the engine.
+    """Run a command and return its exit code: 2 for a user's mistake, 3 for an engine failure.
 
-    Where the reader of the output has gone (`| head`), it ends silently with `EXIT_UNREAD`.
+    If the reader of standard output has closed it (`| head`), end silently with `EXIT_UNREAD`.
     """
     _open_streams()
     try:
@@ -214,27 +214,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fail(str(error))
         drop_output()
         return EXIT_UNREAD
-    except OSError as error:  # all others end in `_command`
+    except OSError as error:  # `_command` handles all other OSErrors
         drop_output()
         return fail(f"standard output cannot be written: {error.strerror}")
 
 
 def _open_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null, or the next file or socket would get their numbers."""
+    """Open closed standard streams (`>&-`) on /dev/null; otherwise the next file or socket would get their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _nobody_reads() -> bool:
-    """True where the reader of standard output has gone; False where another pipe has broken."""
+    """Return True if the reader of standard output has closed it; False if another pipe broke."""
     output = select.poll()
     output.register(sys.stdout, 0)
     return bool(output.poll(0))
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    if argv is None:  # the process is the command, and no other program that calls this
+    if argv is None:  # this process runs only the command; no other program calls `main`
         own_process()
     parser = build_parser()
     arguments = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""`tandem model`: fetch models and find them on disk; see, load and unload those of a server."""
+"""`tandem model`: fetch models and find them on disk; list, load and unload those of a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DAY_S = 86400.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action. Raises UsageError."""
+    """Run the chosen action. Raises UsageError."""
     if arguments.action in ("ps", "load", "unload"):
         return _of_server(arguments)
     if arguments.action == "list":

@@ -1,4 +1,4 @@
-"""`tandem parity`: is a layout's arithmetic that of a single process? Also as a rank under `mlx.launch`."""
+"""`tandem parity`: compare a layout's outputs with those of a single process. Also runs as a rank under `mlx.launch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_PASS, EXIT_FAIL = 0, 1
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and print the verdict. Returns 0 if it passed, 1 if not; raises UsageError and RankFailure."""
+    """Compare and print the verdict. Return 0 if it passed, else 1. Raises UsageError and RankFailure."""
     if arguments.tiny:
         return _try(arguments)
     process_group = launched_rank()
@@ -41,16 +41,16 @@ def _prepared(arguments: argparse.Namespace, process_group: MlxRank | None = Non
 
 
 def _tell(verdict: Verdict | None) -> int:
-    """Print the verdict; None on ranks that have none."""
+    """Print the verdict and return the exit code. None, on ranks without a verdict, counts as passed."""
     if verdict is not None:
         print(verdict.line, flush=True)
     return EXIT_PASS if verdict is None or verdict.passed else EXIT_FAIL
 
 
 def _try(arguments: argparse.Namespace) -> int:
-    """Try a type, or the config of a directory, and print what was compared. Raises UsageError where there is neither.
+    """Test a tiny model of a family, or with the config of a directory, and print the verdict. Return the exit code.
 
-    Where the settings say that ranks share layers, the tiny model is then compared in that layout.
+    With tensor parallelism in the settings, also compare the tiny model in that layout. Raises UsageError.
     """
     named = arguments.tiny
     if Path(named).is_dir():
@@ -61,7 +61,7 @@ def _try(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--tiny {named}: is neither a directory with a config.json nor one of {', '.join(sorted(TINY))}", param="tiny"
         )
-    from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which else comes after the BLAS
+    from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which must follow the BLAS
     from tandem.testing import tiny_model
 
     passed, line = outcome(config)

@@ -1,4 +1,4 @@
-"""`tandem plan`: which machines would hold which part of a model, and how fast; nothing is loaded."""
+"""`tandem plan`: distribute a model over machines and predict the speed, without loading anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DISCLAIMER = (
 
 
 def print_plan(console: Console, plan: LayoutPlan, cluster: Cluster, request: Request, named: Named, *, all_rows: bool) -> None:
-    """The layouts compared, the one chosen and why, and how to serve with it."""
+    """Print the compared layouts, the chosen one with reasons, and the command that serves with it."""
     streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
     machines = cluster.machines
     title = f"{named.model}: {streams} of {plan.context:,} tokens, for {plan.goal}"
@@ -78,7 +78,7 @@ def _figures(machines: Sequence[Machine]) -> str:
 
 
 def _best(plan: LayoutPlan) -> list[Candidate]:
-    """The best rows that fit, and the closest of those that do not."""
+    """Return the best candidates that fit, and the closest of those that do not."""
     fitting = [c for c in plan.candidates if c.fits]
     others = [c for c in plan.candidates if not c.fits]
     unfit = others[: max(_SHOWN_UNFIT, _SHOWN - len(fitting))]
@@ -104,13 +104,13 @@ def _memory(prediction: Prediction, machines: Sequence[Machine]) -> str:
 
 
 def _held(stage: Stage) -> str:
-    """Layers of a stage, with the kv heads of its machines where they differ."""
+    """Return the number of a stage's layers, with the KV heads of its machines where they differ."""
     heads = "+".join(map(str, stage.kv_heads))
     return f"{stage.layers} (kv {heads})" if len(set(stage.kv_heads)) > 1 else str(stage.layers)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
+    """Plan and print. Return 0. Raises UsageError for wrong arguments, NothingFits after printing the compared layouts."""
     profile = read_profile(arguments.profile) if arguments.profile else None
     model = _model(arguments)
     request = _request(arguments, model.description)
@@ -135,11 +135,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(arguments: argparse.Namespace) -> Planned:
-    """The model of a preset, or of files. Raises ConfigError for --quant with files: they are as they are."""
+    """Return the model of a preset or of files. Raises ConfigError for --quant with files, whose weights are fixed."""
     preset = find(arguments.model)
     if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
         found = planned(*preset, arguments.quant or "native")
-        arguments.model = found.copy or preset[0]  # the hub id, which `tandem serve` takes
+        arguments.model = found.copy or preset[0]  # the hub id, which `tandem serve` accepts
         return found
     if arguments.quant is not None:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _model(arguments: argparse.Namespace) -> Planned:
 
 
 def _meant(model: str) -> str:
-    """The preset that a name may mean."""
+    """Return `(did you mean ...?)` with the most similar preset, or an empty string."""
     names = {name.rpartition("/")[2].lower(): name for name in presets()}
     near = difflib.get_close_matches(model.rpartition("/")[2].lower(), list(names), 1)
     return f" (did you mean {names[near[0]]}?)" if near else ""
@@ -163,7 +163,7 @@ def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if profile is None or not profile.hosts:
         return this_machine()
     if len(profile.hosts) > 1:
-        arguments.hosts = [host.name for host in profile.hosts]  # the command that is printed names them
+        arguments.hosts = [host.name for host in profile.hosts]  # so that the printed command names them
     return Hosts(machines=[measured_machine(host) for host in profile.hosts])
 
 

@@ -1,7 +1,7 @@
-"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`; and the server of `tandem up`.
+"""`tandem engine` and `tandem api`, started manually or as children of `tandem serve`, and the server of `tandem up`.
 
-Processes that are started here (`python -m tandem.cli.processes engine`) get their settings as a line of JSON on
-standard input, so that keys never show in process lists. Children end when it closes.
+Child processes (`python -m tandem.cli.processes engine`) get their settings as a line of JSON on standard input, so that API
+keys never appear in process lists. They exit when standard input closes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ LOOK_S = 10.0
 
 
 def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
-    """Return the settings of a command, set up logging and log their warnings. Raises ConfigError.
+    """Return a command's settings; also set up logging and log warnings about the settings. Raises ConfigError.
 
-    `quiet`: on a terminal log warnings and errors alone, and drain for 5 seconds, unless the settings say otherwise.
+    `quiet`: on a terminal, unless the settings differ, log from WARNING up and drain for 5 seconds.
     """
     loaded = load_settings(arguments)
     settings = loaded.settings
@@ -97,7 +97,7 @@ def _engine_child(settings: Settings, lending: ClusterKeys | None) -> int:
 
 
 def _last_words(message: str) -> None:
-    """Report to the supervisor why this process ends. The pipe has room for the message, so this cannot block."""
+    """Report the reason of this process's exit to the supervisor. The pipe has room for it, so this never blocks."""
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
@@ -132,17 +132,17 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
         engines = replicas(settings, SupervisorLink(control))
 
     def orphaned() -> None:
-        # A killed supervisor could not. This process has the port until it ends, so the file is no other's yet.
+        # A killed supervisor cannot remove it. The file is still this server's, since this process holds the port.
         control.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     watch_lifeline(orphaned)
-    run_api(settings, engines, keys=keys, fd=fd, announce=False)  # its supervisor does
+    run_api(settings, engines, keys=keys, fd=fd, announce=False)  # the supervisor announces the server
     return 0
 
 
 def _server(settings: Settings, name: str) -> int:
-    """Run the server that `tandem up` starts. This process holds the name's lock until it ends."""
+    """Run the server that `tandem up` starts and return its exit code. This process holds the name's lock until it exits."""
     from tandem.cli.serve import serve
 
     place = Background(name)
@@ -150,7 +150,7 @@ def _server(settings: Settings, name: str) -> int:
     def keep_log_short() -> None:
         while True:
             time.sleep(LOOK_S)
-            with suppress(OSError):  # a full disk: the log stays as it is, and the next look tries again
+            with suppress(OSError):  # the disk is full: the log stays as it is, and the next check tries again
                 if place.trim_log():
                     log.info("Log rotated; the older lines are in %s.1", place.log)
 
@@ -179,7 +179,7 @@ def _server(settings: Settings, name: str) -> int:
 
 
 def main() -> int:
-    """Run the process of the kind that the first argument names: server, engine or api."""
+    """Run the process named by the first argument (server, engine or api) and return its exit code."""
     own_process()
     raise_limit()
     kind, content, lending = sys.argv[1], receive_payload(), None
@@ -206,7 +206,7 @@ def main() -> int:
     except UsageError as error:
         _last_words(error.message)
         code = fail(error.message)
-        if wait:  # an api has served before: what is amiss may be mended
+        if wait:  # an API process has served before, so the cause may be temporary
             from tandem.server.api_process import serve_unavailable
 
             log.error("The api cannot start: answering 503, and trying again in %.3g s", wait)

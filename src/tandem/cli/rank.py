@@ -1,4 +1,4 @@
-"""`tandem rank`: join a head with this machine, by hand or under `mlx.launch`."""
+"""`tandem rank`: join this machine to a head, manually or under `mlx.launch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.protocol.payloads import HostPayload
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Join, and run a rank whenever the head asks for one, until the head releases this machine. Raises UsageError."""
+    """Join a head and run a rank at each of its requests, until the head releases this machine. Raises UsageError."""
     payload = _received() if arguments.stdin else _payload(arguments)
     set_up(payload.log_level, prefix="[node agent]")
     return host_ranks(payload)

@@ -1,4 +1,4 @@
-"""Tables and live pictures on standard output; among them those of a server's replicas, ranks, models and events."""
+"""Tables and live displays on standard output: replicas, ranks, models and events of a server."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from tandem.json_types import JsonMapping
 from tandem.printable import printable
 
 SLOW = 3.0
-"""Slowdown of a rank from which it is shown."""
+"""Smallest slowdown factor of a rank that is shown."""
 _COLOURS = (
     dict.fromkeys(("healthy", "ready", "running", "loaded"), "green")
     | dict.fromkeys(("recovering", "starting", "draining", "loading"), "yellow")
     | dict.fromkeys(("unloaded", "unloading", "?"), "")
 )
-"""A replica, a rank, a model or an event, with the fields of /v1/status, /health and /v1/events."""
+"""Colour by state of a server, replica or model; other states are red."""
 
 
 class _Screen(Console):
-    """A console that obeys no control character of what it shows: much of it comes from other machines."""
+    """Console that removes control characters from its output, much of which comes from other machines."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of `renderable`, their texts made printable."""
+        """Yield the segments of `renderable` without control characters in their text."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
 
 
 def screen(width: int = 160, *, highlight: bool = True, markup: bool = True) -> Console:
-    """Return a console for standard output, `width` columns wide where that is no terminal."""
+    """Return a console for standard output, `width` columns wide if that is no terminal."""
     return _Screen(width=None if sys.stdout.isatty() else width, highlight=highlight, markup=markup)
 
 
 def watch(first: RenderableType, next_picture: Callable[[], RenderableType], console: Console) -> None:
-    """Show one picture after the other on the whole screen, until the user interrupts."""
+    """Show `first`, then each result of `next_picture`, on the full screen until Ctrl-C."""
     with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(next_picture(), refresh=True)
 
 
 def can_watch(console: Console) -> bool:
-    """True where pictures can replace one another: on a terminal."""
+    """Return True if the output is a terminal that supports a full-screen display."""
     return sys.stdout.isatty() and not console.is_dumb_terminal
 
 
 def plain_table(*headings: str, left: Collection[str]) -> Table:
-    """Return a table without lines, its columns flush right but for those of `left`."""
+    """Return a table without lines. Columns are right-aligned except those in `left`."""
     table = Table(box=None, pad_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
@@ -62,7 +62,7 @@ def plain_table(*headings: str, left: Collection[str]) -> Table:
 
 
 def narrow_table(rows: Sequence[Mapping[str, RenderableType | None]]) -> Table:
-    """Return a table for 80 columns, in which host names give way first. A column of None in all rows is left out."""
+    """Return a table for 80 columns that truncates host names first. Columns with only None are omitted."""
     table = Table(box=None, padding=(0, 0, 0, 1))
     headings = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
     for heading in headings:
@@ -74,12 +74,12 @@ def narrow_table(rows: Sequence[Mapping[str, RenderableType | None]]) -> Table:
 
 
 def coloured(state: str) -> Text:
-    """Return the state of a server, a model or a replica."""
+    """Return the state in its colour."""
     return Text(state, _COLOURS.get(state, "red"))
 
 
 def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
-    """Return a row for each replica; the bar shows how full its KV cache is."""
+    """Return a table with a row per replica; the bar shows the used part of the KV cache."""
     rows: list[dict[str, RenderableType | None]] = []
     for replica in replicas:
         used, total, rate = (replica.get(name) for name in ("kv_tokens_used", "kv_tokens_total", "tokens_per_s"))
@@ -102,7 +102,7 @@ def replicas_table(replicas: Sequence[JsonMapping]) -> Table:
 
 
 def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
-    """Return a row for each rank; bars compare their peaks with the highest one."""
+    """Return a table with a row per rank; bars compare peak memory with the highest peak."""
     most = max((rank["peak_bytes"] for rank in ranks), default=0)
     stages = {rank["replica"]: 0 for rank in ranks}
     for rank in ranks:
@@ -131,7 +131,7 @@ def ranks_table(ranks: Sequence[JsonMapping]) -> Table:
 
 
 def models_table(models: Sequence[JsonMapping]) -> Table:
-    """Return a row for each model."""
+    """Return a table with a row per model."""
     return narrow_table(
         [
             {
@@ -148,7 +148,7 @@ def models_table(models: Sequence[JsonMapping]) -> Table:
 
 
 def event_lines(events: Sequence[JsonMapping]) -> list[Text]:
-    """Return a heading and a line for each event: when, what, and what to do."""
+    """Return a heading, and a line per event with time, text and remedy; empty without events."""
     lines = [Text("lately", "bold")] if events else []
     for event in events:
         style = {"error": "red", "warning": "yellow"}.get(event["level"], "")
@@ -160,7 +160,7 @@ def event_lines(events: Sequence[JsonMapping]) -> list[Text]:
 
 
 def _pace(state: str, slowdown: float) -> Text:
-    """Return a rank's pace for the table: usual, a slowdown factor, or absent."""
+    """Return a rank's speed for the table: `usual`, a slowdown factor, or its state if not ready."""
     if state != "ready":
         return Text(state, "red" if state == "lost" else "yellow")
     return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")
@@ -173,12 +173,12 @@ def _text(value: object) -> str | None:
 
 
 def bar(part: float, whole: float) -> ProgressBar:
-    """Return a bar that is filled by `part` of `whole`."""
+    """Return a bar filled to `part` of `whole`."""
     return ProgressBar(total=max(whole, 1), completed=part, width=8)
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Return a number of bytes as text with a suitable unit."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""`tandem selftest`: every check in a process of its own, and a report of one page."""
+"""`tandem selftest`: run every check in its own process, and write a one-page report."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tandem.system.identity import boot_id
 from tandem.version import __version__
 
 TINY = "tiny"
-"""Directory of the random model, within that of the run."""
+"""Subdirectory of the run's directory for the random model."""
 MODEL = "model"
-"""The check that makes it."""
+"""Name of the check that creates the random model."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check and report; 0 if nothing is wrong, 1 if something is, 3 if checks are left. Raises UsageError."""
+    """Run the checks and report. Return 0 if all passed, 1 if one failed, 3 if some remain. Raises UsageError."""
     if arguments.list:
         for check in CHECKS:
             extra = " (needs --hostfile)" if check.hosts else " (needs --risky)" if check.risky else ""
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     directory = state_dir() / "firstlight"
     task, name = _task(arguments, directory)
     for path in (task.directory, task.model, task.hostfile):
-        if not path.isprintable():  # bytes that are no UTF-8 are none
+        if not path.isprintable():  # false also for bytes that are not UTF-8
             raise ConfigError(
                 f"{path!r}: no path that checks can be told; move it, or name another directory "
                 "(TANDEM_STATE_DIR for that of the runs)"
             )
     try:
         with _alone(directory):
-            keep_awake()  # nobody may touch the machine for all these minutes
+            keep_awake()  # the run lasts minutes without user input
             return _run(arguments, only, output, file, task, name)
     except OSError as error:
         raise ConfigError(
@@ -71,7 +71,7 @@ def _run(
     arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task, name: str
 ) -> int:
     if only is not None and task.random:
-        only.append(MODEL)  # nothing else makes it
+        only.append(MODEL)  # no other check creates the model
     checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
     here = facts()
     question: dict[str, object] = {
@@ -88,7 +88,7 @@ def _run(
     except KeyboardInterrupt:
         _note("interrupted: the same command goes on")
         raise
-    # The journal has those of earlier runs too, and may have some of checks that no longer exist.
+    # The journal also has outcomes of earlier runs, perhaps of checks that no longer exist.
     outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
     wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
     report = make_report(
@@ -104,7 +104,7 @@ def _run(
 
 
 def _output(name: str) -> Path:
-    """Return the file for the page. Raises ConfigError for one that cannot be written, before minutes are spent."""
+    """Return the report's path. Raises ConfigError if it cannot be written, before minutes are spent."""
     output = Path(name).expanduser()
     other = output.with_suffix(".json") if output.name else output
     why = (
@@ -136,7 +136,7 @@ def _unwritable(path: Path) -> str:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Exclude other runs in this directory, which would share the journal. Raises ConfigError, OSError."""
+    """Context manager that locks the directory, since concurrent runs would share the journal. Raises ConfigError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("ab") as file:
         try:
@@ -149,7 +149,7 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _only(arguments: argparse.Namespace) -> list[str] | None:
-    """Return the names that --only has; None without it. Raises ConfigError."""
+    """Return the names in --only; None without it. Raises ConfigError."""
     if not 0 < arguments.minutes < math.inf:
         raise ConfigError(f"--minutes {arguments.minutes}: must be above 0", param="minutes")
     only = [check.strip() for check in arguments.only.split(",")] if arguments.only is not None else None
@@ -165,7 +165,7 @@ def _only(arguments: argparse.Namespace) -> list[str] | None:
 
 
 def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
-    """Return the task that all checks get, and the name of the model."""
+    """Return the task that all checks receive, and the model's name. Raises UsageError."""
     hostfile = str(Path(arguments.hostfile).expanduser().resolve()) if arguments.hostfile else ""
     try:
         files = resolve(arguments.model)
@@ -195,7 +195,7 @@ def _tell(check: Check, outcome: CheckResult | None) -> None:
 
 
 def _names(file: Hostfile | None) -> list[str]:
-    """Return the names of people, machines and folders that reports must not have."""
+    """Return the names of users, machines and folders to remove from reports."""
     own = socket.gethostname()
     hosts = [part for host in (file.hosts if file else ()) for part in host.ssh.split("@")]
     return [own, own.partition(".")[0], *_user(), *hosts, os.path.expanduser("~"), str(state_dir())]
@@ -204,7 +204,7 @@ def _names(file: Hostfile | None) -> list[str]:
 def _user() -> list[str]:
     try:
         return [getpass.getuser()]
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         return []
 
 

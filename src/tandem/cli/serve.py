@@ -1,8 +1,8 @@
-"""`tandem serve`: engines and an api as children of one supervisor.
+"""`tandem serve`: engines and an API server process as children of one supervisor.
 
-The supervisor holds the listening socket, so that the api can be replaced without refusing a connection. It replaces an
-api or an engine that dies, is stopped or hangs; a single engine that gives up by itself ends the server. It leaves
-nothing running, whoever is killed: the children hang on its standard-input pipes.
+The supervisor holds the listening socket, so the API process can be replaced without refusing a connection. An API or engine
+process that dies, is stopped or hangs is replaced. A single engine that exits with `EXIT_FAILED` ends the server. Children
+exit when their standard input closes, so none outlives a killed supervisor.
 """
 
 from __future__ import annotations
@@ -48,21 +48,23 @@ log = logging.getLogger("tandem.cli")
 
 POLL_S = 0.1
 GRACE_S = 10.0
-"""Seconds beyond `drain_timeout` in which children must end by themselves."""
+"""Seconds after `drain_timeout` in which children must exit before they are killed."""
 FRESH_S = 1.5
-"""Seconds after which each engine has told its status once more."""
+"""Seconds after which each engine has surely reported its status again."""
 HURRY_S = 3.0
 """Seconds to end after a second signal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal. Returns the exit code; raises UsageError before anything is started."""
+    """Serve until a signal and return the exit code. Raises UsageError before starting anything."""
     return serve(checked(prepared(arguments, quiet=True)))
 
 
 def run_launcher(arguments: argparse.Namespace) -> int:
-    """Serve as vllm-mlx's launcher does, with a rank of one stage on each host; print the command that does it. Raises
-    UsageError."""
+    """Serve like vllm-mlx's launcher, with one tensor-parallel rank per host; print the equivalent command.
+
+    Raises UsageError.
+    """
     words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1 :])
     if arguments.setting_hostfile is None and variable("MLX_RANK") is not None:
         raise vllm_mlx.by_hand((arguments.setting_model or ["MODEL"])[-1])
@@ -75,7 +77,7 @@ def run_launcher(arguments: argparse.Namespace) -> int:
 
 
 def checked(settings: Settings) -> Settings:
-    """Return the settings, if they are enough to serve. Raises UsageError."""
+    """Return the settings, with all models named if there are several. Raises UsageError if no model is given."""
     if several(settings):
         return with_names(settings)
     if not settings.model.model:
@@ -84,13 +86,16 @@ def checked(settings: Settings) -> Settings:
 
 
 def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda settings: None) -> int:
-    """Serve until a signal; `on_listening` gets the settings with the port that is bound. Raises UsageError."""
+    """Serve until a signal and return the exit code. `on_listening` receives the settings with the bound port.
+
+    Raises UsageError.
+    """
     if settings.server.tls_cert is not None:
-        Certificate(settings.server.tls_cert, settings.server.tls_key)  # the api would say the same, after a while
+        Certificate(settings.server.tls_cert, settings.server.tls_key)  # the API process would report it only later
     if settings.server.journal is not None:
         make_directory(Path(settings.server.journal))  # likewise
     warm_bodies(settings)  # likewise
-    check_templates(settings)  # it could answer nobody
+    check_templates(settings)  # an invalid template would fail every chat request
     listener = listen(settings.server.host, settings.server.port)
     with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)
@@ -100,7 +105,7 @@ def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda 
 
 @contextmanager
 def _with_cluster(settings: Settings) -> Iterator[Settings]:
-    """Start a Ray cluster for this server where `--ray-address new` asks for one; yield the settings for it."""
+    """Yield the settings; for `--ray-address new` start a Ray cluster for the duration and set its address."""
     parallel = settings.parallel
     if parallel.ray_address != "new":
         yield settings
@@ -110,18 +115,17 @@ def _with_cluster(settings: Settings) -> Iterator[Settings]:
 
 
 def _completed(settings: Settings, listener: socket.socket) -> Settings:
-    """Return the settings with the port that was bound (0 asks for a free one), and a socket for engines named after
-    it."""
+    """Return the settings with the bound port (0 selects a free one) and an engine socket named after the port."""
     port = listener.getsockname()[1]
     usual = engine_socket_path(port)
-    for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # of engines killed with their supervisor
+    for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # left by engines killed with their supervisor
         left.unlink(missing_ok=True)
     process = dataclasses.replace(settings.process, engine_socket=settings.process.engine_socket or str(usual))
     return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port), process=process)
 
 
 class Supervisor:
-    """Parent process of engines and api: starts, watches and ends them."""
+    """Parent process of the engines and the API process: starts, health-checks and ends them."""
 
     def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
@@ -132,15 +136,15 @@ class Supervisor:
         )
         self._api = ApiProcess(settings, listener, self._history)
         self._over = ""
-        """Reason why no engine will be started any more."""
+        """Reason why no engine can be started any more; empty until then."""
         self._signals = 0
         self._reached = 0
-        """Replicas that the api is connected to, as it last told."""
+        """Number of replicas that the API process is connected to, as last reported."""
         self._told = not sys.stdout.isatty()
-        """True once the user knows what the end waits for; a log has it from the api."""
+        """True once the user has been informed what shutdown waits for. True from the start without a terminal."""
 
     def run(self) -> int:
-        """Serve until a signal, or until a child fails for good. Returns the exit code; raises UsageError."""
+        """Serve until a signal, or until a child fails permanently. Return the exit code. Raises UsageError."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         self._control = ControlServer(control_path(self._settings.server.port), self._answer)
@@ -194,7 +198,7 @@ class Supervisor:
         return [*([self._api.child] if self._api.child else []), *self._engines.children]
 
     def _wait_until_ready(self) -> int | None:
-        """Return None once all replicas can serve requests, else an exit code."""
+        """Return None once all replicas accept requests, else an exit code."""
         with progress_lines() as show:
             while (code := self._look()) is None:
                 states = self._engines.statuses()
@@ -229,7 +233,8 @@ class Supervisor:
         return code
 
     def _look(self) -> int | None:
-        """Answer the control socket for a moment and check the children; return an exit code when it is time to end."""
+        """Serve the control socket for `POLL_S` and check the children. Return an exit code when the server must end, else
+        None."""
         self._control.serve(POLL_S)
         if self._signals:
             return 0
@@ -242,7 +247,7 @@ class Supervisor:
         return code
 
     def _end(self, code: int) -> int:
-        """Drain the api, then end the engines; a second signal ends everything at once."""
+        """Drain the API process, then end the engines. A second signal ends everything at once. Return `code`."""
         self._history.note(
             "server_draining",
             self._over or "the server was told to end: it finishes what it has",
@@ -255,7 +260,7 @@ class Supervisor:
         return code
 
     def _while_draining(self) -> None:
-        """Keep engines alive for the requests that the api still has; tell it if none can be started any more."""
+        """Keep engines running for the remaining requests. Set `_over`, which the API process reads, if none can be started."""
         self._control.serve(POLL_S)
         if not self._over:
             self._look_at_engines()
@@ -279,7 +284,7 @@ class Supervisor:
                 meanwhile()
                 if self._signals > 1 and not hurried:
                     hurried, deadline = True, min(deadline, time.monotonic() + HURRY_S)
-                    child.terminate()  # its second signal: it stops draining, but tells its clients why
+                    child.terminate()  # its second signal: it stops draining and informs its clients
                 if not killed and (child.stopped or time.monotonic() > deadline):
                     killed = True
                     log.warning("Killing the %s, which did not end in time; its requests are lost", child.name)

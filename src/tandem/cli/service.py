@@ -32,34 +32,34 @@ from tandem.system.tools import find_tool
 
 OPEN_FILES = 65536
 PAUSE_S = 10
-"""Seconds until a failed server is restarted."""
+"""Seconds before a failed server is restarted."""
 MISTAKE = 2
-"""Exit code for a mistake of the user's, which a restart would not mend."""
+"""Exit code of a user's mistake, which a restart cannot fix."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A server that the system keeps running."""
+    """A server that the system's service manager keeps running."""
 
     name: str
     command: tuple[str, ...]
     directory: Path
-    """Working directory, below which relative paths of its options are."""
+    """Working directory, to which relative paths in its options refer."""
     log: Path
     variables: Mapping[str, str]
     stop_s: int = 60
-    """Seconds to drain and end before it is killed."""
+    """Seconds to drain and exit before it is killed."""
 
 
 def launchd_label(name: str) -> str:
-    """Return launchd's name of a service."""
+    """Return the launchd label of a service."""
     return f"io.github.mlx-tandem.{name}"
 
 
 def launchd_agent(service: Service, **keys: str) -> bytes:
-    """Return the property list, with more `keys`.
+    """Return the property list of a launchd agent, with additional `keys`.
 
-    `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone.
+    `Interactive` exempts it from throttling; `SuccessfulExit` restarts it only after failures.
     """
     return plistlib.dumps(
         {
@@ -82,9 +82,9 @@ def launchd_agent(service: Service, **keys: str) -> bytes:
 
 
 def serve() -> NoReturn:
-    """Run `tandem` with this process's arguments, as launchd runs it: a mistake of the user's is no failure.
+    """Run `tandem` with this process's arguments under launchd, and exit with 0 for a user's mistake.
 
-    launchd restarts whatever fails, and cannot be told of exit codes; a mistake stays one until somebody mends it.
+    launchd restarts on any nonzero exit code and cannot exclude one, but a restart cannot fix a mistake.
     """
     from tandem.cli.main import main
 
@@ -98,7 +98,7 @@ def serve() -> NoReturn:
 
 
 def systemd_unit(service: Service) -> str:
-    """Return the unit for the user's own systemd."""
+    """Return the unit file for the user's systemd."""
     variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in service.variables.items())
     return f"""[Unit]
 Description=Tandem, server {service.name}
@@ -126,7 +126,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a word of a unit, quoted as in systemd.syntax(7)."""
+    """Return a word quoted as in systemd.syntax(7)."""
     return '"' + _specifiers(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -136,7 +136,7 @@ def _specifiers(text: str) -> str:
 
 _TOOL_S = 60.0
 _END_S, _POLL_S = 30.0, 0.5
-"""Seconds that launchd may take beyond a service's own time to end, and between two checks."""
+"""Seconds that launchd may take beyond a service's own `stop_s`, and between two checks."""
 DAEMONS = "/Library/LaunchDaemons"
 NOBODY = "Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use `tandem up`"
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
@@ -171,7 +171,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class Launchd:
-    """launchd agents of the user, in the session at the screen if there is one, else in the background session."""
+    """launchd agents of the user: in the graphical session if there is one, else in the background session."""
 
     tool = "launchctl"
     hint = (
@@ -180,18 +180,18 @@ class Launchd:
     )
 
     def file(self, name: str) -> Path:
-        """Return the file that describes the service."""
+        """Return the path of the service's property list."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
     def daemon(self, name: str) -> Path:
-        """Return the file that describes the service that starts with the machine, before root copies it."""
+        """Return the path of the property list of a service that starts at boot, before root installs it."""
         return state_dir() / "services" / f"{launchd_label(name)}.plist"
 
     def install(self, service: Service) -> None:
-        """Write the file and start the service. Raises UsageError.
+        """Write the property list and start the service. Raises UsageError.
 
-        The session at the screen takes agents without a session type. The background session, all there is when
-        nobody is logged in at the screen, takes those of its own type alone.
+        The graphical session accepts agents without a session type. The background session, the only one without a graphical
+        login, accepts only agents of its own type.
         """
         if self.daemon(service.name).exists():
             raise UsageError(
@@ -209,7 +209,7 @@ class Launchd:
                 _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(file))
 
     def prepare(self, service: Service) -> list[str]:
-        """Write the file of a service that starts with the machine; return the commands that root must give."""
+        """Write the property list of a service that starts at boot; return the commands to run as root. Raises UsageError."""
         if self.file(service.name).exists():
             raise UsageError(
                 f"{service.name} is installed without --system; `tandem service uninstall --name {service.name}` first",
@@ -223,24 +223,24 @@ class Launchd:
         ]
 
     def withdraw(self, name: str) -> list[str]:
-        """Remove what `prepare` wrote; return the commands that root must give."""
+        """Delete the file of `prepare`; return the commands to run as root."""
         file = self.daemon(name)
         file.unlink()
         return [f"sudo launchctl bootout system/{launchd_label(name)}", f"sudo rm {DAEMONS}/{file.name}"]
 
     def uninstall(self, name: str) -> None:
-        """Stop the service and remove its file. Raises UsageError."""
+        """Stop the service and delete its file. Raises UsageError."""
         for place in self._places(name):
             _ran(self.tool, "bootout", place)
         end = time.monotonic() + self._stop_s(name) + _END_S
         while any(_ran(self.tool, "print", place).returncode == 0 for place in self._places(name)):
-            if time.monotonic() > end:  # until it ends by itself, no other of its name can start
+            if time.monotonic() > end:  # no other service of that name can start before it has ended
                 raise UsageError(f"{name} has not ended yet; give the command again in a minute")
             time.sleep(_POLL_S)
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """Return the process id of the service; None when it does not run."""
+        """Return the process id of the service; None if it does not run."""
         for place in (*self._places(name), f"system/{launchd_label(name)}"):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
@@ -254,7 +254,7 @@ class Launchd:
         """Return the seconds after which launchd kills the installed service."""
         try:
             return float(plistlib.loads(self.file(name).read_bytes())["ExitTimeOut"])
-        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # the user has changed it
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # the user has edited or deleted the file
             return _TOOL_S
 
 
@@ -265,14 +265,14 @@ class Systemd:
     hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
 
     def file(self, name: str) -> Path:
-        """Return the file that describes the service."""
+        """Return the path of the service's unit file."""
         base = variable("XDG_CONFIG_HOME")
         return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
 
     def install(self, service: Service) -> None:
-        """Write the file and start the service. Raises UsageError."""
+        """Write the unit file and start the service. Raises UsageError."""
         unit = self.file(service.name)
-        try:  # before an earlier one is overwritten
+        try:  # before overwriting an earlier unit
             _must(self.tool, "--user", "daemon-reload")
         except UsageError as error:
             raise UsageError(f"{error.message}; {NOBODY}") from error
@@ -280,10 +280,10 @@ class Systemd:
         with _or_nothing(self, service.name):
             for words in (("daemon-reload",), ("enable", unit.name)):
                 _must(self.tool, "--user", *words)
-            _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
+            _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # no timeout: an earlier service may drain first
 
     def uninstall(self, name: str) -> None:
-        """Stop the service and remove its file. Raises UsageError."""
+        """Stop the service and delete its file. Raises UsageError."""
         unit = self.file(name)
         try:
             _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
@@ -293,18 +293,18 @@ class Systemd:
         _ran(self.tool, "--user", "daemon-reload")
 
     def pid(self, name: str) -> int | None:
-        """Return the process id of the service; None when it does not run."""
+        """Return the process id of the service; None if it does not run."""
         done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
         text = done.stdout.strip()
         return int(text) if text.isdecimal() and int(text) else None
 
 
 Manager = Launchd | Systemd
-"""Service manager: installs a service in place of an earlier one, uninstalls it, and tells its process."""
+"""Service manager: installs, replaces and uninstalls a service, and finds its process."""
 
 
 def manager() -> Manager:
-    """Return this system's service manager. Raises UsageError where there is none."""
+    """Return this system's service manager. Raises UsageError if there is none."""
     chosen = Launchd() if sys.platform == "darwin" else Systemd()
     if find_tool(chosen.tool) is None:
         raise UsageError(
@@ -316,7 +316,7 @@ def manager() -> Manager:
 
 @contextmanager
 def _or_nothing(holder: Manager, name: str) -> Iterator[None]:
-    """Uninstall the service `name` if the block fails: the next login would start it."""
+    """Context manager that uninstalls the service `name` if the block fails; otherwise the next login would start it."""
     try:
         yield
     except UsageError as error:
@@ -327,16 +327,16 @@ def _or_nothing(holder: Manager, name: str) -> Iterator[None]:
 
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-"""Variables that a service inherits from its installer, beside Tandem's own."""
+"""Variables that a service inherits at installation, in addition to Tandem's own."""
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-"""Password in a URL, before the host name."""
+"""Pattern of a URL with a password."""
 END_S = 30.0
-"""Seconds beyond `drain_timeout` in which a service must end."""
+"""Seconds after `drain_timeout` in which a service must exit."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action. Raises UsageError."""
-    place = Background(arguments.name)  # checks the name
+    """Run the chosen action. Raises UsageError."""
+    place = Background(arguments.name)  # raises for an invalid name
     holder = manager()
     if arguments.action == "install":
         return _install(arguments, holder, place.name)
@@ -370,7 +370,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     command = _service_command(serve_words(arguments.words))
     stop_s = math.ceil(settings.process.drain_timeout + END_S)
     for text in (*command, str(Path.cwd()), str(log), *environment.values()):
-        if not text.isprintable():  # no unit and no property list can hold it; bytes that are not UTF-8 are among these
+        if not text.isprintable():  # unit files and property lists cannot hold it; also catches bytes that are not UTF-8
             raise UsageError(f"{text!r}: a service's options, directories and variables must be printable text")
     try:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -390,7 +390,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
 
 
 def _service_command(words: Sequence[str]) -> list[str]:
-    """Return the command of the service; Homebrew's of a path that an upgrade leaves."""
+    """Return the service's command. For Homebrew's Python it uses a path that survives upgrades."""
     if sys.platform != "darwin":
         return module_command("tandem", "serve", *words)
     python, *rest = code_command("from tandem.cli.service import serve; serve()", "serve", *words)
@@ -399,7 +399,7 @@ def _service_command(words: Sequence[str]) -> list[str]:
 
 
 def _check_places(*paths: Path) -> None:
-    """Raises UsageError for a path that macOS closes to services."""
+    """Raise UsageError for a path in a folder that macOS withholds from services."""
     for path in paths:
         if (folder := withheld_folder(path)) is not None:
             raise UsageError(
@@ -410,7 +410,7 @@ def _check_places(*paths: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables for the service's file. Raises UsageError for a password, which others could read there."""
+    """Return the variables for the service's file. Raises UsageError for one with a password, since the file is readable."""
     known = {*_KEPT, *EXTRA_VARIABLES, *(option.variable for option in options())} - {*SECRET_VARIABLES}
     kept = {key: value for key, value in variables().items() if key in known}
     for key, value in kept.items():
@@ -422,7 +422,7 @@ def _environment() -> dict[str, str]:
 
 
 def serve_words(words: Sequence[str]) -> list[str]:
-    """Return the options for `tandem serve` in the words `service install ...`."""
+    """Return the options for `tandem serve` contained in the words `service install ...`."""
     kept: list[str] = []
     rest = iter(words[list(words).index("install") + 1 :])
     for word in rest:

@@ -1,4 +1,4 @@
-"""Output of a server that starts in a terminal: a line for each rank, and at the end its address and what to do."""
+"""Output of a server starting in a terminal: a line per rank, then its address and the next steps."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from tandem.config.settings import ServerSettings
 from tandem.protocol.control import LoadProgress
 
 PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links"}
-"""Phases of `LoadProgress` in words."""
+"""Descriptions of the phases of `LoadProgress`."""
 
 
 class Starting(Protocol):
-    """Progress of a loading engine, from its `EngineStatus`."""
+    """Loading progress of an engine; `EngineStatus` implements it."""
 
     @property
     def loading(self) -> Sequence[LoadProgress]:
-        """Progress of its ranks."""
+        """Progress of each rank."""
 
     @property
     def detail(self) -> str:
-        """Current task of the rank."""
+        """Current activity of the engine."""
 
 
 Show = Callable[[Mapping[int, Starting | None]], None]
-"""Shows the progress of engines: their statuses by number, None for one that has not answered yet."""
+"""Function that shows the engines' progress: status by replica number, None before the first answer."""
 
 
 @contextmanager
 def progress_lines() -> Iterator[Show]:
-    """Show live lines on standard error until the block ends; nothing where that is no terminal."""
+    """Yield a function that updates live lines on stderr until the block ends. No output if that is no terminal."""
     if not sys.stderr.isatty():
         yield lambda engines: None
         return
@@ -44,7 +44,7 @@ def progress_lines() -> Iterator[Show]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as lines:
         starting = lines.add_task("starting", total=None, size="")
         tasks: dict[str, TaskID] = {}
-        """Tasks by rank and phase: a phase may have no total, which a task cannot lose."""
+        """Progress bars by rank and phase. Each phase has its own, since a bar's total cannot be unset."""
 
         def show(engines: Mapping[int, Starting | None]) -> None:
             several = len(engines) > 1
@@ -68,7 +68,7 @@ def progress_lines() -> Iterator[Show]:
 
 
 def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
-    """Return the lines that a server prints when it is ready: the page, a request to try, and how to stop it."""
+    """Return the lines printed when a server is ready: the page, an example request, and how to stop it."""
     key = ' -H "Authorization: Bearer $TANDEM_API_KEY"' if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
     return (

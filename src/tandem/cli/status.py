@@ -22,17 +22,17 @@ from tandem.supervision.record import Background, known_names
 from tandem.supervision.status_probe import StatusProbe
 
 PROBE_S = 3.0
-"""Timeout in seconds of an engine's status, longer than the api's because a busy machine delays it."""
+"""Timeout in seconds of an engine's status; longer than the API server's, since a busy machine delays the answer."""
 NEWS_S = 0.6
 """Seconds after which an engine has surely published a new status."""
 _SHOWN_EVENTS = 8
 _WIDTH = 140
-"""Columns where the output is no terminal."""
+"""Columns if the output is no terminal."""
 
 
 @dataclass
 class Replica:
-    """One engine, and its status where it answers."""
+    """One engine, with its status if it answers."""
 
     info: ReplicaInfo
     status: EngineStatus | None
@@ -41,14 +41,14 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """`ready`, `starting` and so on; `unreachable` where it does not answer."""
+        """State of the engine, such as `ready` or `starting`; `unreachable` if it does not answer."""
         if self.info.state != "running":
             return self.info.state
         return "unreachable" if self.status is None else self.status.state
 
     @property
     def detail(self) -> str:
-        """Current task, or what it waits for; empty while it serves."""
+        """Current activity, or the cause of a wait; empty while it serves."""
         return self.info.detail if self.status is None else self.status.detail or self.status.degraded
 
 
@@ -64,21 +64,21 @@ class Look:
     started_at: float | None = None
     replicas: list[Replica] = field(default_factory=list)
     models: list[ModelInfo] = field(default_factory=list)
-    """The models, where there are several."""
+    """Models of a server with several; else empty."""
     events: list[Event] = field(default_factory=list)
-    """Events since its start, the oldest first."""
+    """Events since the server's start, oldest first."""
     announced: bool = False
-    """True once the server has announced that it is ready; engines may be ready before its api knows them."""
+    """True once the server has announced that it is ready, which follows the engines being ready."""
 
     @property
     def ready(self) -> bool:
-        """True when every replica takes requests."""
+        """True when every replica accepts requests."""
         begun = self.announced and bool(self.replicas or self.models)
         return begun and all(replica.state == "ready" for replica in self.replicas)
 
     @property
     def state(self) -> str:
-        """State of the whole: `down`, `ready`, or that of the first replica that is not ready."""
+        """State of the server: `down`, `ready`, or that of the first replica that is not ready."""
         if not self.runs:
             return "down"
         if self.ready:
@@ -87,17 +87,17 @@ class Look:
 
     @property
     def detail(self) -> str:
-        """Current task of the first replica that is not ready."""
+        """Current activity of the first replica that is not ready."""
         return next((replica.detail for replica in self.replicas if replica.state != "ready" and replica.detail), "")
 
     @property
     def statuses(self) -> dict[int, EngineStatus | None]:
-        """Status of each replica, by its number."""
+        """Status by replica number; None for one that does not answer."""
         return {replica.info.replica: replica.status for replica in self.replicas}
 
     @property
     def running(self) -> int:
-        """Requests in flight."""
+        """Requests running or queued."""
         return sum(status.running + status.queued for status in self.statuses.values() if status is not None)
 
 
@@ -130,13 +130,15 @@ def _next_picture(arguments: argparse.Namespace) -> RenderableType:
     time.sleep(NEWS_S)
     try:
         return Group(*map(_picture, _looks(arguments)))
-    except UsageError as error:  # it may come back
+    except UsageError as error:  # temporary failures are shown, not fatal
         return Text(error.message, "red")
 
 
 def look_at(place: Background, interval: float) -> Look:
-    """Return the state of a background server. Tokens per second are counted over `interval` seconds, at least
-    `NEWS_S`; 0 leaves them out."""
+    """Return the state of a background server.
+
+    Tokens per second are measured over `interval` seconds, at least `NEWS_S`; 0 omits them.
+    """
     if not place.runs():
         return Look(place.name, False)
     look, record = Look(place.name, True), place.record()
@@ -147,12 +149,12 @@ def look_at(place: Background, interval: float) -> Look:
         try:
             _fill(look, record.port, interval)
         except UsageError:
-            look.replicas = []  # it has only just started, or is about to end
+            look.replicas = []  # the server is just starting or about to end
     return look
 
 
 def look_at_port(port: int, interval: float = 0.0) -> Look:
-    """Return the state of the server on a port of this machine, however it was started. Raises UsageError."""
+    """Return the state of the server on a port of this machine, started in any way. Raises UsageError."""
     look = Look(f"port {port}", True, address=f"127.0.0.1:{port}")
     _fill(look, port, interval)
     return look
@@ -178,7 +180,7 @@ def _fill(look: Look, port: int, interval: float) -> None:
 
 
 def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: float) -> None:
-    """Query again after `interval` seconds, for the tokens per second of each engine that answers both times."""
+    """Wait `interval` seconds, at least `NEWS_S`, query again, and set the tokens per second of each engine."""
     time.sleep(max(interval, NEWS_S))
     for replica in replicas:
         if replica.status is not None and (now := probes[replica.info.replica].ask(PROBE_S)) is not None:
@@ -221,7 +223,7 @@ def as_json(look: Look) -> JsonObject:
 
 
 def _picture(look: Look) -> Group:
-    """Return the facts that `--json` prints, as tables."""
+    """Return the facts of `as_json` as tables."""
     view = as_json(look)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""

@@ -1,4 +1,4 @@
-"""`tandem top`: the state of a server, asked over HTTP again and again."""
+"""`tandem top`: live state of a server, polled over HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tandem.system.http_client import ServerClient
 
 TTFT = "tandem_time_to_first_token_seconds"
 PLAIN_WIDTH = 120
-"""Columns where the output is no terminal."""
+"""Columns if the output is no terminal."""
 MAX_REQUESTS, MAX_EVENTS = 10, 6
 
 
@@ -42,13 +42,13 @@ class ServerSample:
     health: JsonObject
     status: JsonObject
     metrics: dict[str, float]
-    """Values by name, summed over labels; empty where metrics are off."""
+    """Values by name, summed over labels; empty if metrics are disabled."""
     events: list[JsonObject]
-    """The latest events; none from a server without /v1/events."""
+    """Latest events; empty for a server without /v1/events."""
 
 
 def look(server: ServerClient) -> ServerSample:
-    """Ask the server. Raises UsageError when it does not answer, or not as a Tandem server does."""
+    """Query the server. Raises UsageError when it does not answer, or is no Tandem server."""
     try:
         health, status = server.get_json("/health"), server.get_json("/v1/status")
         if not (isinstance(health["status"], str) and isinstance(status["replicas"], list)):
@@ -56,21 +56,18 @@ def look(server: ServerClient) -> ServerSample:
     except (ValueError, LookupError, TypeError):
         raise UsageError(f"{server.url} does not answer as a Tandem server; is --url right?", param="base_url") from None
     metrics: dict[str, float] = {}
-    with contextlib.suppress(UsageError, ValueError):  # metrics may be switched off: the rest is worth showing
+    with contextlib.suppress(UsageError, ValueError):  # metrics may be disabled; the rest is still useful
         for family in text_string_to_metric_families(server.get("/metrics").decode()):
             for sample in family.samples:
                 metrics[sample.name] = metrics.get(sample.name, 0.0) + sample.value
     events: list[JsonObject] = []
-    with contextlib.suppress(UsageError, ValueError, LookupError):  # of an earlier version
+    with contextlib.suppress(UsageError, ValueError, LookupError):  # an earlier version has no events
         events = server.get_json(f"/v1/events?limit={MAX_EVENTS}")["data"]
     return ServerSample(time.monotonic(), health, status, metrics, events)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Watch until interrupted; print one picture with --once, and where the output is no terminal.
-
-    Raises UsageError.
-    """
+    """Refresh until Ctrl-C. With --once, or without a terminal, print one state. Raises UsageError."""
     if not 0.1 <= arguments.interval <= 3600:
         raise UsageError(f"--interval {arguments.interval}: must be from 0.1 to 3600 seconds", param="interval")
     server, console = find_server(arguments), screen(PLAIN_WIDTH)
@@ -86,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         last = before
         try:
             before = look(server)
-        except UsageError as error:  # it may come back
+        except UsageError as error:  # temporary failures are shown, not fatal
             return Group(picture(server.url, last, last), Text(error.message, "red"))
         return picture(server.url, last, before)
 
@@ -95,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def picture(url: str, before: ServerSample, now: ServerSample) -> RenderableType:
-    """Return everything on one screen; rates are of the time between the two looks."""
+    """Return the full display. Rates refer to the time between the two samples."""
     parts: list[RenderableType] = [
         _head(url, before, now),
         replicas_table(now.status["replicas"]),
@@ -138,7 +135,7 @@ def _rate(before: ServerSample, now: ServerSample, name: str) -> str:
 
 
 def _mean(before: ServerSample, now: ServerSample) -> str:
-    """Return the mean time to the first token: of the requests since the last look, or of all."""
+    """Return the mean time to the first token as text: since the previous sample, or over all requests if there were none."""
     count, total = now.metrics.get(f"{TTFT}_count", 0.0), now.metrics.get(f"{TTFT}_sum", 0.0)
     since = count - before.metrics.get(f"{TTFT}_count", 0.0)
     if since > 0:
@@ -147,7 +144,7 @@ def _mean(before: ServerSample, now: ServerSample) -> str:
 
 
 def _requests(now: ServerSample) -> Table:
-    """Return a row for each of this key's requests, the oldest first."""
+    """Return a table with a row per request of this API key, oldest first."""
     requests = sorted(now.status["requests"], key=lambda request: -float(request["elapsed_seconds"]))
     table = narrow_table(
         [

@@ -1,7 +1,7 @@
-"""A fast linear algebra library in front of the slow reference one that MLX's Linux CPU build is linked to.
+"""Preloading of a fast BLAS library in place of the slow reference BLAS that MLX's Linux CPU build links to.
 
-Symbols of a library loaded with RTLD_GLOBAL before MLX win over those of the one that MLX brings along. float32
-products then run 20 to 90 times as fast (docs/performance.md).
+Symbols of a library loaded with RTLD_GLOBAL before MLX take precedence over those of MLX's own library. float32 products
+then run 20 to 90 times as fast (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libmkl_rt.so.2", "libbli
 
 @functools.cache
 def preload_blas(choice: str) -> str | None:
-    """Load `choice` (`auto`, `none`, or a path) and return what was loaded, None for nothing. Later calls say the same.
+    """Load the BLAS library `choice` (`auto`, `none`, or a path); return its name, or None if none was loaded. Cached.
 
-    Call before mlx is imported; on anything but Linux it does nothing, since MLX uses Accelerate there. Raises
-    ConfigError when a path that was asked for cannot be loaded or MLX is there already.
+    Call before mlx is imported. Does nothing outside Linux: MLX uses Accelerate on macOS. Raises ConfigError when an
+    explicit path cannot be loaded or mlx is already imported.
     """
     if choice == "none" or sys.platform != "linux":
         return None
@@ -43,6 +43,6 @@ def preload_blas(choice: str) -> str | None:
 
 
 def limit_threads(library: str | None, threads: int) -> None:
-    """Set the threads of a library that `preload_blas` loaded; only OpenBLAS has a known call for it."""
+    """Set the number of threads of a library loaded by `preload_blas`; OpenBLAS only, a no-op for others."""
     if library is not None and hasattr(loaded := ctypes.CDLL(library), "openblas_set_num_threads"):
         loaded.openblas_set_num_threads(threads)

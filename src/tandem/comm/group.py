@@ -1,7 +1,7 @@
-"""MLX's process groups: of one pipeline stage, over whichever backend joins its ranks, and the ring between stages.
+"""MLX process groups: the ranks of one pipeline stage over any backend, and the ring between stages.
 
-Where the backend finds its peers stands in the environment, which the launcher prepares (launchers/process_groups.py). Nothing
-here has a timeout: MLX offers none, so ranks are supervised from outside, by progress.
+The launcher sets the environment in which a backend finds its peers (launchers/process_groups.py). MLX offers no timeouts,
+so nothing here has one: another process supervises the ranks by their progress.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from tandem.env import variable
 from tandem.errors import LayoutError
 
 POLLING_CORES = 4
-"""Cores for each rank from which on a ring's sockets are polled."""
+"""CPU cores per rank from which on MLX's ring threads may poll their sockets."""
 _WAIT_US = 4000
-"""Longest sleep of a thread that both sends and receives while the other direction has work."""
+"""Socket timeout of a ring thread in microseconds: its longest sleep in one direction while the other has work."""
 
 
 def dispatch(*trees: object) -> None:
-    """Start computing arrays, or trees of them; returns at once."""
+    """Start computing arrays, or trees of arrays, without blocking."""
     start: Callable[..., None] = mx.async_eval
     start(*trees)
 
 
 def join_group(backend: str, size: int) -> mx.distributed.Group:
-    """Join MLX's group of `size` ranks, and block until all of them are there.
+    """Join MLX's group of `size` ranks; block until all ranks have joined.
 
-    `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. Raises LayoutError when the group has another
-    size.
+    `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. Raises LayoutError when the group has another size.
     """
-    # jaccl-ring is jaccl told by its environment to prefer a ring over a mesh.
+    # jaccl-ring is MLX's jaccl with an environment variable that prefers a ring over a mesh.
     group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=True)
     if group.size() != size:
         raise LayoutError(
@@ -52,7 +51,10 @@ def join_group(backend: str, size: int) -> mx.distributed.Group:
 
 
 def _sleep_until_data(hosts: str) -> None:
-    """Make the sockets of MLX's ring blocking: its threads poll them, which takes the cores that other ranks need."""
+    """Make the sockets of MLX's ring blocking: polling would occupy the cores that other ranks need.
+
+    `hosts` is the path of the host file.
+    """
     addresses = {address for host in json.loads(Path(hosts).read_text()) for address in host}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, or not connected
@@ -68,7 +70,7 @@ def _sleep_until_data(hosts: str) -> None:
 
 
 class StageGroup:
-    """Collectives among the ranks of one stage. Used by one thread alone, in the same order on all ranks."""
+    """Collectives among the ranks of one stage. Used by one thread, in the same order on all ranks."""
 
     def __init__(self, backend: str, size: int) -> None:
         """Join the group with `join_group`."""
@@ -77,7 +79,7 @@ class StageGroup:
         self.size = size
 
     def sum(self, x: mx.array) -> mx.array:
-        """Elementwise sum over the ranks; the same bits on all of them."""
+        """Return the elementwise sum of `x` over the ranks, bit-identical on all of them."""
         return mx.distributed.all_sum(x, group=self._group)
 
     def gather_last(self, x: mx.array, sizes: Sequence[int]) -> mx.array:
@@ -92,33 +94,32 @@ class StageGroup:
 
 
 class RingLink:
-    """`send` to the next of `size` ranks and `receive` from the one before, over MLX's ring. Used by one thread alone.
+    """Point-to-point link on MLX's ring of `size` ranks: `send` to the next rank, `receive` from the previous one.
 
-    The ring needs `MLX_HOSTFILE` and `MLX_RANK` in the environment, which the launcher sets; it reaches neighbours
-    only, checks neither peers nor shapes, and a peer that is stuck keeps a receive waiting for good. Whoever uses it
-    must be supervised from another process.
+    Used by one thread. The launcher sets `MLX_HOSTFILE` and `MLX_RANK`. The ring reaches neighbours only and checks neither
+    peers nor shapes. A stuck peer blocks `receive` forever, so another process must supervise the caller.
     """
 
     def __init__(self, size: int) -> None:
-        """Join the ring. Blocks, with the interpreter lock held, until all ranks are there (or 31 s have passed)."""
+        """Join the ring. Block, with the GIL held, until all ranks have joined or 31 s have passed."""
         self._group = join_group("ring", size)
         self._next = (self._group.rank() + 1) % size
         self._previous = (self._group.rank() - 1) % size
-        # Sends wait in a stream of their own, so that the next computation need not wait for the receiver.
+        # Sends have their own stream, so that the next computation need not wait for the receiver.
         self._outbound = mx.new_stream(mx.cpu)
         self._inbound = mx.new_stream(mx.cpu)
 
     def send(self, array: mx.array, step_id: int) -> None:
-        """Start sending; returns before the peer has received."""
+        """Evaluate `array` and start sending it; return before the peer has received it. `step_id` is not sent."""
         mx.eval(array)
         dispatch(mx.distributed.send(array, self._next, group=self._group, stream=self._outbound))
 
     def flush(self) -> None:
-        """Wait until the peer has received everything."""
+        """Wait until all started sends are complete."""
         mx.synchronize(self._outbound)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
-        """Wait for an array of exactly this shape and type. The ring carries no step numbers to check."""
+        """Wait for an array of this shape and type. The ring carries no step numbers, so `step_id` is not checked."""
         array = mx.distributed.recv(shape, dtype, self._previous, group=self._group, stream=self._inbound)
         mx.eval(array)
         return array

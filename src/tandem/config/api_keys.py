@@ -1,4 +1,4 @@
-"""API keys, and what each of them may use."""
+"""API keys, and the limits of the client that each belongs to."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tandem.system.files import NotRegular, read_text
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLimits:
-    """Limits of one client; None is without limit."""
+    """Limits of one client; None means unlimited."""
 
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     weight: float = 1.0
-    """Share of the machine beside that of other clients."""
+    """Weight of the client in fair queueing, relative to other clients."""
 
 
 MOST = 10**12
-"""Largest number of a limit, or weight."""
+"""Largest accepted value of a limit or weight."""
 _NAMES = tuple(ClientLimits.__dataclass_fields__)
 
 
 def read_key_file(path: str, limits: ClientLimits, *, label: str = "--api-key-file") -> dict[str, ClientLimits]:
-    """Keys in a file, with their limits: one a line, `KEY [name=value ...]`; what is left out is as in `limits`.
+    """Read API keys and their limits from a file of lines `KEY [name=value ...]`; omitted limits come from `limits`.
 
-    Blank lines and lines that start with # do not count. Raises ConfigError, which never quotes a key.
+    Blank lines and lines that start with # are ignored. Raises ConfigError, whose message never quotes a key.
     """
     try:
         text = read_text(path)

@@ -1,4 +1,4 @@
-"""The ring project's settings (`--profile ring`): its file `.env`, and its variables with what they mean here."""
+"""Settings of the ring project (`--profile ring`): its `.env` file, and its variables mapped to Tandem's settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAPPED = {
     "DEFAULT_MAX_TOKENS": "default_max_tokens",
     "LOG_LEVEL": "log_level",
 }
-"""Legacy variable -> field."""
+"""Legacy variable -> settings field."""
 
 RING_DEFAULTS = {"port": 8100, "keep_conversations": 3600.0}
-"""Values that the profile sets where nothing else does."""
+"""Defaults of the profile, below all other sources."""
 
 NOT_MAPPED = {
     "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
@@ -47,11 +47,11 @@ NOT_MAPPED = {
     "SERVER_LOG_PATH": "use `tandem up`, whose log `tandem logs` prints, or redirect stderr of `tandem serve`",
     "API_LOG_PATH": "use `tandem up`, whose log `tandem logs` prints, or redirect stderr of `tandem serve`",
 }
-"""Legacy variable without effect -> what to use in its place."""
+"""Legacy variable without effect -> what to use instead."""
 
 
 def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[object, str]], list[str]]:
-    """Values by field name with the variable that each came from, and warnings about variables without effect.
+    """Return (value, variable) by field name, and warnings about variables without effect.
 
     Empty variables count as unset. Raises ConfigError for a value of the wrong type.
     """
@@ -65,9 +65,9 @@ def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[object,
 
 
 def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of `.env` in `directory` that `environment` lacks; none where there is no such file.
+    """Return the variables in `.env` of `directory` that `environment` lacks; empty if the file does not exist.
 
-    Raises ConfigError, in one line, for a file that cannot be read, and for a line that is not NAME=VALUE.
+    Raises a one-line ConfigError for an unreadable file, and for a line that is not NAME=VALUE.
     """
     path = directory / ".env"
     try:
@@ -79,7 +79,7 @@ def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, st
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text", param="profile") from None
     for binding in parse_stream(io.StringIO(text)):
-        # A name alone is right for python-dotenv, and sets nothing.
+        # python-dotenv accepts a name without a value, which sets nothing.
         if binding.error or (binding.key is not None and binding.value is None):
             line = binding.original.string
             number = binding.original.line + line[: len(line) - len(line.lstrip())].count("\n")

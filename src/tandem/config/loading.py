@@ -1,5 +1,6 @@
-"""Merge settings from command line, environment, legacy variables, TOML file and defaults, in that order of strength,
-and carry them to child processes as JSON.
+"""Merging of settings from command line, environment, legacy variables, TOML file and defaults, in decreasing priority.
+
+Also their JSON form for child processes.
 """
 
 from __future__ import annotations
@@ -22,30 +23,29 @@ from tandem.errors import ConfigError
 from tandem.system.files import read_text
 
 PROFILES = ("ring",)
-"""Sets of legacy variables that can be asked for."""
+"""Names of selectable sets of legacy variables."""
 
 _REFUSED_WHEN_EMPTY = ("api_key", "api_key_file")
-"""Fields whose variable must not be empty: a secret that failed to expand must not open the server."""
+"""Fields whose variable must not be empty: a secret that failed to expand must not leave the server open."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedSettings:
-    """Merged settings and how they came about."""
+    """Merged settings and their sources."""
 
     settings: Settings
     sources: Mapping[str, str]
-    """For each field that was set: where it was set, as messages name it."""
+    """Source of each field that was set, in the words of messages (`--port`, `TANDEM_PORT`)."""
     warnings: tuple[str, ...]
-    """For the log."""
 
     def given(self, *sections: str) -> dict[str, Any]:
-        """Values that were set somewhere, of the named sections, by field name."""
+        """Return explicitly set values of these sections by field name, without defaults."""
         chosen = (option for option in options() if option.section in sections and option.name in self.sources)
         return {option.name: getattr(getattr(self.settings, option.section), option.name) for option in chosen}
 
 
 class _Values:
-    """Values by field name; the first setting of a field wins."""
+    """Values by field name; the first `put` of a field wins."""
 
     def __init__(self) -> None:
         self.values: dict[str, object] = {}
@@ -58,7 +58,7 @@ class _Values:
             self.sources[name] = source
 
     def label(self, name: str) -> str:
-        """The source of a field, or its flag when it has its default."""
+        """Return the source of a field, or its flag if it has its default."""
         return self.sources.get(name, by_name()[name].flag)
 
 
@@ -69,9 +69,9 @@ def load(
     config_file: str | None = None,
     profile: str | None = None,
 ) -> LoadedSettings:
-    """Merge and validate. `flags` holds the texts of each given flag by field name.
+    """Merge and validate settings. `flags` holds the texts of each given flag by field name.
 
-    Raises ConfigError, in one line that names flag, variable or file.
+    Raises a one-line ConfigError that names the flag, variable or file.
     """
     environment = environment or {}
     config_file = config_file or environment.get("TANDEM_CONFIG") or None
@@ -103,9 +103,9 @@ def load(
 
 
 def build(values: Mapping[str, object]) -> Settings:
-    """Settings with `values` (by field name, already of the right type) and defaults for the rest.
+    """Return settings with `values` (by field name, of the right types) and defaults for the rest.
 
-    Raises ConfigError for a name that no section has.
+    Raises ConfigError for an unknown name.
     """
     sections: dict[str, dict[str, object]] = {section: {} for section in section_names()}
     for name, value in values.items():
@@ -116,12 +116,12 @@ def build(values: Mapping[str, object]) -> Settings:
 
 
 def to_json(settings: Settings) -> bytes:
-    """Settings as one line of JSON, for a child's standard input."""
+    """Return the settings as one line of JSON, for a child's standard input."""
     return msgspec.json.encode(settings)
 
 
 def from_json(line: bytes) -> Settings:
-    """The settings that `to_json` wrote. Raises ConfigError when they are not that."""
+    """Return the settings that `to_json` encoded. Raises ConfigError for invalid input."""
     try:
         return msgspec.json.decode(line, type=Settings)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -129,7 +129,7 @@ def from_json(line: bytes) -> Settings:
 
 
 def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[str]:
-    """Take TANDEM_* variables; warn about those that mean nothing."""
+    """Merge TANDEM_* variables. Return warnings about unknown variables and former names."""
     known: dict[str, Option] = {option.variable: option for option in options()}
     former = {"TANDEM_" + name.upper(): name for name in RENAMED}
     warnings: list[str] = []
@@ -140,7 +140,7 @@ def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[st
             option = by_name()[renamed(former[variable], variable, warnings)]
             merged.put(option.name, option.parse([text], label=variable), variable)
         elif variable not in known:
-            # Without the prefix, which makes any two of them alike.
+            # Compare without the prefix, which would make any two names similar.
             names = {one.removeprefix("TANDEM_"): one for one in (*known, *EXTRA_VARIABLES)}
             near = difflib.get_close_matches(variable.removeprefix("TANDEM_"), list(names), 1)
             meant = f"; did you mean {names[near[0]]}?" if near else ""
@@ -153,13 +153,13 @@ def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[st
 
 
 def _add_file(merged: _Values, path: str) -> list[str]:
-    """Take the tables of a TOML file. Return warnings about former names."""
+    """Merge the tables of a TOML file. Return warnings about former names. Raises ConfigError."""
     warnings: list[str] = []
     try:
         tables = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
-    except (ValueError, RecursionError) as error:  # beside TOMLDecodeError: not UTF-8, endless digits
+    except (ValueError, RecursionError) as error:  # ValueError also covers text that is not UTF-8 and too many digits
         raise ConfigError(f"--config: {path} is not valid TOML: {error}", param="config") from None
     for table, entries in tables.items():
         if table not in section_names():
@@ -181,14 +181,14 @@ def _add_file(merged: _Values, path: str) -> list[str]:
 
 
 def _table_hint(table: str) -> str:
-    """Table in which a key that stands outside of all tables belongs, or the nearest table."""
+    """Return a hint: the right table if `table` is a setting's name, else the nearest table."""
     if table in by_name():
         return f"; {table} belongs into [{by_name()[table].section}]"
     return nearest(table, section_names())
 
 
 def _key_hint(key: str, known: Mapping[str, Option]) -> str:
-    """The right table of a key that stands in the wrong one, or the nearest name."""
+    """Return a hint: the right table of a setting in the wrong one, else the nearest name."""
     if option := by_name().get(RENAMED.get(key, key)):
         return f"; {option.name} belongs into [{option.section}]"
     return nearest(key, known) or nearest(key, by_name())

@@ -1,7 +1,7 @@
 """Options derived from the settings' dataclasses: one per field, with its flag, variable, parser and help text.
 
-The command line, the environment, the TOML file and docs/configuration.md all come from here, so they cannot drift
-apart. Help texts are the docstrings that stand under the fields; they are read from the source with `ast`.
+The command line, the environment, the TOML file and docs/configuration.md all use them, so they cannot diverge. Help texts
+are the docstrings below the fields, read from the source with `ast`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "tls_key": ("--ssl-keyfile",),
     "num_speculative_tokens": ("--num-draft-tokens",),
 }
-"""Aliases of flags, known from vLLM and its relatives."""
+"""Alternative flags by field name, known from vLLM and related servers."""
 
 RENAMED = {
     "also": "extra_models",
@@ -45,7 +45,8 @@ RENAMED = {
     "spares": "standby_ranks",
     "warm": "warmup_prompts",
 }
-"""Former names of settings. As flag, variable, TOML key and keyword they work for one release, with a warning."""
+"""Former name -> present name of a setting. A former flag, variable, TOML key or keyword works for one release, with a
+warning."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -53,38 +54,38 @@ _FALSE = ("0", "false", "no", "off")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One field of one section of `Settings`."""
+    """One field of a section of `Settings`."""
 
     section: str
-    """Field of `Settings` and table of the TOML file."""
+    """Name of the section: field of `Settings` and table of the TOML file."""
     name: str
-    """Field of the section's dataclass and key in the TOML table."""
+    """Name of the field in the section's dataclass, and key in the TOML table."""
     help: str
-    """The docstring under the field, on one line."""
+    """Docstring below the field, joined to one line."""
     default: object
     base: type
-    """str, int, float or bool: the type of the value, or of each item when `repeated`."""
+    """Type of the value, or of each item when `repeated`: str, int, float or bool."""
     choices: tuple[str, ...] = ()
-    """Allowed values; empty when any will do."""
+    """Allowed values; empty allows any."""
     optional: bool = False
-    """None is allowed."""
+    """True if None is allowed."""
     repeated: bool = False
-    """The value is a tuple of `base`."""
+    """True if the value is a tuple of `base`."""
 
     @property
     def flag(self) -> str:
-        """Flag, as `--pipeline-parallel-size`."""
+        """Flag, such as `--pipeline-parallel-size`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Environment variable, as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
+        """Environment variable, such as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
         return "TANDEM_" + self.name.upper()
 
     def parse(self, texts: Sequence[str], *, label: str) -> object:
-        """Parse `texts` (one, or several for a repeated option) to the option's value.
+        """Parse `texts` (several for a repeated option; else the last counts) to the option's value.
 
-        Raises ConfigError naming `label`, the text and what is allowed.
+        Raises ConfigError that names `label`, the text and the allowed values.
         """
         if not self.repeated:
             return self._parse_one(texts[-1].strip(), label)
@@ -92,7 +93,7 @@ class Option:
         return tuple(self._parse_one(item, label) for item in items)
 
     def convert(self, value: object, *, label: str) -> object:
-        """Convert a value that already has a type (TOML): lists become tuples, whole numbers floats."""
+        """Check and convert a typed value (TOML): lists become tuples, integers become floats. Raises ConfigError."""
         if self.repeated and isinstance(value, list):
             return tuple(self._convert_one(item, label) for item in value)
         converted = self._convert_one(value, label)
@@ -131,7 +132,7 @@ _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 
 @functools.cache
 def options() -> tuple[Option, ...]:
-    """All options, in the order of the fields."""
+    """Return all options, in the order of the fields. Cached."""
     found = []
     for section in section_names():
         settings_class = section_class(section)
@@ -145,7 +146,7 @@ def options() -> tuple[Option, ...]:
 
 @functools.cache
 def by_name() -> dict[str, Option]:
-    """Options by the field's name, which is unique over all sections."""
+    """Return options by field name, which is unique over all sections. Cached."""
     table = {option.name: option for option in options()}
     if len(table) != len(options()):
         raise TypeError("two sections of Settings have a field of the same name")
@@ -153,7 +154,7 @@ def by_name() -> dict[str, Option]:
 
 
 def renamed(name: str, former: str, warnings: list[str]) -> str:
-    """Return the field that `name` means. A former name adds a warning, which begins with `former`: what was written."""
+    """Return the present name of a setting. For a former name append a warning that starts with `former`, the user's spelling."""
     if name not in RENAMED:
         return name
     option = by_name()[RENAMED[name]]
@@ -163,25 +164,28 @@ def renamed(name: str, former: str, warnings: list[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` with the known name that is most alike, or nothing."""
+    """Return `; did you mean ...?` with the most similar known name, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def section_names() -> tuple[str, ...]:
-    """Sections in the order of `Settings`."""
+    """Return the sections' names in the order of `Settings`."""
     return tuple(field.name for field in dataclasses.fields(Settings) if field.name != "named")
 
 
 def section_class(section: str) -> type:
-    """The dataclass of a section."""
+    """Return the dataclass of a section."""
     found: type = typing.get_type_hints(Settings)[section]
     return found
 
 
 @functools.cache
 def field_docs(settings_class: type) -> dict[str, str]:
-    """Docstring under each field of a dataclass, joined to one line. Raises TypeError for a field that has none."""
+    """Return the docstring below each field of a dataclass, joined to one line.
+
+    Raises TypeError for a field without one.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(settings_class)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     texts: dict[str, str] = {}
@@ -196,7 +200,7 @@ def field_docs(settings_class: type) -> dict[str, str]:
 
 
 def _shape(hint: object) -> dict[str, Any]:
-    """`base`, `choices`, `optional` and `repeated` of a field's type."""
+    """Return `base`, `choices`, `optional` and `repeated` for a field's type. Raises TypeError for an unsupported type."""
     shape: dict[str, Any] = {}
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))

@@ -1,4 +1,4 @@
-"""Several models in one configuration: which there are, and the settings of each."""
+"""Several models in one configuration: their list, and the settings of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,127}")
 _SECTIONS = ("model", "parallel", "scheduler", "speculation")
 _SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser", "thinking_budget", "thinking_message")
 _NOT_OWN = ("served_name",)
-"""Settings that a model's table cannot have: its name sets them."""
+"""Settings not allowed in a model's table: its name determines them."""
 _LAYOUT = (
     "pipeline_parallel_size",
     "tensor_parallel_size",
@@ -24,11 +24,11 @@ _LAYOUT = (
     "layer_split",
     "micro_batches",
 )
-"""Settings that give a model a layout of its own."""
+"""Layout settings: a model's table that has one of them inherits none of them from the main model."""
 
 
 def check_table(name: str, entries: JsonObject, source: str, warnings: list[str]) -> NamedModel:
-    """Return the model of a table [models.NAME]; former names add to `warnings`. Raises ConfigError naming the key."""
+    """Validate a table [models.NAME] and return its model. Former names add to `warnings`. Raises ConfigError."""
     known = {option.name: option for option in _allowed()}
     values: JsonObject = {}
     for written, value in entries.items():
@@ -47,7 +47,7 @@ def check_table(name: str, entries: JsonObject, source: str, warnings: list[str]
 
 
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
-    """The models beside that of `settings.model`, in order. Raises ConfigError for a name that cannot be, or twice."""
+    """Return the models in addition to `settings.model`, in order. Raises ConfigError for an invalid or duplicate name."""
     found = [_pair(text, "--extra-models", "model", "small=org/small-model") for text in settings.models.extra_models]
     found += [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.models.lora_modules]
     found += settings.named
@@ -74,9 +74,9 @@ def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
 
 
 def settings_of(settings: Settings, one: NamedModel) -> Settings:
-    """All settings of one further model, as if it were served alone under its name. Raises ConfigError."""
+    """Return the settings of one additional model, as if served alone under its name. Raises ConfigError."""
     sections: dict[str, dict[str, object]] = {section: {} for section in (*_SECTIONS, "server")}
-    if "model" in one.values:  # another model than the main one: nothing that belongs to that
+    if "model" in one.values:  # another model than the main one inherits no settings specific to that model
         sections["model"] |= dict.fromkeys(("revision", "chat_template", "max_context", "adapter_path"))
         sections["parallel"]["layer_split"] = None
     if one.values.keys() & set(_LAYOUT):
@@ -90,18 +90,18 @@ def settings_of(settings: Settings, one: NamedModel) -> Settings:
 
 
 def alone(settings: Settings) -> Settings:
-    """Without the other models."""
+    """Return the settings without additional models."""
     return dataclasses.replace(settings, models=ModelsSettings(), named=())
 
 
 def unload_after(settings: Settings, one: NamedModel) -> float | None:
-    """Seconds of idleness after which a model goes; None for never."""
+    """Return the seconds of idleness after which a model is unloaded; None for never."""
     value = one.values.get("unload_after", settings.models.unload_after)
     return None if value is None else float(value)
 
 
 def _allowed() -> list[Option]:
-    """Options that a table [models.NAME] may have, beside `keep`."""
+    """Return the options allowed in a table [models.NAME], in addition to `keep`."""
     return [
         option
         for option in by_name().values()

@@ -1,4 +1,4 @@
-"""Sizes of memory, as people write them."""
+"""Parser for memory sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def memory_size(text: str, label: str, param: str = "hosts") -> int:
-    """Bytes of `64GB`, `64GiB`, `512MB` or a plain number of bytes. Memory is sold in powers of two, so GB is GiB.
+    """Return the bytes of `64GB`, `64GiB`, `512MB` or a plain number. Units are powers of two: GB equals GiB.
 
     Raises ConfigError.
     """
@@ -22,7 +22,7 @@ def memory_size(text: str, label: str, param: str = "hosts") -> int:
 
 
 def wired_bytes(text: str, label: str = "--wired") -> int | None:
-    """Bytes of `--wired`: None for `auto`, 0 for `off`, else the size. Raises ConfigError."""
+    """Return the bytes of `--wired`: None for `auto`, 0 for `off`, else the size. Raises ConfigError."""
     if text in ("auto", "off"):
         return None if text == "auto" else 0
     try:

@@ -1,4 +1,4 @@
-"""Speculative decoding as vLLM's users write it: one option with a JSON object."""
+"""Speculative decoding options in vLLM's form: one JSON object."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.errors import ConfigError
 from tandem.json_types import JsonObject
 
 MOST_DRAFTS = 32
-"""Most drafts of a step: more cost more than a guess is worth, and sliding windows keep room for all."""
+"""Most draft tokens per step: longer drafts rarely pay off, and sliding windows reserve room for all."""
 MOST_LOOKUP = 64
 _NAMES = {
     "method": "speculative_method",
@@ -20,13 +20,13 @@ _NAMES = {
     "prompt_lookup_max": "prompt_lookup_max",
     "prompt_lookup_min": "prompt_lookup_min",
 }
-"""vLLM's key -> our field."""
+"""vLLM's key -> settings field."""
 
 
 def with_speculative_config(settings: SpeculationSettings, label: str = "--speculative-config") -> SpeculationSettings:
-    """`settings` with what its JSON text says, and a definite method.
+    """Return `settings` merged with its JSON object, with `auto` resolved to a definite method.
 
-    Raises ConfigError naming `label`, the key and what is allowed.
+    Raises ConfigError that names `label`, the key and the allowed values.
     """
     if settings.speculative_config is None:
         return _resolved(settings)
@@ -46,7 +46,7 @@ def with_speculative_config(settings: SpeculationSettings, label: str = "--specu
 
 
 def _resolved(settings: SpeculationSettings) -> SpeculationSettings:
-    """`auto` replaced by what it stands for. Raises ConfigError where method and model contradict one another."""
+    """Return settings with `auto` resolved. Raises ConfigError when method and draft model contradict one another."""
     method, model = settings.speculative_method, settings.draft_model
     if method == "auto":
         method = "draft_model" if model else "none"

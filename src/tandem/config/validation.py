@@ -1,4 +1,4 @@
-"""Checks on merged settings: ranges, and what must agree between fields. Errors and warnings name the source."""
+"""Validation of merged settings: ranges, and consistency between fields. Errors and warnings name the source."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative
 from tandem.errors import ConfigError
 
 Label = Callable[[str], str]
-"""Source of a field's value, for messages: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
+"""Function from a field's name to the source of its value: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
 
 LONGEST_SOCKET = 98
-"""Bytes of the path of a Unix socket: 103 on macOS, less what tells replicas apart (`-123`)."""
+"""Bytes allowed for a Unix socket's path: 103 on macOS, minus room for a replica's suffix (`-123`)."""
 _BEYOND = 2**63
-"""Limit of all numbers: settings travel to other processes as numbers of 64 bits."""
+"""Exclusive limit of all numbers: settings travel between processes as 64-bit numbers."""
 _AT_LEAST_ONE = (1, math.inf)
 _POSITIVE = (math.ulp(0.0), math.inf)
 _RANGES: dict[str, tuple[float, float]] = {
@@ -102,12 +102,12 @@ _NOT_EMPTY = (
 
 
 def default_label(name: str) -> str:
-    """The flag of a field."""
+    """Return the flag of a field."""
     return by_name()[name].flag
 
 
 def validate(settings: Settings, label: Label = default_label) -> list[str]:
-    """Check everything that can be checked without the model. Returns warnings; raises ConfigError."""
+    """Check everything that does not need the model. Return warnings. Raises ConfigError."""
     for option in options():
         value = getattr(getattr(settings, option.section), option.name)
         for item in value if option.repeated and value is not None else (value,):
@@ -131,7 +131,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
 
 
 def client_limits(settings: Settings) -> ClientLimits:
-    """Default limits of a client."""
+    """Return the default limits of a client."""
     server = settings.server
     return ClientLimits(
         max_concurrent_requests=server.max_concurrent_requests,
@@ -141,14 +141,14 @@ def client_limits(settings: Settings) -> ClientLimits:
 
 
 def api_keys(settings: Settings, *, label: str = "--api-key-file") -> dict[str, ClientLimits]:
-    """All keys, each with its limits. Raises ConfigError when the file cannot be read or is not in order."""
+    """Return all API keys with their limits. Raises ConfigError when the key file is unreadable or invalid."""
     limits, server = client_limits(settings), settings.server
     found = dict.fromkeys(server.api_key, limits)
     return found if server.api_key_file is None else found | read_key_file(server.api_key_file, limits, label=label)
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine can reach."""
+    """Return True for an address that only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -158,7 +158,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_item(name: str, value: object, label: Label) -> None:
-    """Range of a number, and emptiness of a text."""
+    """Check a number's range, and that a text is not empty. Raises ConfigError."""
     if name in _NOT_EMPTY and value == "":
         raise ConfigError(f"{label(name)}: must not be empty", param=name)
     if name not in _RANGES or not isinstance(value, int | float):
@@ -178,7 +178,7 @@ def _check_item(name: str, value: object, label: Label) -> None:
 
 
 def _check_socket(path: str | None, label: Label) -> None:
-    """Check the socket's path. It must do on every system, so the shortest limit counts."""
+    """Check the length of the socket's path against the shortest limit of all systems. Raises ConfigError."""
     if path is not None and (length := len(os.fsencode(path))) > LONGEST_SOCKET:
         raise ConfigError(
             f"{label('engine_socket')}: {path} has {length} bytes, and macOS takes {LONGEST_SOCKET} with "
@@ -228,7 +228,7 @@ def _check_roles(settings: Settings, label: Label) -> None:
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
-    """Check options that one launcher alone takes, and those that it requires."""
+    """Check that options specific to a launcher match the chosen one, and that its required ones are set. Raises ConfigError."""
     chosen = parallel.chosen_launcher
     for field in dataclasses.fields(parallel):
         taker, needed = field.metadata.get("launcher", chosen), field.metadata.get("needed")
@@ -244,7 +244,7 @@ def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
 
 
 def _check_speculation(settings: Settings, label: Label) -> None:
-    """The JSON form of these settings, and that the least is not more than the most."""
+    """Check the JSON form of these settings, and that the minimum lookup does not exceed the maximum. Raises ConfigError."""
     chosen = with_speculative_config(settings.speculation, label("speculative_config"))
     if settings.speculation.speculative_config is not None:
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
@@ -258,7 +258,7 @@ def _check_speculation(settings: Settings, label: Label) -> None:
 
 
 def _check_names(settings: Settings, label: Label) -> None:
-    """Check hosts, web origins and proxies, and that a private key has its certificate. Raises ConfigError."""
+    """Check hosts, web origins and proxies, and that a private key has a certificate. Raises ConfigError."""
     server = settings.server
     for host in server.allowed_host:
         if not host or any(mark in host for mark in "/ @") or (host.count(":") == 1):
@@ -288,7 +288,7 @@ def _check_names(settings: Settings, label: Label) -> None:
 
 
 def _check_keys(settings: Settings, label: Label) -> list[str]:
-    """Keys must not be empty; an open server and a readable key file are worth a warning."""
+    """Check that API keys are not empty. Return warnings about an open server or a key file readable by others."""
     server = settings.server
     warnings = []
     if any(not key.strip() for key in server.api_key):

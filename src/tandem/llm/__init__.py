@@ -1,4 +1,4 @@
-"""The Python API: an engine within a program, without a server."""
+"""The Python API: an engine inside a program, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM`: calls that return when the answer is there, and the same for asyncio.
+"""`LLM`, whose calls block until the answer is complete, and `AsyncLLM` for asyncio.
 
 from tandem import LLM, AsyncLLM, SamplingParams
 
@@ -28,51 +28,51 @@ P = ParamSpec("P")
 
 
 class LLM(LoadedModel):
-    """A model, loaded and ready. Close it, or use a `with` block.
+    """A loaded model. Close it, or use a `with` block.
 
-    Any number of threads may use it, also streams that are read by turns: each request runs at its own pace. A call
-    that an exception (Ctrl-C too) ends, and a stream that is closed or forgotten, stop their requests. A forked process
-    cannot use it.
+    Thread-safe; requests of several threads and interleaved streams run concurrently. An exception in a call (Ctrl-C
+    included) stops its requests, as does closing or dropping a stream. Not usable in a forked process.
     """
 
     def __init__(self, model: str, *, progress: Progress | None = None, **options: object) -> None:
-        """`options` are the fields of all settings sections, as on the command line (docs/configuration.md).
+        """Load the model. `options` are fields of any settings section, as on the command line (docs/configuration.md).
 
-        `progress` is called with (rank, bytes done, bytes in all, `fetch` or `load`). Raises UsageError.
+        `progress` is called with (rank, bytes done, total bytes, `fetch` or `load`). Raises UsageError.
         """
         self._session = Session(model, options)
-        # One that is forgotten is closed as well, at the latest when the interpreter ends.
+        # A dropped object is closed as well, at the latest when the interpreter exits.
         weakref.finalize(self, EngineThread.close, self._session.engine)
         self._session.engine.start(progress)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids); all of them run together.
+        """Complete each prompt (text or token ids), all of them concurrently; return the outputs in the order of the
+        prompts.
 
-        Those that do not fit into the queue wait for room. When one is refused the others are stopped. Raises
-        RequestError.
+        Requests beyond the queue's limit wait. A failed request stops the others. Raises RequestError.
         """
         return _run(self._session.texts(prompts, params)).outputs
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation in the model's chat template. Raises RequestError."""
+        """Answer a conversation formatted with the model's chat template. Raises RequestError."""
         return _run(self._session.reply(messages, params)).outputs[0]
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
-        """Pieces of the completion of a prompt, or of the answer to a conversation, as they come.
+        """Yield pieces of text as they are generated: the completion of a prompt, or the answer to a conversation.
 
-        It begins with the first piece that is asked for. Raises RequestError.
+        The request starts when the first piece is requested. Raises RequestError.
         """
         yield from _pieces(self._session.answer(prompt, params))
 
     def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> list[list[float]]:
-        """A vector of length 1 for each prompt, pooled as `--pooling` says and cut to `dimensions` numbers if given.
+        """Return a unit-length vector for each prompt, pooled as `--pooling` defines and truncated to `dimensions`
+        numbers.
 
-        Raises RequestError.
+        None keeps all dimensions. Raises RequestError.
         """
         return _run(self._session.pooled(prompts, dimensions)).vectors(dimensions)
 
     def close(self) -> None:
-        """End what runs (with UnavailableError), all ranks, and free the model. Idempotent."""
+        """Abort running requests with UnavailableError, end all ranks and free the model. Idempotent."""
         self._session.engine.close()
 
     def __enter__(self) -> Self:
@@ -83,20 +83,20 @@ class LLM(LoadedModel):
 
 
 class AsyncLLM(LoadedModel):
-    """A model that tasks share: `async with AsyncLLM(...) as llm`, or `await llm.start()` and `await llm.close()`.
+    """A loaded model for asyncio: `async with AsyncLLM(...) as llm`, or `await llm.start()` and `await llm.close()`.
 
-    Nothing here holds up the event loop. A task that is cancelled, and a stream that is closed or forgotten, stop their
-    work. Several event loops may use one.
+    Never blocks the event loop; several tasks and event loops may share it. Cancelling a task, or closing or dropping a
+    stream, stops its requests.
     """
 
     def __init__(self, model: str, *, progress: Progress | None = None, **options: object) -> None:
-        """Store the options of `LLM`; `start` loads the model. `progress` is called in another thread."""
+        """Store the options, which are those of `LLM`; `start` loads the model. `progress` is called in another thread."""
         self._model, self._options, self._progress = model, options, progress
         self._ready: Session | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Load the model. Raises UsageError. When it is cancelled nothing is left running."""
+        """Load the model. Raises UsageError. Cancellation ends all started processes."""
         async with self._starting:
             if self._ready is not None:
                 return
@@ -127,7 +127,7 @@ class AsyncLLM(LoadedModel):
         return (await _run_async(self._session.reply, messages, params)).outputs[0]
 
     async def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
-        """Yield pieces of the answer as they come, like `LLM.stream`. Raises RequestError."""
+        """Yield pieces of the answer as they are generated, like `LLM.stream`. Raises RequestError."""
         batch = await asyncio.to_thread(self._session.answer, prompt, params)
         async with aclosing(_pieces_async(batch)) as pieces:
             async for piece in pieces:
@@ -138,7 +138,7 @@ class AsyncLLM(LoadedModel):
         return (await _run_async(self._session.pooled, prompts, dimensions)).vectors(dimensions)
 
     async def close(self) -> None:
-        """End what runs, all ranks, and free the model, like `LLM.close`."""
+        """Abort running requests, end all ranks and free the model, like `LLM.close`."""
         if self._ready is not None:
             await asyncio.to_thread(self._ready.engine.close)
 
@@ -157,7 +157,7 @@ def _run(batch: Batch) -> Batch:
 
 
 def _pieces(batch: Batch) -> Iterator[str]:
-    """Run a batch to its end, or stop it."""
+    """Submit a batch and yield its new text until all requests are finished. Abort the rest on exit."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     try:
         batch.submit(events.put).result()
@@ -177,7 +177,7 @@ async def _run_async(make: Callable[P, Batch], *args: P.args, **kwargs: P.kwargs
 
 
 async def _pieces_async(batch: Batch) -> AsyncGenerator[str, None]:
-    """Run a batch to its end, or stop it."""
+    """Submit a batch and yield its new text until all requests are finished. Abort the rest on exit."""
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def pass_on(event: Event) -> None:

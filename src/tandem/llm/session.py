@@ -1,4 +1,4 @@
-"""A loaded model: prompts become requests, the requests of one call a batch, and the engine's events answers."""
+"""A loaded model: builds requests from prompts, a batch from the requests of a call, and answers from engine events."""
 
 from __future__ import annotations
 
@@ -36,35 +36,37 @@ Message = JsonObject
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of one token in one place of a prompt. The names are vLLM's."""
+    """Log probability of one token at one position of a prompt. The names are vLLM's."""
 
     logprob: float
-    """Natural logarithm of the probability that the model itself gave it."""
+    """Natural logarithm of the model's own probability, before sampling parameters apply."""
     rank: int
-    """1 for the most likely token of the place."""
+    """Rank of the token among all candidates at its position; 1 is the most likely."""
     decoded_token: str
 
 
 @dataclasses.dataclass
 class RequestOutput:
-    """The outcome of one prompt."""
+    """Output of one prompt."""
 
     prompt_token_ids: list[int]
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
-    """Without the token that ended the text."""
+    """Generated tokens, without the stop token."""
     finish_reason: str | None = None
-    """`stop` or `length`."""
+    """Either `stop` or `length`; None while unfinished."""
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """With `SamplingParams.prompt_logprobs`: for each token of the prompt, by id, itself and the most likely ones in
-    its place; None for the first, before which there is nothing."""
+    """Log probabilities by token id for each prompt position, if `SamplingParams.prompt_logprobs` is set.
+
+    Each holds the prompt's token and the most likely ones. None at the first position.
+    """
 
 
 class Answer:
-    """One request's output so far."""
+    """Output of one request so far."""
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer) -> None:
         self.output = RequestOutput(request.prompt)
@@ -73,15 +75,15 @@ class Answer:
 
     @property
     def over(self) -> bool:
-        """True once it has a finish reason: the engine's, or a stop string was met."""
+        """True once the request has a finish reason: the engine's, or a matched stop string."""
         return self.output.finish_reason is not None
 
     def take(self, event: Output) -> str:
-        """Add the tokens of an event; returns the new text."""
+        """Add the tokens of an event and return the new text."""
         output = self.output
         tokens = event.tokens[:-1] if event.stop_token else event.tokens
         piece = ""
-        for used, token in enumerate(tokens, 1):  # where a stop string ends must not depend on how many came at once
+        for used, token in enumerate(tokens, 1):  # one by one: the cut must not depend on the event's size
             piece += self._text.push([token])
             if self._text.stopped:
                 tokens = tokens[:used]
@@ -110,10 +112,10 @@ class Answer:
 
 
 class Batch:
-    """The requests of one call. Used by one thread, or one task."""
+    """Requests of one call. Used by one thread or task."""
 
     def __init__(self, engine: EngineThread, tokenizer: Tokenizer, requests: Sequence[EngineRequest]) -> None:
-        """Prepare answers; `submit` queues the requests."""
+        """Prepare the answers; `submit` queues the requests."""
         self._engine = engine
         self._requests = requests
         self._answers = {request.request_id: Answer(request, tokenizer) for request in requests}
@@ -121,19 +123,19 @@ class Batch:
         self._open = set(self._answers)
 
     def submit(self, sink: Sink) -> Future[None]:
-        """Queue them; their events go to `sink`."""
+        """Queue the requests; their events are passed to `sink`."""
         return self._engine.submit(self._requests, sink)
 
     @property
     def open(self) -> bool:
-        """True while some request is not over."""
+        """True while a request is unfinished."""
         return bool(self._open)
 
     def take(self, event: Event) -> str:
-        """The new text that an event brings. Raises what went wrong with a request: then `end` is called for."""
+        """Process an event and return its new text. Raises a failed request's error; call `end` then."""
         if isinstance(event, Exception):
             raise event
-        if event.request_id not in self._open:  # what came beyond a stop string
+        if event.request_id not in self._open:  # tokens after a stop string
             return ""
         answer = self._answers[event.request_id]
         piece = answer.take(event)
@@ -145,16 +147,16 @@ class Batch:
         return piece
 
     def end(self) -> None:
-        """Stop those that go on. Returns at once; also when nothing has been submitted, or the engine has gone."""
+        """Abort unfinished requests without blocking. Safe before `submit` and after the engine has ended."""
         self._engine.abort(self._open)
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """In the order of the prompts."""
+        """Outputs in the order of the prompts."""
         return [answer.output for answer in self._answers.values()]
 
     def vectors(self, dimensions: int | None) -> list[list[float]]:
-        """In the order of the prompts, of length 1."""
+        """Return unit-length vectors in the order of the prompts, of `dimensions` numbers (None: all)."""
         return [unit_vector(self._vectors[request_id], dimensions).tolist() for request_id in self._answers]
 
 
@@ -165,26 +167,26 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """Tokenizer of the model."""
         return self._session.tokenizer
 
     @property
     def default_sampling(self) -> SamplingDefaults:
-        """Defaults of the model's generation_config.json, for calls without `params`."""
+        """Sampling defaults of the model's generation_config.json, for calls without `params`."""
         return self._session.layout.defaults
 
     @property
     def engine(self) -> Engine:
-        """The engine, for looking at: a thread of its own works with it."""
+        """Engine, for inspection only: another thread operates it."""
         return self._session.engine.engine
 
 
 class Session:
-    """Tokenizer, checks and engine of one model. Threads may share one."""
+    """Tokenizer, input checks and engine of one model. Thread-safe."""
 
     def __init__(self, model: str, options: dict[str, object]) -> None:
-        """Check the options and the layout; nothing is loaded but the tokenizer. Raises UsageError."""
-        settings = _settings({"model": model, "log_level": "WARNING", **options})  # text is wanted, not news of ranks
+        """Check the options and the layout and load the tokenizer, but not the weights. Raises UsageError."""
+        settings = _settings({"model": model, "log_level": "WARNING", **options})  # no logs of ranks
         self.layout = plan_layout(settings)
         say_what_is_idle(settings, self.layout)
         self.tokenizer: Tokenizer = load_tokenizer(
@@ -196,18 +198,18 @@ class Session:
         self._ids = itertools.count()
 
     def texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None) -> Batch:
-        """Completions of one prompt or several. Raises RequestError."""
+        """Return a batch that completes one prompt or several. Raises RequestError."""
         checked = self._checked(params)
         return self._batch(map(self._encode, _several(prompts)), checked)
 
     def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Batch:
-        """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
+        """Return a batch that completes a prompt or answers a conversation. Raises RequestError."""
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
             return self.reply(prompt, params)
         return self._batch([self._encode(prompt)], self._checked(params))
 
     def reply(self, messages: object, params: SamplingParams | None) -> Batch:
-        """The answer to a conversation. Raises RequestError."""
+        """Return a batch that answers a conversation. Raises RequestError."""
         if (
             isinstance(messages, str)
             or not isinstance(messages, Sequence)
@@ -221,7 +223,7 @@ class Session:
         return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
-        """Vectors of one prompt or several. Raises RequestError."""
+        """Return a batch that embeds one prompt or several. Raises RequestError."""
         pooling = self._pooling(dimensions)
         tokens = (self._encode(prompt, closed=True) for prompt in _several(prompts))
         return self._batch(tokens, SamplingParams(max_tokens=0), pooling)
@@ -254,7 +256,7 @@ class Session:
         return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
     def _checked(self, given: SamplingParams | None) -> SamplingParams:
-        """Parameters with a grammar that the ranks can follow. Raises RequestError."""
+        """Return checked parameters (None: the model's defaults) with a compiled grammar. Raises RequestError."""
         params = _typed(given or self._default)
         check_params(params, self.layout.description.vocab_size)
         if params.structured_outputs is None:
@@ -267,7 +269,7 @@ class Session:
 
 
 def _several(prompts: object) -> Sequence[object]:
-    """A list of prompts, also of one that is a text or a list of token ids. Raises RequestError."""
+    """Return a list of prompts, wrapping a single text or list of token ids. Raises RequestError."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
@@ -285,7 +287,7 @@ def _token_ids(prompt: object) -> list[int]:
 
 
 def _require_unicode(value: object, name: str) -> None:
-    """Raises RequestError if a text in it has a lone surrogate, which JSON forbids to clients of a server too."""
+    """Raise RequestError if a string in `value` has a lone surrogate; JSON forbids these to a server's clients too."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -309,7 +311,7 @@ def _no_prompt(value: object) -> RequestError:
 
 
 def _typed(params: object) -> SamplingParams:
-    """The parameters in their types; one text is one stop string. Raises RequestError."""
+    """Return the parameters converted to their types; a string as `stop` becomes one stop string. Raises RequestError."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
     if isinstance(params.stop, str):
@@ -323,7 +325,7 @@ def _typed(params: object) -> SamplingParams:
 
 
 def _converted(name: str, value: object) -> object:
-    """An option's value in the type that it has in the settings. Raises ConfigError."""
+    """Return an option's value converted to the type of its settings field. Raises ConfigError."""
     option = by_name()[name]
     if value is None and option.optional:
         return None
@@ -333,7 +335,7 @@ def _converted(name: str, value: object) -> object:
 
 
 def _settings(options: dict[str, object]) -> Settings:
-    """Each option in the section that has a field of its name."""
+    """Return settings with each option in the section that has a field of its name. Raises ConfigError."""
     chosen: JsonObject = {}
     warnings: list[str] = []
     options = {renamed(name, name, warnings): value for name, value in options.items()}

@@ -19,14 +19,14 @@ from tandem.system.state import process_state
 PR_SET_PDEATHSIG = 1
 GUARD = """cat >/dev/null; [ "$(ps -o ppid= -p $$ | tr -d ' ')" = "$0" ] && kill -9 "$0" """
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
-"""Starts all children: Linux takes the end of the thread that started one for the end of its parent."""
+"""Thread that starts all children: on Linux the parent-death signal fires when the thread that started a child ends."""
 
 
 class ChildProcess:
-    """A Python module in a process of its own.
+    """A Python module in its own process.
 
-    The payload (settings and keys: nothing secret stands in arguments) goes first down its standard input, which then
-    stays open as a lifeline: when this process ends, however it ends, the pipe closes and the child goes too.
+    The payload (settings and keys: arguments hold no secrets) is written to its standard input first. The pipe then stays
+    open as a lifeline: when this process ends for any reason, the pipe closes and the child exits.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         output: int | None = None,
     ) -> None:
-        """Start `python -m module arguments...`.
+        """Start `python -m module arguments...` and send `payload`, which must not contain a newline.
 
-        `payload` must not contain a newline; `env` is the child's whole environment, `pass_fds` are files that it
-        inherits. What it writes goes to the file `output`, if one is given. Raises SpawnError.
+        `env` is the child's whole environment; it inherits the descriptors `pass_fds`. `output` is a descriptor for its
+        stdout and stderr; None inherits both. Raises SpawnError.
         """
         self.name = name
         command = module_command(module, *arguments)
@@ -58,13 +58,12 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
             ).result()
-        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
+        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread can be started
             raise SpawnError(f"the {name} cannot be started: {str(error) or 'out of memory'}") from error
         self.tell(payload)
 
     def tell(self, payload: bytes) -> None:
-        """Send one more payload, without a newline in it, for the child's `receive_payload`. Does nothing for a child
-        that has ended."""
+        """Send another payload, without a newline, for the child's `receive_payload`. Does nothing once the child has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")
@@ -85,7 +84,7 @@ class ChildProcess:
         return self.poll() is None and process_state(self.pid) in ("T", "t")
 
     def describe_exit(self) -> str:
-        """Return in words how the process ended."""
+        """Return a phrase such as `exited with code 1` or `was ended by SIGKILL`."""
         code = self._process.returncode
         if code is None:
             return "is running"
@@ -96,11 +95,11 @@ class ChildProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL, which ends a stopped process too."""
+        """Send SIGKILL, which also ends a stopped process."""
         self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the process; False if `timeout_s` seconds pass first. Closes the lifeline afterwards."""
+        """Wait for the process to end, then close the lifeline. Return False after `timeout_s` seconds."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -112,14 +111,11 @@ class ChildProcess:
 
 
 class NoPayload(SystemExit):
-    """The parent went before its payload was whole. Ends the process without a word, unless it is caught."""
+    """The parent ended before its payload was complete. Unless caught, exit silently with code 1."""
 
 
 def receive_payload() -> bytes:
-    """In the child: the next payload that the parent sent. Call it before `watch_lifeline`.
-
-    Raises NoPayload.
-    """
+    """Return the parent's next payload; runs in the child. Call before `watch_lifeline`. Raises NoPayload."""
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         raise NoPayload(1)
@@ -128,10 +124,10 @@ def receive_payload() -> bytes:
 
 @contextlib.contextmanager
 def guarded_lifeline(platform: str = sys.platform) -> Iterator[None]:
-    """In the child, around code that keeps the interpreter lock: its end is not put off when the parent goes meanwhile.
+    """Have the child killed when the parent ends, even during code that holds the GIL; runs in the child.
 
-    Linux does that by itself (`watch_lifeline`). Elsewhere a shell reads the lifeline too, and kills this process when
-    it closes, if this process is still its parent.
+    On Linux `watch_lifeline` suffices. Elsewhere a shell reads the lifeline too. When it closes, the shell kills this
+    process if that is still the shell's parent.
     """
     if platform == "linux":
         yield
@@ -152,16 +148,16 @@ def guarded_lifeline(platform: str = sys.platform) -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, on Linux."""
+    """Have the kernel kill this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
-    """Watch the parent, in the child: when it ends call `on_loss`, or exit at once if there is none.
+    """Call `on_loss` when the parent ends, or exit at once if it is None; runs in the child.
 
-    A thread reads the pipe. Code that keeps the interpreter lock (MLX's ring start-up does) would stop it, so on Linux
-    the kernel is asked for a signal as well.
+    A thread reads the pipe. Code that holds the GIL (such as MLX's ring start-up) delays this thread. Without `on_loss`,
+    Linux's parent-death signal therefore kills the process too.
     """
 
     def wait() -> None:

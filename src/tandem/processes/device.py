@@ -1,4 +1,4 @@
-"""Device that MLX computes on here, found by another process, so that this one need not load MLX."""
+"""Device that MLX uses on this machine, determined in a child process so that this process need not load MLX."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MODULE = "tandem.loading.device"
 
 @dataclass(frozen=True)
 class Device:
-    """The device that MLX chooses on this machine."""
+    """Device that MLX selects on this machine."""
 
     gpu: bool
     memory_bytes: int
-    """Size of the memory for weights and KV."""
+    """Memory for weights and KV, in bytes."""
     name: str
-    """`CPU`, or what MLX calls the GPU."""
+    """`CPU`, or MLX's name of the GPU."""
 
 
 def this_device(device: str = "auto") -> Device:
-    """Start MLX in a child process and ask it; `device` is what `--device` says.
+    """Start MLX in a child process and return its device; `device` is the value of `--device`.
 
-    Raises UsageError with MLX's last words when it does not start.
+    Raises UsageError with MLX's last line of output when it does not start.
     """
     reply = run_once(SandboxTask(MODULE, "describe_device", {"device": device}))
     if isinstance(reply, TaskDone):

@@ -1,7 +1,7 @@
-"""Commands that start a Python of ours: never with the working directory among the places of modules.
+"""Command lines that start Python without the working directory on `sys.path`.
 
-Python puts it first for `-m` and `-c`. Whoever serves a downloaded model from within its directory would then run that
-model's `random.py` in place of the library's. `-P` leaves it out; PYTHONPATH counts as ever.
+Python puts it first for `-m` and `-c`. A server started inside the directory of a downloaded model would then import that
+model's `random.py` in place of the standard library's. `-P` omits it; PYTHONPATH still applies.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ SAFE = "-P"
 
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """`python -m module arguments...`, by this interpreter unless another is named."""
+    """Return the command `python -P -m module arguments...`; `python` None means this interpreter."""
     return [python or sys.executable, SAFE, "-m", module, *arguments]
 
 
 def code_command(code: str, *arguments: str) -> list[str]:
-    """`python -c code arguments...`."""
+    """Return the command `python -P -c code arguments...` with this interpreter."""
     return [sys.executable, SAFE, "-c", code, *arguments]
 
 
 def leave_working_directory(path: list[str]) -> None:
-    """For a process that was started with `python -m`: take its working directory out of `path` (`sys.path`) again."""
+    """Remove the working directory, which `python -m` puts first, from `path` (`sys.path`) unless `-P` was given."""
     if not sys.flags.safe_path:
         del path[:1]

@@ -1,4 +1,4 @@
-"""Temporary files of processes that were killed; the next process that makes some removes them."""
+"""Clean-up of temporary files of killed processes, done by the next process that creates temporary files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 KEPT_S = 3600.0
-"""Seconds that files are kept at least: in a container their maker's process may not be visible."""
+"""Minimum age of removed files in seconds: in a container the creating process may run without being visible."""
 _NAME = re.compile(r"tandem-[a-z]+-(\d+)-.*")
 
 
 def temporary_prefix(kind: str) -> str:
-    """Return a prefix for names of `tempfile` that tells who made the file. Removes leftovers of this user first."""
+    """Return a `tempfile` prefix that holds this process's id. First remove this user's leftovers."""
     sweep(Path(tempfile.gettempdir()))
     return f"tandem-{kind}-{os.getpid()}-"
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that have ended left in `directory`."""
+    """Remove files of this user's ended processes from `directory`. Never raises OSError."""
     with suppress(OSError):
         for entry in os.scandir(directory):
             match = _NAME.fullmatch(entry.name)

@@ -1,7 +1,7 @@
-"""Processes with limits, for work that is large or that strangers decide about: one task after the other, each bounded.
+"""Sandbox processes with limits, for work that is large or controlled by untrusted input: one bounded task at a time.
 
-A task names a function by its module, so that whoever asks need not import what the work needs (MLX, the planner). A
-task that passes its limits, or crashes, ends the process and nothing else.
+A task names a function by its module, so the caller need not import the function's dependencies (MLX, the planner). A task
+that exceeds its limits or crashes ends only its sandbox process.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from tandem.processes.child import ChildProcess
 
 MODULE = "tandem.processes.sandbox_child"
 EXIT_MEMORY = 77
-"""Exit code of a process whose task took more memory than it may."""
+"""Exit code of a process whose task exceeded its memory limit."""
 OVER_LIMITS = frozenset(
     {EXIT_MEMORY, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP}
 )
-"""Exit codes of a process that its task has ended: time or memory used up, the stack full."""
+"""Exit codes of a process ended by its task: processor time or memory exceeded, stack overflow."""
 LONGEST_WORDS = 500
 Answer = TypeVar("Answer")
 
 
 class SandboxTask(Struct, frozen=True):
-    """A function to call in a sandbox, and what the call may use."""
+    """A function to call in a sandbox, and limits for the call."""
 
     module: str
     function: str
     arguments: dict[str, object]
-    """By parameter name; the sandbox converts them to the types that the function's annotations name."""
+    """Values by parameter name; the sandbox converts them to the types of the function's annotations."""
     prepare: str = ""
-    """A function of the module to call first with the same arguments and without limits, as it loads our own files."""
+    """Function of the module to call first, with the same arguments but without limits, since it loads trusted files.
+    Empty for none."""
     cpu_s: int = 0
     """Seconds of processor time; 0: unlimited."""
     memory_bytes: int = 0
-    """Memory that the task may add to the process; 0: unlimited."""
+    """Bytes that the task may add to the process's memory; 0: unlimited."""
     wall_s: float = 120.0
-    """Seconds on the clock until the process is killed."""
+    """Wall-clock seconds after which the process is killed."""
 
     def encoded(self) -> bytes:
-        """Return the task as `Sandbox.ask` takes it."""
+        """Return the task in msgpack, as `Sandbox.ask` takes it."""
         return msgspec.msgpack.encode(self)
 
 
 class _BaseReply(Struct, kw_only=True):
     last: bool = False
-    """The process ends after this reply."""
+    """True if the process exits after this reply."""
 
 
 class TaskDone(_BaseReply, tag=True):
@@ -64,12 +65,12 @@ class TaskDone(_BaseReply, tag=True):
     answer: Raw
 
     def decoded(self, kind: type[Answer]) -> Answer:
-        """Return the answer as a value of the type `kind`."""
+        """Return the answer as a value of type `kind`."""
         return msgspec.msgpack.decode(self.answer, type=kind)
 
 
 class TaskRefused(_BaseReply, tag=True):
-    """The function raised an error of ours, which says what is wrong with the request."""
+    """The function raised a `TandemError`; `message` explains the fault in the request."""
 
     message: str
     param: str | None
@@ -78,21 +79,21 @@ class TaskRefused(_BaseReply, tag=True):
 
     @property
     def why(self) -> str:
-        """Why there is no answer."""
+        """Reason why there is no answer."""
         return self.message
 
 
 class TaskBroken(_BaseReply, tag=True):
-    """The function raised something unexpected."""
+    """The function raised an unexpected exception."""
 
     name: str
     message: str
-    """Words of the exception. They may quote a prompt: never log them for a client's request."""
+    """Text of the exception. It may quote a prompt: never log it for a client's request."""
     frames: str
 
     @property
     def why(self) -> str:
-        """Why there is no answer."""
+        """Reason why there is no answer."""
         return f"{self.name}: {' '.join(self.message.split())[:LONGEST_WORDS]}"
 
 
@@ -100,13 +101,13 @@ class SandboxEnded(Struct):
     """The process ended before it replied, or never started."""
 
     over_limits: bool
-    """The task is to blame: it used up what it may."""
+    """True if the task caused the end by exceeding its limits."""
     how: str
-    """End of the process as the end of a sentence; empty where `Sandbox.end` was called."""
+    """Verb phrase such as `was ended by SIGXCPU`; empty if `Sandbox.end` was called."""
 
     @property
     def why(self) -> str:
-        """Why there is no answer."""
+        """Reason why there is no answer."""
         return f"its process {self.how}"
 
 
@@ -115,12 +116,12 @@ _decode = msgspec.msgpack.Decoder(TaskReply).decode
 
 
 class Sandbox:
-    """One process, started for its first task. `ask` blocks; `end` may come from another thread at any time."""
+    """One process, started at its first task. `ask` blocks; `end` may be called from another thread at any time."""
 
     def __init__(self, output: int) -> None:
-        """`output`: file descriptor for what the process prints, or subprocess.DEVNULL."""
+        """Store `output`, a file descriptor for the process's output, or subprocess.DEVNULL."""
         self.usable = True
-        """True while another task can be sent."""
+        """True while further tasks can be sent."""
         self._output = output
         self._late = ""
         self._process: ChildProcess | None = None
@@ -129,12 +130,12 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        """True while the process runs or has yet to be started."""
+        """True while the process runs or has not been started yet."""
         return self._process is None or self._process.poll() is None
 
     def ask(self, task: bytes, wall_s: float) -> TaskReply | SandboxEnded:
-        """Send a task, encoded, and wait for the reply, at most `wall_s` seconds."""
-        # Not a timeout of the wait: a suspended process does not read its task either.
+        """Send an encoded task and return the reply, or how the process ended. After `wall_s` seconds the process is killed."""
+        # A timer, not a timeout of the wait: sending to a suspended process can block too.
         clock = threading.Timer(wall_s, self._end_late, (wall_s,))
         clock.daemon = True
         clock.start()
@@ -147,7 +148,7 @@ class Sandbox:
             reply: TaskReply = _decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return self._ended()
-        except (OSError, SpawnError) as error:  # no memory, no descriptor
+        except (OSError, SpawnError) as error:  # no memory or no descriptor
             how = f"failed: {error}" if self.usable else ""
             self.end()
             return SandboxEnded(False, how)
@@ -190,17 +191,17 @@ class Sandbox:
         self.end()
 
     def end(self) -> None:
-        """Kill the process. Safe to call again."""
+        """Kill the process. Idempotent."""
         with self._lock:
             self.usable = False
             if self._process is not None:
                 self._process.kill()
                 self._process.wait(5.0)
-            self._connection = None  # closed once nothing reads from it
+            self._connection = None  # closed by garbage collection once `ask` has stopped reading it
 
 
 def run_once(task: SandboxTask) -> TaskReply | SandboxEnded:
-    """Run one task in a process of its own. Returns the reply, or how the process ended, with its last line of output."""
+    """Run one task in its own process. Return the reply, or how the process ended, with its last line of output."""
     with TemporaryFile() as output:
         sandbox = Sandbox(output.fileno())
         try:

@@ -1,6 +1,6 @@
-"""A sandbox's process: reads tasks from a pipe, one after the other, within limits of its own.
+"""Process of a `Sandbox`: run tasks from a pipe, one at a time, within limits.
 
-Started as `python -m tandem.processes.sandbox_child FD`. It may be killed at any time; nothing is lost but its task.
+Started as `python -m tandem.processes.sandbox_child FD`. It can be killed at any time; only its current task is lost.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.sandbox import EXIT_MEMORY, SandboxTask, TaskBroken, TaskDone, TaskRefused, TaskReply
 
 KEPT_BYTES = 1024**3
-"""Most memory of a process that is reused for the next task."""
+"""Resident bytes above which the process exits after a task instead of running another."""
 NICENESS = 10
 _LOOK_S = 0.1
 _MACOS = sys.platform == "darwin"
 
 
 class ProcessLimits:
-    """Limits of the whole process, renewed for each task. On Linux the kernel refuses memory, elsewhere a thread looks."""
+    """Limits of the whole process, renewed for each task.
+
+    On Linux the kernel refuses memory; on macOS a thread polls the use of memory and exits the process.
+    """
 
     def __init__(self) -> None:
         self._most_resident = sys.maxsize
@@ -43,12 +46,12 @@ class ProcessLimits:
         if _MACOS:
             start_thread(self._look, name="memory")
         else:
-            with contextlib.suppress(OSError):  # rather this process than the engine
+            with contextlib.suppress(OSError):  # under memory pressure Linux then kills this process before the engine
                 Path("/proc/self/oom_score_adj").write_text("1000")
-        gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
+        gc.disable()  # a collection would traverse millions of lists, and long-lived objects here form no cycles
 
     def renew(self, cpu_s: int, memory_bytes: int) -> None:
-        """Give the next task its processor seconds and bytes."""
+        """Allow `cpu_s` seconds of processor time and `memory_bytes` more memory from now on."""
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
         if _MACOS:
             self._most_resident = peak_bytes() + memory_bytes
@@ -56,7 +59,7 @@ class ProcessLimits:
             _limit(resource.RLIMIT_AS, address_space() + memory_bytes)
 
     def lift(self) -> None:
-        """Set no limits until the next task, and return free memory to the system where the C library can."""
+        """Remove the limits until the next task, and return free memory to the system where the C library can."""
         self._most_resident = sys.maxsize
         for kind in (resource.RLIMIT_CPU, *(() if _MACOS else (resource.RLIMIT_AS,))):
             last = resource.getrlimit(kind)[1]
@@ -75,28 +78,28 @@ class ProcessLimits:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Set a soft limit, or the inherited hard limit if that is lower."""
+    """Set a soft limit of `most`, or of the inherited hard limit if that is lower."""
     last = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if last == resource.RLIM_INFINITY else min(most, last), last))
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had."""
+    """Return the peak resident memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if _MACOS else 1024)
 
 
 def address_space() -> int:
-    """Return how many bytes of addresses are in use."""
+    """Return the size of this process's address space in bytes. Linux only."""
     return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process has now; on macOS the most that it has had."""
+    """Return the resident memory of this process in bytes; on macOS its peak."""
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
 def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
-    """Run the task."""
+    """Run the task within `limits` (None: unlimited) and return its result or error. Exit the process when memory runs out."""
     try:
         module = importlib.import_module(task.module)
         function = getattr(module, task.function)
@@ -113,13 +116,13 @@ def reply_to(task: SandboxTask, limits: ProcessLimits | None) -> TaskReply:
         return TaskRefused(message=error.message, param=error.param, code=None, status=400)
     except MemoryError:
         os._exit(EXIT_MEMORY)
-    except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
-        # Also what no Exception is: a panic in a library written in Rust, such as tokenizers.
+    except BaseException as error:  # noqa: BLE001 - the boundary of the process: the parent logs it
+        # BaseException also covers a panic in a Rust library, such as tokenizers.
         return TaskBroken(name=type(error).__name__, message=str(error), frames="".join(traceback.format_tb(error.__traceback__)))
 
 
 def main() -> None:
-    """Work until the parent closes the pipe."""
+    """Run tasks until the parent closes the pipe or memory use requires a new process."""
     own_process()
     receive_payload()
     watch_lifeline()

@@ -1,4 +1,4 @@
-"""The api process of `tandem serve`: started on the listening socket, watched and restarted."""
+"""The API server process of `tandem serve`: started on the listening socket, health-checked and restarted."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, SupervisedChild
 log = logging.getLogger("tandem.cli")
 
 WINDOW_S = 60.0
-"""Seconds within which an api may die `max_restarts` times without serving between; then it is not restarted."""
+"""Window in seconds for deaths without service in between; more than `max_restarts` in it end the server."""
 SILENT_S = 15.0
-"""Seconds without a sign of life after which the api is replaced."""
+"""Seconds without an answer after which the API process is replaced."""
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
-"""Pause before a restart, per recent death, and its maximum."""
+"""Seconds added to the pause before a restart per recent death, and the maximum pause."""
 
 
 class ApiProcess(SupervisedChild):
-    """The api, one process after the other. Used by one thread."""
+    """Supervisor of the API process and its successors. Used by one thread."""
 
     def __init__(self, settings: Settings, listener: socket.socket, history: History | None = None) -> None:
-        """Note what happens in `history`. `start` starts a process."""
+        """Store the collaborators; `start` starts a process. Events are recorded in `history`."""
         super().__init__()
         self._history = history or History()
         self._settings = settings
         self._fd = listener.fileno()
         self._keys: dict[str, ClientLimits] | None = None
-        """The last valid keys."""
+        """API keys of the last valid key file; None before the first read."""
         self._mistakes = 0
-        """Consecutive exits with code 2 since the api last served."""
+        """Consecutive exits with `EXIT_USAGE` since the API process last served."""
 
     def start(self) -> None:
-        """Start a process; if none can be started now, `look` tries again. Raises ConfigError for invalid keys of the
-        first one."""
+        """Start a process; after a failure `look` tries again later.
+
+        Raises ConfigError when the API keys are invalid and no valid ones were read before.
+        """
         payload = ApiPayload(settings=msgspec.Raw(to_json(self._settings)), keys=self._read_keys())
         seconds = backoff(self._mistakes) if self.served else 0.0
         if (
@@ -53,7 +55,7 @@ class ApiProcess(SupervisedChild):
             self.restart_at = time.monotonic() + missing[0]
 
     def _read_keys(self) -> dict[str, ClientLimits]:
-        """Return the API keys of their file; where that is invalid now, the last valid ones."""
+        """Return the configured API keys; if the key file is now invalid, return the last valid ones."""
         try:
             self._keys = api_keys(self._settings)
         except UsageError as error:
@@ -69,7 +71,7 @@ class ApiProcess(SupervisedChild):
         return self._keys
 
     def heard(self, pid: int) -> bool:
-        """Record an answer of process `pid`; True if that is the api."""
+        """Record an answer of process `pid`. Return True if it is the current API process."""
         if self.child is None or self.child.pid != pid:
             return False
         self.health_check.heard()
@@ -78,7 +80,7 @@ class ApiProcess(SupervisedChild):
         return True
 
     def look(self) -> int | None:
-        """Start or replace the process if needed. Returns an exit code when the server cannot go on."""
+        """Start or replace the process if needed. Return an exit code when the server must end, else None."""
         if self.child is None:
             if time.monotonic() >= self.restart_at:
                 self.start()

@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: how they are started, watched and restarted, and what they agree on with it."""
+"""Child processes of the supervisor: start, health checks, restarts, and their exit codes."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from tandem.processes.child import ChildProcess
 
 MODULE = "tandem.cli.processes"
 LAST_WORDS = 4096
-"""Most bytes that a child may write as its reason to end."""
+"""Most bytes that a child may write as the reason of its exit."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 EXIT_USAGE, EXIT_FAILED = 2, 3
-"""Exit codes: a mistake that a person must mend; a failure after all tries."""
+"""Exit codes of a child: a user's mistake that a restart cannot fix; a failure after all retries."""
 STOPPED_S = 1.0
-"""Seconds that a child may be stopped (SIGSTOP)."""
+"""Seconds that a child may be stopped (SIGSTOP) before it is replaced."""
 ENDING_S = 30.0
-"""Seconds that the kernel may take to end a killed process that has gigabytes of memory."""
+"""Seconds that the kernel may take to end a killed process with gigabytes of memory."""
 PAUSE_S = 1.0
-"""Gap in seconds between two checks that counts as the supervisor's own pause, not as a child's."""
+"""Seconds between two checks from which on the supervisor itself was suspended: the gap does not count against a child."""
 SERVES_S = 1.0
-"""Seconds of service after which a child's earlier deaths are forgotten."""
+"""Seconds of service after which a child's earlier deaths no longer count."""
 
 
 def backoff(times: int) -> float:
-    """Return the seconds to wait after `times` failed starts: doubled each time, within bounds."""
+    """Return the seconds to wait after `times` failed starts: exponential, from `BACKOFF_S` to `MAX_BACKOFF_S`."""
     return min(BACKOFF_S * 2.0 ** min(times, 10), MAX_BACKOFF_S)
 
 
 class HealthCheck:
-    """Health check of one child, from its first sign of life on."""
+    """Health check of one child process, active from its first answer on."""
 
     def __init__(self, child: ChildProcess, silent_s: float) -> None:
-        """Watch a child that, once it has answered, must do so every `silent_s` seconds."""
+        """Check `child`, which must answer every `silent_s` seconds after its first answer."""
         self._child = child
         self._silent_s = silent_s
         self._looked_at = time.monotonic()
@@ -54,9 +54,9 @@ class HealthCheck:
         self._heard_at = time.monotonic()
 
     def verdict(self) -> str | None:
-        """Return why the child must be replaced, once; None while it need not be.
+        """Return why the child must be replaced, or None. Call periodically.
 
-        Also None for the `ENDING_S` in which a process that was killed may still be there. Call it again and again.
+        After a reason, return None for `ENDING_S`, while the killed process may still be ending.
         """
         now = time.monotonic()
         if now < self._silent_until:
@@ -84,21 +84,21 @@ class HealthCheck:
 
 @dataclass(eq=False, kw_only=True)
 class SupervisedChild:
-    """A child of the supervisor, one process after the other, which can tell why it ends. Used by one thread."""
+    """A supervised child process and its successors, which can report why they exit. Used by one thread."""
 
     child: ChildProcess | None = None
     served: bool = False
-    """A process has served: what a later one finds amiss was in order before, and may come back."""
+    """True once any process has served: the settings were valid then, so a later `EXIT_USAGE` may be temporary."""
     deaths: list[float] = field(default_factory=list)
-    """Times of the latest deaths."""
+    """Monotonic times of recent deaths."""
     restart_at: float = 0.0
     serving_since: float | None = None
-    """When the process was first seen to serve; None before that."""
+    """Monotonic time when the current process was first seen to serve; None before."""
     health_check: HealthCheck = field(init=False)
     _reading: int = -1
-    """End of the pipe for its last words."""
+    """Read end of the pipe for the exit reason; -1 when closed."""
     _unborn: int = 0
-    """Times in a row that no process could be started."""
+    """Consecutive failures to start a process."""
 
     def spawn(
         self,
@@ -110,13 +110,16 @@ class SupervisedChild:
         pass_fds: Sequence[int] = (),
         changes: Mapping[str, str | None] | None = None,
     ) -> tuple[float, str] | None:
-        """Start a process, which must answer every `silent_s` seconds once it has; `changes` are variables of its
-        environment. Return None, or seconds until the next try and why there is no process."""
+        """Start a process. Return None, or (seconds until the next try, reason) if it cannot be started.
+
+        The process must answer every `silent_s` seconds once it has answered. `changes` overrides environment variables;
+        None removes one.
+        """
         with ExitStack() as ours:
             try:
                 self._reading, end = os.pipe()
                 ours.callback(os.close, end)
-                os.set_blocking(self._reading, False)  # another process may hold the other end after the child's end
+                os.set_blocking(self._reading, False)  # a grandchild may keep the write end open after the child's exit
                 self.child = ChildProcess(
                     MODULE,
                     msgspec.json.encode(payload),
@@ -133,7 +136,7 @@ class SupervisedChild:
         return None
 
     def serves(self) -> None:
-        """Record that the process serves now."""
+        """Record that the process serves; call it repeatedly."""
         self.served, now = True, time.monotonic()
         if self.serving_since is None:
             self.serving_since = now
@@ -141,13 +144,13 @@ class SupervisedChild:
             self.deaths.clear()
 
     def count_death(self, window_s: float) -> float:
-        """Record a death, and forget those before the last `window_s` seconds. Returns the time."""
+        """Record a death now and forget those older than `window_s` seconds. Return the current time.monotonic()."""
         now = time.monotonic()
         self.deaths = [at for at in self.deaths if now - at < window_s] + [now]
         return now
 
     def ended(self) -> str:
-        """Forget the process, which has ended. Returns why it did."""
+        """Discard the ended process. Return the reason it reported, else its exit status in words."""
         assert self.child is not None
         self.child.wait(0.0)
         words = self.last_words() or self.child.describe_exit()
@@ -155,7 +158,7 @@ class SupervisedChild:
         return words
 
     def last_words(self) -> str:
-        """Return why the process has ended, as far as it said; empty after the first call."""
+        """Return the exit reason that the process wrote; empty if there is none or it was read before."""
         reading, self._reading = self._reading, -1
         if reading < 0:
             return ""

@@ -1,4 +1,4 @@
-"""The control socket of `tandem serve`: both ends."""
+"""The control socket of `tandem serve`: server and client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ seldom = Seldom(log)
 
 MAX_FRAME = 64 * 1024
 ANSWER_S = 5.0
-"""Seconds in which the supervisor must answer."""
+"""Timeout in seconds of a request to the supervisor."""
 
 Handle = Callable[[SupervisorRequest], SupervisorReply]
 _requests = Decoder[SupervisorRequest](SupervisorRequest)
@@ -33,15 +33,15 @@ _replies = Decoder[SupervisorReply](SupervisorReply)
 
 
 def control_path(port: int) -> Path:
-    """Return the control socket of the server on `port`. Raises PermissionError for a directory open to others."""
+    """Return the path of the control socket of the server on `port`. Raises PermissionError for an unsafe directory."""
     return runtime_dir() / f"serve-{port}.sock"
 
 
 class ControlServer:
-    """REP socket that only this user can reach. Used by one thread, which calls `serve` again and again."""
+    """REP socket that only this user can access. Used by one thread, which calls `serve` periodically."""
 
     def __init__(self, path: Path, handle: Handle) -> None:
-        """Listen on `path`; a UsageError that `handle` raises is sent as the answer. Raises UsageError."""
+        """Listen on `path`. A UsageError raised by `handle` is sent to the client as a refusal. Raises UsageError."""
         self._path = path
         self._handle = handle
         if is_heard(path):
@@ -58,11 +58,11 @@ class ControlServer:
             raise UsageError(f"cannot listen on {path}: {error}; set TANDEM_RUNTIME_DIR to another place") from error
 
     def serve(self, timeout_s: float) -> None:
-        """Answer the requests that arrive within `timeout_s` seconds."""
+        """Answer requests for `timeout_s` seconds."""
         self._file.renew()
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(max(int(left * 1000), 1)):
-            # All frames must be taken, or REP refuses to answer.
+            # Receive all frames of the message: REP cannot send before.
             self._socket.send(msgspec.msgpack.encode(self._answer(self._socket.recv_multipart())))
 
     def _answer(self, frames: list[bytes]) -> SupervisorReply:
@@ -83,7 +83,7 @@ class ControlServer:
 
 
 def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> SupervisorReply:
-    """Return the supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
+    """Send a request and return the supervisor's answer. Raises UsageError without an answer, or with a refusal's message."""
     if not is_heard(path):
         raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user", param="port")
     try:

@@ -1,7 +1,7 @@
-"""The engines of several models, loaded and unloaded as the api commands.
+"""Model pool: the engines of several models, loaded and unloaded on commands from the API server.
 
-It has the interface of `EngineSet`, which has the engines of one model. The api decides which model is loaded when,
-since it knows which requests wait.
+Same interface as `EngineSet`, which runs the engines of one model. The API server decides when to load which model, since
+the queues of requests are there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("tandem.cli")
 class _Model:
     name: str
     settings: Settings
-    """Settings with its part of the memory."""
+    """Settings of this model alone, limited to its share of memory."""
     memory: Footprint
     keep: bool
     unload_after: float | None
@@ -37,7 +37,7 @@ class _Model:
     unloading: bool = False
     failure: str = ""
     requested: bool = False
-    """True once a request has loaded or unloaded it."""
+    """True once a request has loaded or unloaded the model."""
 
     @property
     def state(self) -> str:
@@ -47,12 +47,12 @@ class _Model:
 
 
 def several(settings: Settings) -> bool:
-    """True where the settings name more than one model."""
+    """Return True when the settings name more than one model."""
     return bool(settings.models.extra_models or settings.models.lora_modules or settings.named)
 
 
 def with_names(settings: Settings) -> Settings:
-    """Return the settings with every model in `named`, the main one first. Raises UsageError."""
+    """Return settings that list every model in `named`, the main one first. Raises UsageError."""
     further = named_models(settings)
     if settings.model.model:
         name = settings.model.served_name or name_of(settings.model.model)
@@ -67,13 +67,12 @@ def with_names(settings: Settings) -> Settings:
 
 
 class EnginePool:
-    """Several models; `start` loads the first one and those that are pinned."""
+    """Engines of several models. `start` loads the pinned models, and the first one if it fits."""
 
     def __init__(self, settings: Settings, *, history: History | None = None) -> None:
-        """Plan the memory; `settings` as `with_names` gives them, with the port that is really bound. What happens goes
-        into `history`.
+        """Plan the memory of all models. `settings` come from `with_names`, with the bound port.
 
-        Raises UsageError naming a model that cannot be found or laid out, or that can never fit.
+        Events are recorded in `history`. Raises UsageError naming a model that cannot be found, laid out or ever fit.
         """
         self._settings = settings
         self._history = history or History()
@@ -122,10 +121,10 @@ class EnginePool:
         for one in [first, *kept] if fits else kept:
             self._start(one)
 
-    # --- the control socket's requests ---
+    # --- requests of the control socket ---
 
     def load(self, name: str) -> str:
-        """Load a model, unless it is loaded. Raises UsageError while it is being unloaded."""
+        """Start loading a model unless it is loaded; return its name. Raises UsageError if it is unknown or being unloaded."""
         one = self._find(name)
         if one.unloading:
             raise UsageError(f"model {name} is being unloaded; try again when that is done")
@@ -135,7 +134,7 @@ class EnginePool:
         return name
 
     def unload(self, name: str) -> str:
-        """Unload a model once its requests are finished. Raises UsageError for a pinned one."""
+        """Unload a model after its requests are finished; return its name. Raises UsageError if it is unknown or pinned."""
         one = self._find(name)
         if one.keep:
             raise UsageError(f"model {name} is kept (--pinned-models); it is never unloaded")
@@ -154,7 +153,7 @@ class EnginePool:
         )
 
     def drain(self, index: int) -> int:
-        """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
+        """Start draining a replica, which exits after its requests; return its number. Raises UsageError if it cannot drain."""
         for one in self._loaded:
             if index in one.statuses():
                 return one.drain(index)
@@ -165,16 +164,16 @@ class EnginePool:
         return [info for engines in self._loaded for info in engines.infos()]
 
     def models(self) -> list[ModelInfo]:
-        """Return all models, the default one first."""
+        """Return all models, in the order of the configuration."""
         return [
             ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep, one.unload_after)
             for one in self._models.values()
         ]
 
-    # --- watching ---
+    # --- health checks ---
 
     def look(self) -> int | None:
-        """Start and replace processes as needed. Returns an exit code when the server cannot start."""
+        """Start and replace processes as needed. Return an exit code when the server must end, else None."""
         for one in self._models.values():
             if (engines := one.engines) is None:
                 continue
@@ -192,7 +191,7 @@ class EnginePool:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
                 self._history.note("model_unloaded", f"{one.name} has left memory", model=one.name)
-            elif not self.announced and not one.requested:  # one that the configuration loads, not a request
+            elif not self.announced and not one.requested:  # loaded by the configuration, not by a request
                 log.error("model %s cannot be loaded; the server ends", one.name)
                 self.last_words = reason
                 return code
@@ -209,17 +208,17 @@ class EnginePool:
         return None
 
     def statuses(self) -> dict[int, EngineStatus | None]:
-        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
+        """Return the last status by replica number, without failed replicas; None for a replica that has not answered."""
         return {number: status for engines in self._loaded for number, status in engines.statuses().items()}
 
     def close(self) -> None:
-        """Remove what processes that have ended may have left."""
+        """Remove the files of ended processes and close all sockets."""
         for engines in self._loaded:
             engines.close()
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Processes that run, or have just ended."""
+        """Processes that run or have not been reaped."""
         return [child for engines in self._loaded for child in engines.children]
 
     @property

@@ -1,4 +1,4 @@
-"""The engine processes of `tandem serve`: started, watched, restarted, added and drained."""
+"""The engine processes of `tandem serve`: started, health-checked, restarted, added and drained."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = logging.getLogger("tandem.cli")
 seldom = Seldom(log)
 
 GRACE_S = 10.0
-"""Seconds beyond `drain_timeout` in which a draining engine must end by itself."""
+"""Seconds after `drain_timeout` in which a draining engine must exit before it is killed."""
 HUNG_S = 20.0
-"""Seconds after which an engine is replaced whose main loop is stuck."""
+"""Seconds without progress of its main loop after which an engine is replaced."""
 ASK_S = 1.0
 REMEDY = "Nothing to do if it stays at this once; else the server's log says more."
 
@@ -37,17 +37,17 @@ REMEDY = "Nothing to do if it stays at this once; else the server's log says mor
 class EngineSet:
     """All replicas of one server, or of one of its models.
 
-    A replica is restarted that is killed, hangs, or finds something amiss once it has served; so is one of several that
-    gives up. A server that never had more than one replica ends when that gives up.
+    A replica is restarted after it is killed or hangs, and after an `EXIT_USAGE` once it has served. One of several replicas
+    is also restarted after `EXIT_FAILED`; for a server that never had more than one, this ends the server.
     """
 
     def __init__(
         self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None, history: History | None = None
     ) -> None:
-        """Take `settings` with the port that is really bound, and note what happens in `history`.
+        """Store the collaborators; `start` starts the processes. `settings` contain the bound port.
 
-        `model` is the one that they serve where there are several, and `numbers` then numbers the replicas of all
-        models. `start` starts the processes.
+        `model` is the model's name in a pool, else empty. `numbers` yields replica numbers, shared by all models of a pool.
+        Events are recorded in `history`.
         """
         self._settings = settings
         self._history = history or History()
@@ -57,28 +57,31 @@ class EngineSet:
         self._replicas: dict[int, ReplicaProcess] = {}
         self._next = 0
         self.last_words = ""
-        """Reason why the last engine that ended did so, as far as it said."""
+        """Exit reason of the engine that ended last."""
         self._probes: dict[int, StatusProbe] = {}
-        # Ranks of one machine have one directory.
+        # Only ranks on several machines need keys to fetch remote KV: those of one machine share a directory.
         lend = settings.scheduler.kv_disk is not None and on_several_machines(settings.parallel)
         self._lending = ClusterKeys.generate() if lend else None
-        # The process's own, with its threads made at once: ZeroMQ aborts if it can have no descriptors for them later.
+        # Create ZeroMQ's threads now: without free descriptors ZeroMQ aborts the process later.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._context.socket(zmq.PAIR).close()
         self.announced = False
-        """True once all first replicas have been ready; until then a mistake in the settings ends the server."""
+        """True once all initial replicas have been ready. Before, an `EXIT_USAGE` ends the server."""
 
     def start(self) -> None:
-        """Start the replicas that the settings ask for."""
+        """Start the configured replicas."""
         parallel = self._settings.parallel
         for place in range(parallel.data_parallel_size):
             self._add(parallel.roles[place] if parallel.roles else "both")
 
-    # --- the control socket's requests ---
+    # --- requests of the control socket ---
 
     def add(self, role: Role = "both") -> int:
-        """Start one more replica and return its number. Raises UsageError when there are no more machines, or no
-        directory over which sequences migrate from role to role."""
+        """Start another replica and return its number.
+
+        Raises UsageError when no machine is left, or for a role without `--kv-disk`, over which sequences migrate between
+        roles.
+        """
         if role != "both" and self._settings.scheduler.kv_disk is None:
             raise UsageError(
                 f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this server was not started",
@@ -90,7 +93,7 @@ class EngineSet:
         return number
 
     def drain(self, index: int) -> int:
-        """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
+        """Start draining a replica, which exits after its requests; return its number. Raises UsageError if it cannot drain."""
         replica = self._replicas.get(index)
         if replica is None:
             numbers = ", ".join(str(one) for one in self._replicas)
@@ -105,7 +108,7 @@ class EngineSet:
         return index
 
     def drain_all(self) -> None:
-        """End all replicas once they have finished their requests."""
+        """Start draining all replicas."""
         for replica in list(self._replicas.values()):
             if not replica.draining:
                 self._drain(replica)
@@ -116,16 +119,16 @@ class EngineSet:
         if replica.child is None:
             self._remove(replica)
         else:
-            replica.child.terminate()  # the engine refuses new work from now on and ends when the old is done
+            replica.child.terminate()  # SIGTERM makes the engine refuse new requests, finish the others and exit
 
     def infos(self) -> list[ReplicaInfo]:
-        """Return all replicas, as the control socket lists them."""
+        """Return all replicas as the control socket lists them."""
         return [one.info() for one in self._replicas.values()]
 
-    # --- watching ---
+    # --- health checks ---
 
     def look(self) -> int | None:
-        """Start and replace processes as needed. Returns an exit code when the server cannot go on."""
+        """Start and replace processes as needed. Return an exit code when the server must end, else None."""
         for replica in list(self._replicas.values()):
             code = None
             if replica.child is None:
@@ -148,7 +151,7 @@ class EngineSet:
         return None if self._replicas else EXIT_FAILED
 
     def _trouble(self, replica: ReplicaProcess) -> str | None:
-        """Return why a process that runs must be replaced; None where it need not be."""
+        """Return why a running process must be replaced, else None."""
         now = time.monotonic()
         if (not self.announced or now - replica.asked_at > ASK_S) and (status := self._ask(replica)) is not None:
             replica.status, replica.asked_at, replica.lends = status, now, status.lends
@@ -169,7 +172,7 @@ class EngineSet:
         return replica.health_check.verdict()
 
     def _ask(self, replica: ReplicaProcess) -> EngineStatus | None:
-        """Return its status, if it has answered since the last call."""
+        """Return the engine's status if an answer has arrived, else None. Never blocks."""
         try:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
@@ -197,7 +200,7 @@ class EngineSet:
                 return code
             log.error("Replica %d cannot start: %s", replica.index, self.last_words)
             self._note(replica.index, "replica_failed", f"it cannot start: {self.last_words}", level="error")
-            self._remove(replica)  # one that was added
+            self._remove(replica)  # a replica that was added later
             return None
         if code == EXIT_FAILED and not self._several:
             return EXIT_FAILED
@@ -223,11 +226,11 @@ class EngineSet:
         return None
 
     def statuses(self) -> dict[int, EngineStatus | None]:
-        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
+        """Return the last status by replica number, without failed replicas; None for a replica that has not answered."""
         return {index: replica.status for index, replica in self._replicas.items() if not replica.given_up}
 
     def close(self) -> None:
-        """Remove what processes that have ended may have left."""
+        """Remove the files of ended processes and close all sockets."""
         for replica in self._replicas.values():
             replica.remove_socket()
             replica.last_words()
@@ -237,7 +240,7 @@ class EngineSet:
 
     @property
     def children(self) -> list[ChildProcess]:
-        """Processes that run, or have just ended."""
+        """Processes that run or have not been reaped."""
         return [one.child for one in self._replicas.values() if one.child is not None]
 
     # --- processes ---

@@ -1,4 +1,4 @@
-"""Memory plan of several models: what each needs on each machine, and what they may use together."""
+"""Memory plan of several models: needs of each model per machine, and the shared budget."""
 
 from __future__ import annotations
 
@@ -22,37 +22,40 @@ from tandem.supervision.replica_process import replica_settings
 
 HERE = "this machine"
 MARGIN = 1.03
-"""Weights in memory, as a multiple of their size in the files."""
+"""Ratio of weights in memory to their size in the files."""
 KV_PART = 4
-"""Divisor of the budget: without `kv_tokens` a KV cache has room for the longest context, at most for this part."""
+"""Divisor of the budget that limits a KV cache without `kv_tokens`. Below the limit it holds the longest context."""
 LEAST_TOKENS = 512
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines that ranks may run on."""
+    """Machines that ranks may run on."""
 
     memory: dict[str, int]
     """Bytes of memory by machine; empty when unknown."""
     gpu: bool
-    """True where ranks compute on GPUs, as far as this machine can tell."""
+    """True where ranks compute on GPUs, judged by this machine."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory that one model needs."""
+    """Memory needs of one model."""
 
     weights: dict[str, int]
     """Bytes of weights on each machine."""
     needs: dict[str, int]
-    """Bytes on each machine, KV cache included."""
+    """Bytes on each machine with the KV cache; empty when the machines' memory is unknown."""
     kv_tokens: int
     max_context: int
 
 
 def look_at_machines(settings: Settings) -> Machines:
-    """Return this machine, or those of the hostfile if it tells their memory. Raises UsageError if it must."""
+    """Return this machine, or the machines of the hostfile if it states their memory.
+
+    Raises UsageError when the memory is unknown and `max_loaded` is unset.
+    """
     parallel, kind = settings.parallel, launcher_kind(settings.parallel)
     _refuse_by_hand(settings)
     here = this_device(parallel.device)
@@ -69,12 +72,12 @@ def look_at_machines(settings: Settings) -> Machines:
 
 
 def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
-    """Return the bytes that models may use together on each machine."""
+    """Return the bytes that all loaded models together may use on each machine."""
     return {name: int(size * settings.scheduler.memory_fraction) for name, size in machines.memory.items()}
 
 
 def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
-    """Return what the model of these settings needs; check it and its layout. Raises UsageError."""
+    """Lay out the model of these settings and return its memory needs. Raises UsageError for an invalid model or layout."""
     _refuse_by_hand(settings)
     weights: dict[str, int] = {}
     per_token: dict[str, int] = {}
@@ -89,7 +92,7 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
             specs = [spec for spec, host in zip(layout.ranks, names, strict=True) if host == name]
             sequences = held_sequences(mine.scheduler.max_batch_size, layout.micro_batches)
             sizes = [_weights(layout, spec, machines.gpu, sequences) for spec in specs]
-            # The ranks of a machine get equal parts of it.
+            # The ranks of a machine get equal shares, so the largest rank sets the size.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
             per_token[name] = per_token.get(name, 0) + sum(
                 rank_position(layout.description, spec, _draft(spec), gpu=machines.gpu) for spec in specs
@@ -109,9 +112,12 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
 
 
 def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_once: int | None) -> Settings:
-    """Return settings that limit the engine to its part: that of one of `at_once` models where needs are unknown."""
+    """Return settings whose `memory_fraction` limits the engine to its needs.
+
+    Without known needs it is an equal share among `at_once` models (None: one).
+    """
     if needs:
-        # Rounded up a little: a share is a float, and a token too few would be an error.
+        # Rounded up: a rounding error of the share could lose a token and fail the start.
         share = min(max(bytes_ / machines.memory[name] for name, bytes_ in needs.items()) * 1.0001, 1.0)
     else:
         count = 1 if launcher_kind(settings.parallel).own_devices else at_once or 1
@@ -120,7 +126,7 @@ def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_on
 
 
 def check_fit(name: str, model: Footprint, budget: dict[str, int], pinned: dict[str, dict[str, int]]) -> None:
-    """Raise OutOfMemory, with the figures, if the model fits not even beside the `pinned` ones alone."""
+    """Raise OutOfMemory, with the figures, if the model cannot fit beside the `pinned` ones even with all others unloaded."""
     others = {other: needs for other, needs in pinned.items() if other != name}
     for machine, need in model.needs.items():
         beside = sum(needs.get(machine, 0) for needs in others.values())
@@ -146,14 +152,14 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 
 def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
-    """Bytes of weights, and of the recurrent states of so many sequences."""
+    """Return the bytes of a rank's weights and adapter, and of recurrent states for `sequences` sequences."""
     adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     states = rank_states(layout.description, spec, sequences, gpu=gpu)
     return adapter + states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:
-    """Return the draft model that a rank holds; None for most."""
+    """Return the draft model of the rank, which only the sampling stage has; else None."""
     if not (spec.samples and spec.draft_path):
         return None
     return describe(ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name))

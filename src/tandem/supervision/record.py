@@ -1,4 +1,4 @@
-"""Background servers: each has a name, and a directory with its lock, record and log."""
+"""Background servers: each has a name, and a directory with lock, record and log."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tandem.system.files import open_private, write_private
 MOST_LOG_BYTES = 64 * 1024 * 1024
 """Size at which a server's log is rotated; one older log is kept."""
 DEFAULT_NAME = "default"
-"""Name of the server that `tandem up` starts without --name."""
+"""Server name that `tandem up` uses without --name."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 _PATIENCE_S = 0.5
-"""Seconds to wait for the lock: a process that only checks whether it is free has it for less."""
+"""Seconds to wait for the lock: `runs` in another process holds it for a moment."""
 
 
 class Record(Struct, frozen=True):
-    """Facts of a background server, written once its port is bound."""
+    """Facts about a background server, written once its port is bound."""
 
     pid: int
     host: str
@@ -42,21 +42,21 @@ class Record(Struct, frozen=True):
     drain_timeout: float
     scheme: str = "http"
     settings: str = ""
-    """Digest of its settings."""
+    """`digest` of its settings."""
     api_key_file: str = ""
-    """Absolute path of its file of API keys; empty for none."""
+    """Absolute path of its API key file; empty for none."""
 
 
 def digest(settings: Settings) -> str:
-    """Return a digest that two servers share when their settings are equal."""
+    """Return a hash that is equal for equal settings."""
     return hashlib.blake2b(to_json(settings), digest_size=16).hexdigest()
 
 
 class Background:
-    """Directory of one server. The server holds the lock for life, so its end, however it comes, frees the name."""
+    """Directory of one background server. The server holds the lock until it exits for any reason, which frees the name."""
 
     def __init__(self, name: str) -> None:
-        """Raise UsageError for a name that cannot be a directory's."""
+        """Set the paths without creating them. Raises UsageError for a name that cannot be a directory's."""
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"--name {name}: use up to 32 letters, digits and ._-, beginning with a letter or digit", param="name"
@@ -67,11 +67,11 @@ class Background:
 
     @property
     def down(self) -> str:
-        """Command that ends the server."""
+        """Command line that ends the server."""
         return "tandem down" if self.name == DEFAULT_NAME else f"tandem down {self.name}"
 
     def lock(self) -> int:
-        """Take the name; return the open file that holds it. Raises UsageError if a server has it."""
+        """Lock the name; return the descriptor that holds the lock. Raises UsageError if a server holds it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _PATIENCE_S
@@ -85,7 +85,7 @@ class Background:
         return fd
 
     def runs(self) -> bool:
-        """True while a server has the name."""
+        """Return True while a server holds the lock."""
         try:
             fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -96,34 +96,34 @@ class Background:
             os.close(fd)
 
     def record(self) -> Record | None:
-        """Return the record, which may be that of an earlier server; None where there is none."""
+        """Return the last record, perhaps that of an ended server; None if there is none or it is unreadable."""
         try:
             return msgspec.json.decode((self.path / "record.json").read_bytes(), type=Record)
         except (FileNotFoundError, *UNREADABLE):
             return None
 
     def write(self, record: Record) -> None:
-        """Write the record, atomically."""
+        """Write the record atomically. Raises OSError."""
         write_private(self.path / "record.json", msgspec.json.encode(record), sync=False)
 
     def keep(self, settings: bytes) -> None:
-        """Write the settings that `tandem restart` starts it with, without keys. Raises OSError."""
+        """Write the settings for `tandem restart`, without API keys. Raises OSError."""
         write_private(self.path / "settings.json", settings, sync=False)
 
     def kept(self) -> bytes | None:
-        """Return what `keep` wrote; None where a server of that name was never started."""
+        """Return the bytes written by `keep`; None if no server of this name was ever started."""
         try:
             return (self.path / "settings.json").read_bytes()
         except FileNotFoundError:
             return None
 
     def forget(self) -> None:
-        """Remove the record."""
+        """Delete the record."""
         (self.path / "record.json").unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def fresh_log(self) -> Iterator[int]:
-        """Yield the file descriptor of a new log; the last one is kept as `log.1`."""
+        """Context manager that yields the descriptor of a new log; the previous log becomes `log.1`."""
         with contextlib.suppress(FileNotFoundError):
             self.log.replace(self.path / "log.1")
         fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -133,10 +133,9 @@ class Background:
             os.close(fd)
 
     def trim_log(self, most: int = MOST_LOG_BYTES) -> bool:
-        """Rotate the log to `log.1` when it has more than `most` bytes; True if it did.
+        """Rotate the log to `log.1` if it exceeds `most` bytes; return True if it did.
 
-        The server goes on writing to the same file (it appends), so what it writes in the moment between copying and
-        cutting is lost.
+        The server keeps appending to the same file: lines written between copy and truncation are lost.
         """
         if not self.log.exists() or self.log.stat().st_size <= most:
             return False
@@ -147,12 +146,12 @@ class Background:
 
 
 def servers_dir() -> Path:
-    """Return the folder of all servers' directories."""
+    """Return the parent of all background servers' directories."""
     return state_dir() / "servers"
 
 
 def known_names() -> list[str]:
-    """Return the names that a server has or had."""
+    """Return the names of running and earlier background servers, sorted."""
     try:
         return sorted(path.name for path in servers_dir().iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
     except FileNotFoundError:

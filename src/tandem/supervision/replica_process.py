@@ -1,4 +1,4 @@
-"""One engine process of `tandem serve`: its settings, its start, its end and its restarts."""
+"""One engine process of `tandem serve`: its settings, start, end and restarts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tandem.supervision.children import SupervisedChild, backoff
 log = logging.getLogger("tandem.cli")
 
 WINDOW_S = 300.0
-"""Seconds within which a replica may die `max_restarts` times; then it is given up."""
+"""Window in seconds for deaths of a replica; more than `max_restarts` in it make the replica fail."""
 LATELY_S = 30.0
-"""Seconds within which a second death delays the restart, doubled each time."""
+"""Seconds within which repeated deaths delay the restart by an exponential backoff."""
 REST_S, MAX_REST_S = 60.0, 900.0
-"""Seconds until a replica that was given up is tried again, doubled each time, and their maximum."""
+"""Seconds until a failed replica is retried, doubled each time, and their maximum."""
 SILENT_S = 10.0
 """Seconds without an answer after which an engine is replaced."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -41,36 +41,36 @@ MOST_WORDS = 500
 
 @dataclass(eq=False)
 class ReplicaProcess(SupervisedChild):
-    """One engine. Used by one thread."""
+    """Supervisor of one engine process and its successors. Used by one thread."""
 
     index: int
     settings: Settings
     place: int
-    """Position among the replicas of its model."""
+    """Index among the replicas of its model."""
     model: str = ""
-    """Name of its model, where there are several."""
+    """Name of its model in a pool; empty for a single model."""
     named: bool = False
-    """Show the number in logs, as there are others."""
+    """True to show the replica's number in logs, since several engines run."""
     lending: ClusterKeys | None = None
-    """Keys shared by the ranks of all replicas of the model, where KV is kept on disks of several machines."""
+    """Keys with which ranks of all replicas fetch remote KV; None unless `--kv-disk` spans several machines."""
     lends: list[tuple[str, str]] = field(default_factory=list)
-    """Addresses at which its ranks serve their KV, as the engine last told."""
+    """Addresses at which its ranks serve remote KV, as of the last status."""
     draining: bool = False
     drain_until: float = math.inf
     restarts: int = 0
     given_up: int = 0
-    """Consecutive times that it was given up."""
+    """Consecutive failures beyond `max_restarts`; 0 while it is not failed."""
     detail: str = ""
-    """Reason why it does not run, and what follows."""
+    """Reason why it does not run, and when it is retried; empty while it runs."""
     status: EngineStatus | None = None
-    """The last status of its process."""
+    """Last status of the current process; None before it answers."""
     asked_at: float = 0.0
-    """When that was answered."""
+    """Monotonic time of that status."""
 
     def launch(self, gpus: str | None) -> None:
-        """Start its process on these of the machine's GPUs (None: any). If none starts, set when to try again."""
+        """Start the process with `gpus` as CUDA_VISIBLE_DEVICES (None: unchanged). If that fails, schedule the next try."""
         threads = self.settings.parallel.threads_per_rank if self.named else None
-        # An engine of one rank computes in its own process.
+        # An engine with a single rank computes in its own process, so it needs the thread limits.
         changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
         if gpus:
             changes["CUDA_VISIBLE_DEVICES"] = gpus
@@ -87,20 +87,21 @@ class ReplicaProcess(SupervisedChild):
 
     @property
     def name(self) -> str:
-        """Name in logs."""
+        """Process name in logs."""
         return f"engine {self.index}" if self.named else "engine"
 
     def ended(self) -> str:
-        """Forget the process, which has ended. Returns why it did."""
+        """Discard the ended process and its socket file. Return why it ended."""
         self.remove_socket()
         self.lends, self.status = [], None
         return super().ended()
 
     def died(self, why: str, *, most: int, mistake: bool) -> bool:
-        """Set when the process, which ended by itself, is restarted. Returns True when it is given up for now, as that
-        happened more than `most` times.
+        """Schedule the restart of a process that exited by itself, for the reason `why`.
 
-        `mistake`: it found something amiss, such as a missing file, which may take longer to come back.
+        Return True when it failed more than `most` times in `WINDOW_S`: it is then retried only at long intervals. A
+        `mistake` (`EXIT_USAGE`, such as a missing file) also delays the restart, since its cause may take longer to
+        disappear.
         """
         now = self.count_death(WINDOW_S)
         if self.given_up or len(self.deaths) > most:
@@ -112,7 +113,7 @@ class ReplicaProcess(SupervisedChild):
         return False
 
     def serves(self) -> None:
-        """Record that the engine takes requests now."""
+        """Record that the engine accepts requests."""
         self.given_up = 0
         super().serves()
 
@@ -122,14 +123,14 @@ class ReplicaProcess(SupervisedChild):
         log.error("the %s does not run: %s", self.name, self.detail)
 
     def remove_socket(self) -> None:
-        """Remove the socket of a process that has ended: a killed one could not."""
+        """Delete the socket file of an ended process, which a killed process cannot do itself."""
         path = self.settings.process.engine_socket or ""
         if "://" not in path:
             Path(path).unlink(missing_ok=True)
 
     @property
     def endpoint(self) -> str:
-        """Return the zmq address of its socket for apis."""
+        """ZeroMQ address of the engine's socket for API servers."""
         return endpoint(self.settings.process.engine_socket or "")
 
     def info(self) -> ReplicaInfo:
@@ -148,15 +149,17 @@ class ReplicaProcess(SupervisedChild):
 
 
 def endpoint(path: str) -> str:
-    """Return the zmq address of a socket file; an address is returned as it is."""
+    """Return the ZeroMQ address of a socket file; a ZeroMQ address is returned unchanged."""
     return path if "://" in path else f"ipc://{path}"
 
 
 def gpus_of(settings: Settings, index: int) -> str | None:
-    """Return GPUs for the ranks of a replica, as in CUDA_VISIBLE_DEVICES: its own while there are enough for all, then
-    in turn with others. None where there is one replica, or fewer GPUs than it has ranks, or ranks run elsewhere."""
+    """Return CUDA_VISIBLE_DEVICES for a replica's ranks: its own GPUs if there are enough, else GPUs shared in rotation.
+
+    None for a single replica, with fewer GPUs than its ranks or than two, or when ranks run elsewhere.
+    """
     ranks, count = ranks_of(settings.parallel), settings.parallel.data_parallel_size
-    count = count if count > 1 else index + 1  # some may have been added to one
+    count = count if count > 1 else index + 1  # replicas may have been added to a single one
     gpus = visible_gpus() if count > 1 and launcher_kind(settings.parallel).here else []
     if len(gpus) < max(ranks, 2):
         return None
@@ -165,7 +168,7 @@ def gpus_of(settings: Settings, index: int) -> str | None:
 
 
 def _sharing_memory(settings: Settings, index: int) -> int:
-    """Return how many replicas share the memory that replica `index` computes in: a GPU's or the machine's."""
+    """Return the number of replicas that share the memory of replica `index`: a GPU's or the machine's."""
     parallel = settings.parallel
     if gpus_of(settings, index) is None:
         return sharing(parallel, index)
@@ -173,11 +176,11 @@ def _sharing_memory(settings: Settings, index: int) -> int:
 
 
 def replica_settings(settings: Settings, index: int, number: int | None = None, role: Role | None = None) -> Settings:
-    """Return the settings of one engine: its own socket and role, and with several replicas its hosts, or its share of
-    cores and memory. `role`: by default that of the first replicas, in order.
+    """Return the settings of one engine: its socket and role, and its hosts or its share of cores and memory.
 
-    `index` counts a model's replicas; `number`, by default the same, is unique over all models. A single one keeps the
-    settings as they are. Replicas that are added later get the same shares as the first ones.
+    `index` counts a model's replicas; `number` (default: `index`) is unique over all models. `role` None means the
+    configured role of that index. A single replica keeps the settings unchanged. Replicas added later get the same shares as
+    the first.
     """
     number = index if number is None else number
     count, parallel = settings.parallel.data_parallel_size, replica_hosts(settings.parallel, index)
@@ -194,7 +197,7 @@ def replica_settings(settings: Settings, index: int, number: int | None = None, 
         parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
     share = settings.scheduler.memory_fraction / _sharing_memory(settings, index)
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
-    server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
+    server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # an engine needs no API keys
     return dataclasses.replace(
         settings,
         parallel=parallel,

@@ -1,4 +1,4 @@
-"""Ask an engine for its status, without being its api."""
+"""Client for an engine's status, for processes other than its API server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tandem.protocol.codec import Decoder
 from tandem.protocol.control import EngineMessage, EngineStatus, Neighbours, QueryStatus
 
 AGAIN_S = 1.0
-"""Seconds after which an unanswered query is repeated: the engine may have been replaced meanwhile."""
+"""Seconds after which an unanswered query is repeated, since the engine may have been replaced."""
 
 
 class StatusProbe:
-    """Client that queries one engine at a zmq `endpoint`."""
+    """Client that queries one engine at a ZeroMQ `endpoint`."""
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
-        """Connect; a `context` stays the caller's. Raises TransportError when no socket can be opened."""
+        """Connect without blocking. The caller keeps ownership of `context`. Raises TransportError when no socket can be
+        opened."""
         self._own = zmq.Context() if context is None else None
         try:
             self._socket = (context or self._own or zmq.Context()).socket(zmq.DEALER)
@@ -34,7 +35,7 @@ class StatusProbe:
         self._told: Neighbours | None = None
 
     def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
-        """Return the engine's status; None if no answer arrives within `timeout_s` seconds, then call again."""
+        """Return the engine's status, or None after `timeout_s` seconds. A later call receives a delayed answer."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._question()
@@ -44,13 +45,13 @@ class StatusProbe:
                 try:
                     message = self._decoder.decode(self._socket.recv())
                 except TransportError:
-                    continue  # from an engine of another version; its silence is noticed
+                    continue  # sent by another version; the missing answers are noticed
                 return message if isinstance(message, EngineStatus) else None
             if not left:
                 return None
 
     def tell(self, news: Neighbours) -> None:
-        """Send `news`, unless the engine has it already or is not connected."""
+        """Send the addresses of other replicas unless already sent. Do nothing while the engine is not connected."""
         if news != self._told:
             with contextlib.suppress(zmq.Again):
                 self._socket.send(msgspec.msgpack.encode(news), zmq.NOBLOCK)

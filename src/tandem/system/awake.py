@@ -1,4 +1,4 @@
-"""Keeping a Mac from falling asleep while it serves: neither a GPU's work nor open connections do that."""
+"""Prevention of idle sleep on a Mac while it serves: neither GPU work nor open connections prevent it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ log = logging.getLogger(__name__)
 
 
 def keep_awake() -> int | None:
-    """Hold off idle sleep of the system for as long as this process lives. Does nothing off macOS.
+    """Prevent idle sleep of the system while this process lives. Return the process id of `caffeinate`, or None.
 
-    `caffeinate -w` ends with this process, however that ends. The display may sleep: a lit one makes macOS's GPU
-    watchdog stricter. A closed lid, and the end of a battery, cannot be held off (docs/two-machines.md). Returns the
-    process id of what holds it off.
+    None off macOS, and when `caffeinate` cannot be started. `caffeinate -w` ends with this process in any case. The display
+    may sleep: a lit one makes macOS's GPU watchdog stricter. A closed lid or an empty battery cannot be overridden
+    (docs/two-machines.md).
     """
     holder = _hold(os.getpid()) if sys.platform == "darwin" else None
     return None if holder is None else holder.pid
 
 
-@functools.cache  # one is enough for a process
+@functools.cache  # one `caffeinate` per process
 def _hold(pid: int) -> subprocess.Popen[bytes] | None:
     program = find_tool("caffeinate")
     if program is None:

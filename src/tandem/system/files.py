@@ -1,5 +1,4 @@
-"""Reading what may be no file, writing what only this user may read, and why a file cannot be opened where the
-system's own words mislead."""
+"""Reading of regular files only, writing of files private to this user, and explanations of errors when opening files."""
 
 from __future__ import annotations
 
@@ -20,22 +19,24 @@ WITHHELD = (
 )
 
 WITHHELD_FOLDERS = ("Documents", "Desktop", "Downloads", "Library/Mobile Documents", "Library/CloudStorage")
-"""Folders of a home, the last two iCloud's, that macOS withholds; beside them /Volumes."""
+"""Folders in a home directory that macOS's privacy rules protect, the last two iCloud's. /Volumes is protected too."""
 
 BY_HAND = 16 << 20
-"""Most bytes that are read of a file that people write."""
+"""Most bytes read from a file that people write by hand."""
 
 
 class NotRegular(OSError):
-    """Raised for a file that is not regular or too large. `strerror` has the remedy."""
+    """The file is not regular or is too large. `strerror` names the remedy."""
 
     def __init__(self, path: str | Path, why: str) -> None:
         super().__init__(errno.EINVAL, why, str(path))
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """A file to read bytes from, opened with `flags` too. Raises OSError, NotRegular for what is none: a pipe would be
-    waited for without end, and a device may have no end."""
+    """Open a file for reading bytes, with `flags` in addition. Raises OSError, and NotRegular for any other kind of file.
+
+    Reading a pipe could block forever, and a device may have no end.
+    """
     file = open(  # noqa: SIM115 - the caller closes it
         path, "rb", opener=lambda name, usual: os.open(name, usual | flags | os.O_NONBLOCK)
     )
@@ -48,12 +49,12 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
 
 
 def read_regular(path: str | Path, most: int) -> bytes:
-    """All of a file of at most `most` bytes. Raises OSError, NotRegular for what is none or has more."""
+    """Return the content of a file of at most `most` bytes. Raises OSError, NotRegular for a larger or non-regular file."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise NotRegular(path, f"it has more than {most >> 20 or 1} MiB; give another file")
-        return file.read(size or most)  # the kernel's own do not say what they have
+        return file.read(size or most)  # kernel files such as those in /proc report size 0
 
 
 def read_text(path: str | Path, most: int = BY_HAND) -> str:
@@ -63,7 +64,7 @@ def read_text(path: str | Path, most: int = BY_HAND) -> str:
 
 
 def open_private(path: str | Path, mode: str) -> BinaryIO:
-    """Open a file that nobody else may read. Raises OSError."""
+    """Open a file; if it is created, only this user can access it (mode 0600). Raises OSError."""
     return open(
         path,
         mode,
@@ -74,11 +75,13 @@ def open_private(path: str | Path, mode: str) -> BinaryIO:
 
 
 def write_private(path: Path, content: bytes, *, sync: bool = True) -> None:
-    """Replace a file that nobody else may read in one piece; with `sync` it outlives the machine's power. Raises
-    OSError."""
+    """Replace a file atomically with one that only this user can access (mode 0600). Raises OSError.
+
+    With `sync`, it survives a power failure.
+    """
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.unlink(missing_ok=True)  # one that was left there keeps its mode
+        temporary.unlink(missing_ok=True)  # a leftover file would keep its mode
         with open_private(temporary, "wb") as file:
             file.write(content)
         place_file(temporary, path, sync=sync)
@@ -89,7 +92,7 @@ def write_private(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 
 def place_file(source: Path, target: Path, *, sync: bool) -> None:
-    """Give a file its name, with `sync` once its bytes are on the disk. Raises OSError."""
+    """Rename `source` to `target` atomically. With `sync`, flush its bytes first and the directory afterwards. Raises OSError."""
     if sync:
         _force(source)
     os.replace(source, target)
@@ -97,12 +100,12 @@ def place_file(source: Path, target: Path, *, sync: bool) -> None:
         try:
             _force(target.parent)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep names without being asked
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # these file systems cannot sync a directory
                 raise
 
 
 def _force(path: Path) -> None:
-    """Have the bytes of a file, or the names in a directory, on the disk. Raises OSError."""
+    """Flush a file's bytes, or a directory's entries, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -111,7 +114,7 @@ def _force(path: Path) -> None:
 
 
 def withheld_folder(path: Path) -> Path | None:
-    """Return the folder around `path` that macOS withholds from services and from ssh; None elsewhere."""
+    """Return the folder around `path` that macOS withholds from services and ssh sessions; None if there is none."""
     if sys.platform != "darwin":
         return None
     places = [Path("/Volumes"), *(Path.home() / name for name in WITHHELD_FOLDERS)]
@@ -119,9 +122,9 @@ def withheld_folder(path: Path) -> Path | None:
 
 
 def file_trouble(error: OSError) -> str:
-    """Why a file cannot be opened or read, and what to do where the system's words do not say it.
+    """Return why a file cannot be opened or read, with a remedy where the system's message misleads.
 
-    macOS's privacy rules answer EPERM; the modes of a file answer EACCES.
+    macOS's privacy rules cause EPERM; file modes cause EACCES.
     """
     words = error.strerror or str(error)
     if sys.platform == "darwin" and error.errno == errno.EPERM:

@@ -1,4 +1,4 @@
-"""An HTTP client for commands that ask a running server."""
+"""HTTP client for commands that query a running server."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from tandem.printable import printable
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Body = Mapping[str, object] | bytes | None
-"""JSON to send: an object, or bytes that hold one."""
+"""JSON to send: an object, or encoded bytes; None sends no body."""
 
 
 @dataclass(frozen=True)
 class ServerClient:
-    """A running server, and the key it is asked with. No proxy of the environment is used: it would see key and
-    prompts."""
+    """A running server and its API key. Proxies of the environment are ignored: they would see key and prompts."""
 
     url: str
     """Address without /v1, such as http://127.0.0.1:8000."""
     key: str = field(default="", repr=False)
 
     def open(self, path: str, body: Body = None, *, timeout_s: float | None, method: str | None = None) -> HTTPResponse:
-        """Return the response, to be closed by the caller. Raises OSError, of which urllib.error.HTTPError is one, and
-        ValueError."""
+        """Send a request and return the response, which the caller closes. `timeout_s` None means no timeout.
+
+        Raises OSError (urllib.error.HTTPError included) and ValueError.
+        """
         data = json.dumps(body).encode() if isinstance(body, Mapping) else body
         headers = {} if data is None else {"Content-Type": "application/json"}
         if self.key:
@@ -40,7 +41,7 @@ class ServerClient:
         return cast("HTTPResponse", _DIRECT.open(request, timeout=timeout_s))
 
     def get(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> bytes:
-        """Return the body of an answer; of /health also when its status is 503. Raises UsageError in one line."""
+        """Return the body of an answer, for /health also one with status 503. Raises UsageError with a one-line message."""
         with self._failures(path):
             try:
                 with self.open(path, body, timeout_s=timeout_s, method=method) as response:
@@ -52,15 +53,17 @@ class ServerClient:
                     return error.read()
 
     def get_json(self, path: str, *, timeout_s: float | None = 10.0, method: str = "GET", body: Body = None) -> JsonObject:
-        """Return the body, a JSON object, its texts without control characters. Raises UsageError, and ValueError for
-        another body."""
+        """Return the answer's JSON object with control characters removed from its strings.
+
+        Raises UsageError, and ValueError when the body is no JSON object.
+        """
         found = json.loads(self.get(path, timeout_s=timeout_s, method=method, body=body))
         if not isinstance(found, dict):
             raise ValueError(f"{path} answers with no JSON object")
         return {printable(name): _shown(item) for name, item in found.items()}
 
     def events(self, path: str, body: Body) -> Iterator[JsonObject]:
-        """Yield the events of a streamed answer; closing the iterator cancels the request. Raises UsageError."""
+        """Yield the events of a streamed answer. Closing the iterator cancels the request. Raises UsageError."""
         with self._failures(path), self.open(path, body, timeout_s=None) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
@@ -79,7 +82,7 @@ class ServerClient:
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
-        """Turn failures of the connection, and answers that are errors, into UsageError."""
+        """Context manager that turns connection failures and HTTP errors into UsageError."""
         try:
             yield
         except urllib.error.HTTPError as error:
@@ -101,7 +104,7 @@ class ServerClient:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """Return the message of an error in OpenAI's shape; empty for another answer."""
+    """Return the message of an OpenAI error object; empty for any other body."""
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, LookupError, TypeError, OSError):

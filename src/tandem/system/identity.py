@@ -1,4 +1,4 @@
-"""Identity of this machine. Names do not identify it: two Macs may both be called `Mac`, and macOS renames them."""
+"""Identity of this machine. Host names are no identity: two Macs may both be called `Mac`, and macOS renames them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _UUID = re.compile(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]+)"')
 
 @functools.cache
 def machine_id() -> str:
-    """Return an id that all processes which share this machine's memory have, and no others, whatever its name.
+    """Return an id common to exactly those processes that share this machine's memory, independent of its name.
 
-    On a Mac its hardware's UUID; on Linux that of its boot, with the number of the mount namespace behind it: a
-    container counts as a machine. The host's name where a system tells neither.
+    On a Mac the hardware's UUID. On Linux the boot id and the number of the mount namespace, so a container counts as a
+    machine. The host name where neither is available.
     """
     if sys.platform == "darwin":
         match = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
@@ -31,7 +31,7 @@ def machine_id() -> str:
 
 
 def boot_id() -> str:
-    """Return the id of this start of the machine; empty where the system does not tell."""
+    """Return the id of the machine's current boot; empty where the system provides none."""
     if sys.platform == "darwin":
         return sysctl("kern.bootsessionuuid")
     with suppress(OSError):

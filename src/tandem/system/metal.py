@@ -1,4 +1,4 @@
-"""Metal's memory, fences and failures. Without mlx."""
+"""Metal's memory, fences and failures. Does not import mlx."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ GIB = 2**30
 REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
 REFRESH_MS = "1000"
 FAST_FENCE = "MLX_METAL_FAST_SYNCH"
-"""MLX's variable for fences that are faster, and that can lock a GPU up until the machine is restarted."""
+"""MLX's variable for faster fences, which can lock up a GPU until the machine restarts."""
 
 SHORT_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": 20, "MLX_MAX_MB_PER_BUFFER": 50}
-"""With fast fences, the most operations and MiB of one of Metal's command buffers. A fence spins inside of one, and
-macOS ends what takes more than some seconds: the less work stands behind it the better. MLX's own are 20 to 50."""
+"""Most operations, and most MiB, per Metal command buffer with fast fences; MLX's defaults are 20 to 50 operations.
+
+A fence spins inside a command buffer, and macOS kills one that takes more than some seconds. Less work behind a fence lowers
+that risk.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +38,16 @@ _TIMEOUT = ("CallbackErrorTimeout", "Caused GPU Timeout Error")
 
 
 def gpu_memory(installed: int) -> int:
-    """Bytes that Metal lets a GPU use by default of `installed` bytes: 2/3 up to 32 GiB, 3/4 above.
+    """Return the bytes that Metal lets a GPU use by default of `installed` bytes: 2/3 up to 32 GiB, 3/4 above.
 
-    Some macOS versions allow more (84 % of 128 GiB was reported), and `sysctl iogpu.wired_limit_mb` changes it: a
-    machine's own figure is `max_recommended_working_set_size` of `mlx.core.device_info()`.
+    Some macOS versions allow more (84 % of 128 GiB was reported), and `sysctl iogpu.wired_limit_mb` changes it. A machine's
+    actual limit is `max_recommended_working_set_size` of `mlx.core.device_info()`.
     """
     return installed * 2 // 3 if installed <= 32 * GIB else installed * 3 // 4
 
 
 def usable_memory() -> int:
-    """Bytes of this machine that ranks may use: on a Mac what Metal lets its GPU have, elsewhere all there is."""
+    """Return the bytes of this machine's memory that ranks may use: on a Mac the GPU's limit, elsewhere all of it."""
     installed = machine_memory()
     if sys.platform != "darwin":
         return installed
@@ -53,16 +56,15 @@ def usable_memory() -> int:
 
 
 def wires_memory() -> bool:
-    """True where MLX can keep memory with the GPU: residency sets came with macOS 15."""
+    """Return True where MLX can keep memory wired for the GPU: residency sets need macOS 15."""
     return int(platform.mac_ver()[0].partition(".")[0] or 0) >= 15
 
 
 def prepare_metal(fast_fences: bool = False) -> None:
-    """Set what Metal's backend reads when it starts. Call before mlx is imported; off macOS it only says so if
-    `fast_fences` are wanted.
+    """Set the variables that MLX's Metal backend reads at start-up. Call before mlx is imported.
 
-    macOS takes a GPU's memory away after about a second without work, and the next answer is late. MLX can ask for it
-    anew at an interval; it does so for what is wired. Fences are as `fast_fences` says, whatever the environment does.
+    macOS unwires a GPU's memory after about a second without work, which delays the next answer. MLX can renew its wired
+    memory at an interval. `fast_fences` overrides the environment. Off macOS only log a warning if `fast_fences` is set.
     """
     if sys.platform != "darwin":
         if fast_fences:
@@ -82,16 +84,16 @@ def prepare_metal(fast_fences: bool = False) -> None:
 
 
 def _at_most(name: str, most: int) -> str:
-    """A variable's number if the user has set a smaller one, else `most`."""
+    """Return the variable's value if the user has set a smaller number, else `most`."""
     own = variable(name) or ""
     return own if own.isdecimal() and 0 < int(own) < most else str(most)
 
 
 def fault_of(text: str) -> Fault | None:
-    """Return what a GPU's error means, from its words: memory was full, or a wait was longer than the system allows.
+    """Classify the text of a GPU error: `memory` for exhausted memory, `timeout` for Metal's watchdog, else None.
 
-    Metal ends a command buffer that takes more than some seconds; with tensor parallelism it may have waited for
-    another rank all that time.
+    Metal kills a command buffer that takes more than some seconds. With tensor parallelism it may have waited for another
+    rank all that time.
     """
     if any(sign in text for sign in _MEMORY):
         return "memory"

@@ -1,4 +1,4 @@
-"""Source of this installation of Tandem, and a wheel of it, so that other machines can have the same."""
+"""Source of this installation of Tandem, and a wheel of it, for installing the same version on other machines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PACKAGE = "mlx-tandem"
 _KEPT = ("METADATA", "entry_points.txt")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Date of all files in a wheel, so that the same files make the same wheel."""
+"""Date of all files in a wheel, so that equal files give an identical wheel."""
 
 
 def install_command(python: str, host: str) -> str:
-    """A line of shell, for this machine, that installs the same Tandem for `python` on `host`.
+    """Return a shell command, for this machine, that installs the same Tandem for `python` on `host`.
 
-    From where it was installed here (PEP 610): the package index, a repository, or files that have to be copied first.
+    The source is that of this installation (PEP 610): the package index, a repository, or local files to copy first.
     """
     origin = _direct_url()
     url = str(origin.get("url", ""))
@@ -48,7 +48,7 @@ def _requirement(origin: JsonObject, url: str) -> str:
 
 
 def _direct_url() -> JsonObject:
-    """Empty for what came from an index, or runs without having been installed."""
+    """Return direct_url.json (PEP 610); empty for a package from an index or one that is not installed."""
     try:
         text = distribution(PACKAGE).read_text("direct_url.json")
     except PackageNotFoundError:
@@ -58,10 +58,10 @@ def _direct_url() -> JsonObject:
 
 
 def write_wheel(directory: Path) -> Path:
-    """Write this installation as a wheel into `directory`, however it was installed (from a wheel, or editable from a
-    checkout); its path. Raises UsageError for a Tandem that was never installed.
+    """Write this installation as a wheel into `directory` and return its path.
 
-    The format is that of https://packaging.python.org/specifications/binary-distribution-format.
+    Works for an installation from a wheel and for an editable one. Raises UsageError if Tandem is not installed. Format:
+    https://packaging.python.org/specifications/binary-distribution-format.
     """
     try:
         ours = distribution(PACKAGE)

@@ -1,4 +1,4 @@
-"""Ports that another process has, though the system would give them out again."""
+"""Detection of ports in use that the system would still allow to bind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ANSWER_S = 0.5
 
 
 def is_shadowed(host: str, port: int) -> bool:
-    """True when `host`:`port` already has a listener and binding to it would not fail.
+    """Return True when `host`:`port` already has a listener although binding to it would succeed. Only on macOS.
 
-    macOS lets a listener of all addresses stand beside one of 127.0.0.1, and each gets some of the connections.
+    macOS allows one listener on all addresses beside one on 127.0.0.1, and each gets some of the connections.
     """
     if sys.platform != "darwin" or port == 0:
         return False
-    with suppress(ValueError):  # a name
+    with suppress(ValueError):  # a host name
         if ipaddress.ip_address(host or "0.0.0.0").is_unspecified:
             host = "127.0.0.1"
     return refusal(host, port, ANSWER_S) is None

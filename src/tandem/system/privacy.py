@@ -1,4 +1,4 @@
-"""The local network, which macOS withholds from programs until a person allows it, and how that looks to a program."""
+"""macOS's Local Network privacy: a program may not use the local network until a person allows it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LOCAL_NETWORK = (
     "Network, turn it on there; or start it from Terminal or over ssh"
 )
 LOCAL_NETWORK_PANE = "x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork"
-"""Address of that page of the settings, for `open`."""
+"""URL of that settings page, for `open`."""
 _INET = re.compile(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", re.MULTILINE)
 
 
 def network_withheld(error: OSError, address: str) -> bool:
-    """True when `error`, of a connection to `address`, is most likely macOS's Local Network privacy.
+    """Return True when `error`, of a connection to `address`, is most likely due to macOS's Local Network privacy.
 
-    It shows as "No route to host" for an address of one of this machine's own subnets; others need a route, and may
-    well have none.
+    It appears as "No route to host" for an address in one of this machine's own subnets. For other addresses a route may
+    really be missing.
     """
     if sys.platform != "darwin" or error.errno != errno.EHOSTUNREACH:
         return False
@@ -44,13 +44,13 @@ def _own_networks() -> list[ipaddress.IPv4Network]:
 
 
 def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:
-    """Why no connection to `host`:`port` comes about, where the system knows; else empty. For what did not answer."""
+    """Return why connecting to `host`:`port` fails; empty if it succeeds or times out."""
     error = refusal(host, port, timeout_s)
     return "" if error is None or isinstance(error, TimeoutError) else connect_trouble(error, host)
 
 
 def refusal(host: str, port: int, timeout_s: float) -> OSError | None:
-    """Return why no connection to `host`:`port` comes about; None if one does."""
+    """Try to connect to `host`:`port`. Return the error, or None on success."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:
@@ -59,6 +59,6 @@ def refusal(host: str, port: int, timeout_s: float) -> OSError | None:
 
 
 def connect_trouble(error: OSError, address: str) -> str:
-    """Why a connection to `address` failed, in words that say what to do where macOS refused it."""
+    """Return why a connection to `address` failed, with a remedy where macOS's privacy blocks it."""
     words = error.strerror or str(error)
     return f"{words}: {LOCAL_NETWORK}" if network_withheld(error, address) else words

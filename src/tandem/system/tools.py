@@ -1,4 +1,4 @@
-"""Running the tools that an operating system brings along."""
+"""Execution of command-line tools of the operating system."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 
 COMMAND_S = 10.0
 SYSTEM_PATHS = ":/usr/sbin:/sbin:/usr/bin:/bin"
-"""Behind the user's PATH: a shell over ssh, and a service, often have no sbin."""
+"""Directories searched after the user's PATH: ssh shells and services often lack sbin."""
 
 
 def find_tool(name: str) -> str | None:
-    """The path of a program; None if it is not installed."""
+    """Return the path of a program; None if it is not installed."""
     return shutil.which(name, path=os.pathsep.join(os.get_exec_path()) + SYSTEM_PATHS)
 
 
 def output_of(words: Sequence[str]) -> str | None:
-    """Return what a command prints, on stderr if nothing else; None if it is not installed or does not end."""
+    """Return a command's stdout, or its stderr if that is empty; None if it is not installed or exceeds `COMMAND_S`."""
     done = _run(words)
     return None if done is None else (done.stdout or done.stderr).decode(errors="replace")
 
 
 def sysctl(name: str) -> str:
-    """One value of macOS's `sysctl`; empty where there is none."""
+    """Return one value of macOS's `sysctl`; empty if there is none."""
     done = _run(["sysctl", "-n", name])
     return "" if done is None else done.stdout.decode(errors="replace").strip()
 

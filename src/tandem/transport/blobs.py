@@ -1,7 +1,7 @@
-"""Files of the engine's machine for its ranks: byte ranges over CURVE-secured TCP, read-only, each with a checksum.
+"""File server of the engine's machine for its ranks: byte ranges over CURVE-secured TCP, read-only, each with a checksum.
 
-The server answers requests one by one and holds nothing between them; a client keeps a few requests under way. So
-memory on both sides is a few chunks, whatever the size of the files.
+The server answers requests one by one and keeps no state between them. A client keeps `WINDOW` requests in flight, so memory
+on both sides is a few chunks, whatever the size of the files.
 """
 
 from __future__ import annotations
@@ -35,31 +35,32 @@ seldom = Seldom(log)
 CHUNK = 4 * 1024 * 1024
 """Largest answer in bytes."""
 WINDOW = 4
-"""Number of requests that a client has under way."""
+"""Number of requests that a client keeps in flight."""
 ATTEMPTS = 4
-"""Number of times that a chunk is asked for when it arrives damaged."""
+"""Number of times that a chunk is requested before a wrong checksum raises an error."""
 PATIENCE_S = 60.0
-"""Seconds without any answer before the server counts as gone."""
+"""Seconds without an answer after which the server counts as unreachable."""
 MAX_REQUEST = 256 * 1024
 MAX_ANSWER = 2 * CHUNK
 SAMPLES, SAMPLE = 64, 4096
-"""Blocks of a file, and bytes in each, by which files of the same size and time are told apart."""
+"""Number of sampled blocks of a file, and bytes in each. Their digest distinguishes files of equal size and time."""
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """BLAKE2b of `data`, 16 bytes."""
+    """Return the 16-byte BLAKE2b digest of `data`."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class BlobServer(MemberSocket):
-    """Serves the given files, and nothing else, from a thread of its own until `close`."""
+    """Server of a fixed set of files; runs in its own thread until `close`."""
 
     def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
-        """Names are those of the files, without their directories, and must differ."""
+        """Listen on a free port of `host` and start the thread. Files are served by their names without directories, which
+        must differ."""
         self._paths = {path.name: path for path in paths}
         super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
-        # A peer that asks without reading loses answers; the memory stays bounded. One that has given a call up has two
-        # windows under way, and what it has read counts in steps of half the mark.
+        # The mark bounds memory: answers to a peer that requests without reading are dropped. A client that abandoned a call
+        # has two windows in flight, and ZeroMQ counts what it has read in steps of half the mark.
         self.socket.sndhwm = 4 * WINDOW
         self._listen(host)
         self._decoder = Decoder[messages.BlobRequest](messages.BlobRequest)
@@ -89,16 +90,17 @@ class BlobServer(MemberSocket):
             return [encode(messages.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
 
     def listed(self, stems: Collection[str] | None) -> list[messages.BlobFile]:
-        """List the files for a `ListFiles`."""
+        """Return the files whose name up to the first dot is in `stems`; None selects all files."""
         return [file for name, file in self.served.items() if stems is None or name.partition(".")[0] in stems]
 
     @cached_property
     def served(self) -> dict[str, messages.BlobFile]:
-        """Served files by name, as they were at the first request."""
+        """Served files by name, with size, time and digest as of the first request."""
         return {name: _describe(path) for name, path in self._paths.items()}
 
     def chunk(self, wanted: messages.Range) -> tuple[bytes, bytes]:
-        """Return checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
+        """Return the checksum and bytes of a range. Raises TransportError for a range that is not served or a changed
+        file, OSError when reading fails."""
         file = self.served.get(wanted.name)
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")
@@ -119,7 +121,7 @@ class BlobServer(MemberSocket):
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
-            self._context.term()  # the thread, which waits for a question, closes the socket
+            self._context.term()  # ends the thread's wait for a request; the thread closes the socket
             self._thread.join()
 
 
@@ -133,14 +135,14 @@ def _describe(path: Path) -> messages.BlobFile:
 
 
 class NotServed(TransportError):
-    """The server does not have what it was asked for."""
+    """The server refuses the requested file or range."""
 
 
 class BlobClient(MemberSocket):
-    """Used by one thread."""
+    """Client of a `BlobServer`. Used by one thread."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, *, patience_s: float = PATIENCE_S) -> None:
-        """Connect; `patience_s` is how long to wait for an answer."""
+        """Connect without blocking; each wait for an answer lasts at most `patience_s` seconds."""
         self._patience = patience_s
         super().__init__(zmq.DEALER, keys, MAX_ANSWER)
         self._connect(endpoint)
@@ -148,15 +150,16 @@ class BlobClient(MemberSocket):
         self._number = 0
 
     def files(self) -> list[messages.BlobFile]:
-        """List the served files. Raises TransportError without an answer."""
+        """Return all served files. Raises TransportError when no valid answer arrives."""
         return self.listed(self.ask())
 
     def ask(self, stems: Collection[str] | None = None) -> int:
-        """Send a `ListFiles`; return its number, for `listed`."""
+        """Send a `ListFiles` for these stems (None: all files). Return the request number to pass to `listed`."""
         return self._ask(messages.ListFiles, None if stems is None else list(stems))
 
     def listed(self, number: int, until: float | None = None) -> list[messages.BlobFile]:
-        """Wait for the answer, until a time of the monotonic clock. Raises TransportError when there is none."""
+        """Wait for the answer to `ask`, at most until `until` (`time.monotonic()` seconds; None: `patience_s` from now).
+        Raises TransportError when no valid answer arrives."""
         answer, _ = self._receive([number], time.monotonic() + self._patience if until is None else until)
         if isinstance(answer, messages.Refusal):
             raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
@@ -165,9 +168,10 @@ class BlobClient(MemberSocket):
         return answer.files
 
     def read(self, ranges: Sequence[messages.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
-        """Yield each range once, in any order, as (index in `ranges`, bytes, checksum); ask again for a damaged one.
+        """Yield each range once, in any order, as (index in `ranges`, bytes, checksum); request damaged ones again.
 
-        Ranges are of at most `CHUNK` bytes. Raises TransportError when one is refused, stays damaged, or none comes.
+        A range has at most `CHUNK` bytes. Raises NotServed when one is refused, TransportError when one stays damaged or
+        does not arrive.
         """
         waiting = deque((index, 1) for index in range(len(ranges)))
         pending: dict[int, tuple[int, int]] = {}
@@ -196,13 +200,14 @@ class BlobClient(MemberSocket):
             waiting.appendleft((index, attempt + 1))
 
     def _ask(self, kind: Callable[[int, Wanted], messages.BlobRequest], wanted: Wanted) -> int:
-        """Send a question with a number of its own, and return the number."""
+        """Send a request under a new number and return that number."""
         self._number += 1
         self.socket.send(encode(kind(self._number, wanted)))
         return self._number
 
     def _receive(self, numbers: Container[int], until: float) -> tuple[messages.BlobAnswer, memoryview]:
-        """Return the next answer to one of these questions; skip others, as of a call that was given up."""
+        """Return the next answer to one of the requests `numbers`, with its data; skip answers to abandoned calls. Raises
+        TransportError after `until` (`time.monotonic()` seconds)."""
         waited = False
         while not waited and self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
             frames = self.socket.recv_multipart(copy=False)

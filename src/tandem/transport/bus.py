@@ -1,5 +1,7 @@
-"""Messages between one end and the many that connect to it: the engine and its ranks (the control bus), the head and
-its node agents (the join socket). msgpack structs over CURVE-secured TCP."""
+"""Message sockets between one hub and many peers: engine and ranks (the bus), head and node agents (the join socket).
+
+msgpack structs over CURVE-secured TCP.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from tandem.transport.mailbox import Mailbox
 from tandem.transport.security import Admits, MemberSocket, translated
 
 MAX_BUS_FRAME, MAX_JOIN_FRAME = 256 * 1024 * 1024, 4 * 1024 * 1024
-"""Bytes."""
+"""Largest message in bytes, on the bus and on the join socket."""
 SILENT = "nothing answers there"
-"""Trouble without a known reason."""
+"""Value of `HostEnd.trouble` when no connection exists and no cause is known."""
 
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
 
 
 class HubSocket(MemberSocket, Generic[Sent, Received]):
-    """The end that others connect to. They are known by the identities that they connect with."""
+    """Listening end (ROUTER). Peers are addressed by the ZeroMQ identity they connect with."""
 
     def __init__(
         self,
@@ -43,26 +45,29 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
         admits: Admits | None = None,
         keyless_s: float | None = None,
     ) -> None:
-        """`received` is `Received` once more, as a value. Listen on an address of this machine (`0.0.0.0` for all) and
-        a port, or any free one; messages call the socket `name`, and `most_queued` wait for each peer, 0 for any
-        number. `admits` and `keyless_s` as in `_listen`. Raises TransportError."""
+        """Listen on `host` (an address of this machine, or `0.0.0.0`) at `port`, or a free port for None.
+
+        `received` is the message type `Received` as a runtime value. `name` is the socket's name in messages. At most
+        `most_queued` messages wait for each peer; 0 means unlimited. `admits` and `keyless_s` as in `_listen`. Raises
+        TransportError.
+        """
         super().__init__(zmq.ROUTER, keys, max_frame, linger_ms)
         self.socket.sndhwm = most_queued
         self.socket.router_mandatory = True
-        self.socket.router_handover = True  # for a peer that reconnects before its old connection has ended
+        self.socket.router_handover = True  # accept a peer that reconnects before its old connection has ended
         self._listen(host, port, name=name, admits=admits, keyless_s=keyless_s)
         self._decoder = Decoder[Received](received)
         self._outbox = Mailbox[tuple[bytes, Sent]]()
 
     def send(self, identity: bytes, message: Sent) -> None:
-        """Send to one peer. Raises TransportError when it is not connected."""
+        """Send a message to one peer without blocking. Raises TransportError when the peer is not connected."""
         with translated("is not connected"):
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Received] | None:
-        """Return the next message as (sender's identity, message), or None when `timeout_s` seconds pass.
+        """Return the next message as (sender's identity, message), or None after `timeout_s` seconds.
 
-        Raises TransportError for bytes that are no message.
+        Raises TransportError for a malformed message.
         """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
@@ -72,12 +77,14 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
         return identity, self._decoder.decode(frames[0])
 
     def post(self, identity: bytes, message: Sent) -> None:
-        """Have the socket's thread send a message in its next `wait`. From any thread."""
+        """Queue a message for the socket's thread to send in its next `wait`. Thread-safe."""
         self._outbox.put((identity, message))
 
     def wait(self, timeout_s: float, *others: MemberSocket) -> None:
-        """Sleep until something arrives, here or at one of `others`, or is posted; send what was posted. What is for
-        peers that are not connected is dropped: their silence tells."""
+        """Sleep until this socket or one of `others` is readable, or a message is posted; then send posted messages.
+
+        Sleep at most `timeout_s` seconds. Messages to disconnected peers are dropped: health checks detect such peers.
+        """
         poller = zmq.Poller()
         for source in (self.socket, self._outbox.socket, *(other.socket for other in others)):
             poller.register(source, zmq.POLLIN)
@@ -87,33 +94,35 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
                 self.send(identity, message)
 
     def close(self) -> None:
-        """Close; unsent messages get as long as the socket lingers."""
+        """Close the socket; unsent messages have `linger_ms` to leave."""
         super().close()
         self._outbox.close()
 
 
 class SpokeSocket(MemberSocket, Generic[Sent, Received]):
-    """The end that connects."""
+    """Connecting end (DEALER) of a `HubSocket`."""
 
     def __init__(
         self, received: object, keys: ClusterKeys | None, identity: bytes, *, max_frame: int, linger_ms: int, drops: bool = False
     ) -> None:
-        """`received` is `Received` once more, as a value; with `drops` a message is dropped, not waited with, when the
-        other end has not taken any for long. `_connect` follows."""
+        """Create the socket; a subclass calls `_connect`. `received` is the message type `Received` as a runtime value.
+
+        With `drops`, a full send queue drops new messages instead of blocking.
+        """
         super().__init__(zmq.DEALER, keys, max_frame, linger_ms)
         self.socket.identity = identity
         self._flags = zmq.DONTWAIT if drops else 0
         self._decoder = Decoder[Received](received)
 
     def send(self, message: Sent) -> None:
-        """Queue a message."""
+        """Queue a message. A full queue blocks, or drops the message if the socket was created with `drops`."""
         with suppress(zmq.Again):
             self.socket.send(encode(message), self._flags)
 
     def receive(self, timeout_s: float) -> Received | None:
-        """Return the next message; None when `timeout_s` seconds pass.
+        """Return the next message, or None after `timeout_s` seconds.
 
-        Raises TransportError for bytes that are no message.
+        Raises TransportError for a malformed message.
         """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
@@ -135,7 +144,7 @@ class RankBus(SpokeSocket[RankMessage, RankCommand]):
         self._connect(endpoint)
 
     def wait(self, other: object) -> None:
-        """Sleep until a command is there, or the socket `other` is readable."""
+        """Block until a command has arrived or the socket `other` is readable."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(other, zmq.POLLIN)
@@ -143,7 +152,7 @@ class RankBus(SpokeSocket[RankMessage, RankCommand]):
 
 
 def rank_identity(rank: int, generation: str) -> bytes:
-    """Return the ZeroMQ identity of a rank; the generation keeps out ranks of a former rank group."""
+    """Return the ZeroMQ identity of a rank. `generation` distinguishes it from ranks of an earlier rank group."""
     return f"{rank}:{generation}".encode("ascii")
 
 
@@ -155,7 +164,7 @@ class HeadEnd(HubSocket[HeadMessage, HostMessage]):
 
 
 class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
-    """A node agent's end of the join socket: connected to one address of the head."""
+    """A node agent's end of the join socket, connected to one address of the head."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, identity: str) -> None:
         super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500, drops=True)
@@ -172,7 +181,7 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
 
     @property
     def trouble(self) -> str:
-        """Return why the head does not answer, if known."""
+        """Reason why the head does not answer, as far as ZeroMQ's monitor reports one."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._connected = True
@@ -182,7 +191,7 @@ class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
         return "connected, but no answer" if self._connected else SILENT
 
     def close(self, *, flush: bool = True) -> None:
-        """Close; with `flush` what is queued gets half a second."""
+        """Close the socket. With `flush`, queued messages have half a second to leave; else they are dropped."""
         if not flush:
             self.socket.linger = 0
         self.socket.disable_monitor()

@@ -1,8 +1,8 @@
-"""The pipeline channel: stage i hands frames to stage i + 1, the last stage hands tokens to stage 0.
+"""The pipeline channel: stage i sends activations to stage i + 1, the last stage sends tokens to stage 0.
 
-Every stage has one inbound and one outbound end, so the stages form a ring. A frame is a header (step, element type,
-shape) and the raw bytes of an array. Frames arrive in the order in which they were sent; the receiver knows from the
-plan what header must come next, to the byte, and stops when something else does.
+Each stage has one inbound and one outbound end, so the stages form a ring. A frame is a header (step, element type, shape)
+and the raw bytes of an array. Frames arrive in sending order. The receiver derives the next header from the plan and stops
+when the bytes of the received one differ.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
 
 FRAMES_IN_FLIGHT = 64
-"""Frames that may wait unsent; the sender then blocks, so a fast stage cannot fill the memory."""
+"""Number of unsent frames after which `send` blocks, so that a fast stage does not exhaust memory."""
 MAX_FRAME = 1024 * 1024 * 1024
 """Bytes; a longer frame ends the peer's connection before it is read into memory."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4}
-"""Bytes of the element types that stages exchange."""
+"""Bytes per element, by the element types that stages exchange."""
 
 
 class FrameHeader(Struct, frozen=True, array_like=True):
-    """Description of the bytes behind it."""
+    """Step, element type and shape of the array whose bytes follow."""
 
     step_id: int
     dtype: str
@@ -37,20 +37,20 @@ Buffer = bytes | memoryview
 
 
 class TcpChannel(MemberSocket):
-    """Both ends of one stage: `send` to the next stage, `receive` from the one before.
+    """Both ends of one stage: `send` to the next stage, `receive` from the previous one.
 
-    ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation.
+    ZeroMQ PUSH/PULL over CURVE-secured TCP; ZeroMQ sends from its own thread, in parallel with the computation.
     """
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", port: int | None = None) -> None:
-        """Listen on `host`, at `port` or any free one. Raises TransportError when the port is taken."""
+        """Listen on `host` at `port`, or a free port for None. Raises TransportError when the port is taken."""
         super().__init__(zmq.PULL, keys, MAX_FRAME)
         self.socket.rcvhwm = FRAMES_IN_FLIGHT
         self._outbound: list[zmq.Socket[bytes]] | None = None
         self._listen(host, port)
 
     def connect(self, endpoints: list[str]) -> None:
-        """Connect to each of `endpoints`, perhaps none; returns at once, frames wait until the peers are there."""
+        """Connect to each of `endpoints` (may be empty) without blocking; frames are queued until the peers are reachable."""
         self._outbound = []
         for endpoint in endpoints:
             socket = self._context.socket(zmq.PUSH)
@@ -59,8 +59,10 @@ class TcpChannel(MemberSocket):
             self._outbound.append(socket)
 
     def send(self, header: FrameHeader, data: Buffer) -> None:
-        """Queue one frame for every peer; blocks only when `FRAMES_IN_FLIGHT` frames wait. `data` must not change
-        afterwards."""
+        """Queue one frame for every peer; block while `FRAMES_IN_FLIGHT` frames are unsent.
+
+        The caller must not modify `data` afterwards. Raises TransportError before `connect`.
+        """
         if self._outbound is None:
             raise TransportError("the channel was used before it was connected")
         encoded = encode(header)
@@ -69,9 +71,9 @@ class TcpChannel(MemberSocket):
             socket.send(data, copy=False)
 
     def receive(self, expected: FrameHeader) -> Buffer:
-        """Wait for the next frame.
+        """Wait without timeout for the next frame and return its data.
 
-        Raises BatchDesync when it is not the expected one, TransportError when it is none at all.
+        Raises BatchDesync when its header is not `expected`, TransportError when it is malformed.
         """
         frames = self.socket.recv_multipart(copy=False)
         if len(frames) != 2:
@@ -86,7 +88,7 @@ class TcpChannel(MemberSocket):
         return data
 
     def close(self) -> None:
-        """Close both ends; frames that are not sent yet are dropped."""
+        """Close both ends; unsent frames are dropped."""
         for socket in self._outbound or ():
             socket.close()
         super().close()

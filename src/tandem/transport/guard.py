@@ -1,6 +1,6 @@
-"""Bounds on the connections of a bound ZeroMQ socket, which anybody can open and ZeroMQ does not count.
+"""Limits on unauthenticated connections to a bound ZeroMQ socket: any host can open some, and ZeroMQ has no limit.
 
-The socket's monitor reports the descriptor of each connection. One too many is shut down; ZeroMQ then closes it.
+The socket's monitor reports the descriptor of each connection. Excess connections are shut down; ZeroMQ then closes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 MOST = 128
-"""Number of connections without a handshake at once; fewer where this process may have few descriptors. An address gets
-a quarter of them."""
+"""Most simultaneous connections without a completed handshake, a quarter of it per address. Lower where the limit of open
+descriptors is low."""
 LOOK_MS = 1000
 _EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -37,26 +37,29 @@ _EVENTS = (
 
 
 class Guard:
-    """Watches one bound socket from a thread of its own until `stop`."""
+    """Connection limiter of one bound socket; runs in its own thread until `stop`."""
 
     def __init__(self, bound: zmq.Socket[bytes], name: str, *, keyless_s: float | None = None) -> None:
-        """Messages call the socket `name`. Where anybody can complete a handshake, a connection may last `keyless_s`
-        seconds; else one counts until its peer has shown a key, which ZeroMQ waits for (`HANDSHAKE_S`)."""
+        """Start watching `bound`, called `name` in messages.
+
+        Without `keyless_s`, a connection counts until its handshake proves a key (`HANDSHAKE_S`). For sockets without keys,
+        `keyless_s` is the most seconds a connection may last.
+        """
         self._bound, self._name, self._keyless_s = bound, name, keyless_s
         self._endpoint = bound.getsockopt_string(zmq.LAST_ENDPOINT)
         self._port = int(self._endpoint.rpartition(":")[2])
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = MOST if soft == resource.RLIM_INFINITY else max(min(MOST, soft // 8), 4)
         self._strangers: dict[int, tuple[str, float]] = {}
-        """Address and time of each connection that counts, by descriptor, the oldest first."""
+        """(address, monotonic time) of each unauthenticated connection by descriptor, oldest first."""
         self._spare_fd: int | None = os.open(os.devnull, os.O_RDONLY)
-        """A descriptor for a connection that waits when there is no other: it is accepted and closed. ZeroMQ would
-        try again without a pause."""
+        """Reserve descriptor, released when accept fails for lack of descriptors: the waiting connection is then accepted
+        and closed. Otherwise ZeroMQ would retry in a busy loop."""
         self._monitor = bound.get_monitor_socket(_EVENTS)
-        self._thread = start_thread(self._run, name="guard", on_failure=lambda _: None)  # the socket works without it
+        self._thread = start_thread(self._run, name="guard", on_failure=lambda _: None)  # the socket also works without the guard
 
     def stop(self) -> None:
-        """End the thread. Call before the socket is closed."""
+        """End the thread. Call before closing the socket."""
         with contextlib.suppress(zmq.ZMQError):
             self._bound.disable_monitor()
         self._thread.join()
@@ -74,8 +77,10 @@ class Guard:
         self._monitor.close()
 
     def _take(self, event: int, number: int) -> None:
-        """Handle a monitor event of descriptor `number`. ZeroMQ does not report whose handshake succeeded: the youngest
-        connection's is assumed."""
+        """Handle a monitor event; `number` is the descriptor, or errno for a failed accept.
+
+        ZeroMQ does not report which connection completed its handshake: the youngest is assumed.
+        """
         if event == zmq.EVENT_ACCEPTED:
             self._admit(number)
         elif event == zmq.EVENT_ACCEPT_FAILED:
@@ -101,12 +106,15 @@ class Guard:
                 kind=self._endpoint,
             )
         if self._spare_fd is None and event != zmq.EVENT_ACCEPT_FAILED:
-            with contextlib.suppress(OSError):  # there is still none
+            with contextlib.suppress(OSError):  # still no free descriptor
                 self._spare_fd = os.open(os.devnull, os.O_RDONLY)
 
     def _admit(self, number: int) -> None:
-        """Count a connection. Above a quarter of the limit for its address it is closed; above the limit in all the
-        address with the most loses its oldest. Ended ones are skipped."""
+        """Count a new connection and enforce the limits.
+
+        Close it when its address exceeds a quarter of the limit. When the total exceeds the limit, close the oldest
+        connection of the address that has the most. Connections that have already ended do not count.
+        """
         address = self._peer(number)
         if self._spare_fd is None:
             self._peer(number, shut=True)
@@ -131,7 +139,8 @@ class Guard:
         )
 
     def _forget_old(self, now: float) -> None:
-        """Connections that have lasted: ZeroMQ has closed them, or knows their keys; without keys their time is up."""
+        """Stop counting connections older than the handshake limit: ZeroMQ has closed or authenticated them. Close them
+        when `keyless_s` applies."""
         while self._strangers:
             number, (_, since) = next(iter(self._strangers.items()))
             if now - since <= (self._keyless_s or 2 * HANDSHAKE_S):
@@ -141,8 +150,10 @@ class Guard:
                 self._peer(number, shut=True)
 
     def _peer(self, number: int, *, shut: bool = False) -> str | None:
-        """Return the address at the other end of a descriptor, and end the connection with `shut`. None where it is
-        closed, and its number may be in other use."""
+        """Return the peer address of a descriptor; with `shut`, also shut the connection down.
+
+        Return None when the connection has ended or the descriptor belongs to another socket.
+        """
         try:
             connection = socket.socket(fileno=number)
         except OSError:

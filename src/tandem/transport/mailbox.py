@@ -1,4 +1,4 @@
-"""A queue from threads to one reader that may wait at several sockets."""
+"""A queue from any thread to one reader, which can poll it together with sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """An ordered queue with a socket that turns readable when there is an item."""
+    """A FIFO queue with a socket that becomes readable when an item is put."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -21,17 +21,17 @@ class Mailbox(Generic[T]):
         self._bell.setblocking(False)
 
     def put(self, item: T) -> None:
-        """Add an item, from any thread or a finaliser; never blocks. Items after `close` are lost."""
+        """Add an item without blocking, from any thread or a finaliser. Items put after `close` are lost."""
         self._items.put(item)
-        with suppress(OSError):  # its buffer is full, or it is closed
+        with suppress(OSError):  # its buffer is full, or the mailbox is closed
             self._bell.send(b"!")
 
     def take(self, timeout_s: float = 0.0) -> Iterator[T]:
-        """Yield all items; wait up to `timeout_s` seconds for the first. For the reader alone.
+        """Yield all queued items; wait up to `timeout_s` seconds for the first. For the single reader.
 
-        Items that are not taken stay.
+        Items that are not consumed stay queued.
         """
-        # Empty the socket first: an item that comes later then wakes the reader once too often, never too seldom.
+        # Empty the socket first: an item put later then causes at worst a spurious wake-up, never a missed one.
         with suppress(OSError):
             while len(self.socket.recv(4096)) == 4096:
                 pass

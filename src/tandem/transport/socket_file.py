@@ -1,4 +1,4 @@
-"""File of a Unix socket, recreated when people or clean-up jobs remove it."""
+"""Unix socket file that is recreated when a person or a clean-up job deletes it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import zmq
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two checks that it exists."""
+"""Seconds between two checks that the file exists."""
 
 
 class SocketFile:
-    """The file at which a ZeroMQ socket listens; only this user can connect. Used by the socket's thread."""
+    """The `ipc://` file of a listening ZeroMQ socket, accessible to this user only. Used by the socket's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], path: Path) -> None:
-        """Bind. Replace a socket of that name, but not a file with content. Raises ZMQError and OSError."""
+        """Bind to `path`, replacing an old socket file. Raises FileExistsError for a file with content, ZMQError and OSError."""
         self._socket = socket
         self._path = path
         if path.is_file() and path.stat().st_size:
@@ -35,7 +35,7 @@ class SocketFile:
         self._looked_at = time.monotonic()
 
     def renew(self) -> None:
-        """Recreate the file if it was removed, so that new peers can connect. Call often."""
+        """Recreate the file if it was deleted, so that new peers can connect. Checks at most every `LOOK_S` seconds."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()

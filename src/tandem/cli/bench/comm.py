@@ -1,4 +1,4 @@
-"""`tandem bench comm`: what joins ranks, on this machine or between those of a hosts file."""
+"""`tandem bench comm`: speed of the links between ranks, on this machine or between the machines of a hosts file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DAY_S = 86400
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print. Returns 0; raises UsageError and RankFailure."""
+    """Measure and print. Return 0. Raises UsageError and RankFailure."""
     need(arguments.ranks is None or 2 <= arguments.ranks <= _MOST_RANKS, "--ranks", arguments.ranks, f"2 to {_MOST_RANKS}")
     need(arguments.num_iters > 0, "--num-iters", arguments.num_iters, "at least 1")
     need(0 < arguments.timeout <= _DAY_S, "--timeout", arguments.timeout, f"above 0, and at most {_DAY_S} (a day)")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile | None) -> int:
-    """Each two machines of a hosts file, and each machine."""
+    """Measure each pair of machines of a hosts file, and for `--write-profile` also each machine. Return 0."""
     if arguments.ranks is not None:
         raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out", param="ranks")
     file = read_hostfile(arguments.hostfile)
@@ -80,7 +80,10 @@ def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile
 
 
 def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile | None:
-    """Read the profile that the file has already. Raises UsageError for options that no profile can be made with."""
+    """Read an existing profile file; None for a new file or without `--write-profile`.
+
+    Raises UsageError for options that cannot give a profile.
+    """
     path = arguments.write_profile
     if path is None:
         return None
@@ -91,7 +94,7 @@ def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile 
     if arguments.ranks not in (None, 2):
         raise UsageError(f"--ranks {arguments.ranks}: --write-profile measures two ranks at a time; leave it out", param="ranks")
     if not Path(path).exists():
-        write_file(Path(path), "", "--write-profile")  # said at once, not after all has been measured
+        write_file(Path(path), "", "--write-profile")  # an unwritable file fails now, not after all measurements
         Path(path).unlink()
         return None
     return read_profile(path, "--write-profile")

@@ -1,4 +1,4 @@
-"""`tandem bench serve` and `latency`."""
+"""`tandem bench serve` and `tandem bench latency`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FASTEST = 1_000_000
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the chosen action. Returns 0, or 1 when a request failed; raises UsageError and RankFailure."""
+    """Run the chosen action. Return 0, or 1 when a request failed. Raises UsageError and RankFailure."""
     actions = {"serve": _serve, "latency": _latency}
     return actions[arguments.action](arguments)
 
@@ -53,7 +53,7 @@ def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: st
 
 
 def need(holds: bool, flag: str, value: object, words: str) -> None:
-    """Raise UsageError for a flag's value, with what it must be, unless it `holds`."""
+    """Raise UsageError with the flag, its value and the requirement `words`, unless `holds`."""
     if not holds:
         raise UsageError(f"{flag} {value}: must be {words}", param=flag.removeprefix("--").replace("-", "_"))
 
@@ -101,7 +101,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, number: int) -> list[list[Timed]]:
-    """Send the same new requests to each target; which begins alternates."""
+    """Send one set of requests to each target and return the answers by target. Odd rounds start with the last target."""
     jobs = mix.jobs(_prompts(arguments, arguments.seed + 1 + number))
     order = list(range(len(targets)))
     answers: dict[int, list[Timed]] = {}
@@ -122,7 +122,7 @@ def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, n
 
 
 def _warm_up(arguments: argparse.Namespace, target: Target, mix: Mix) -> None:
-    """A few requests that do not count; a server that refuses them is the user's to know at once."""
+    """Send a few unmeasured requests. Raises UsageError when the server does not answer one."""
     jobs = replace(mix, count=arguments.num_warmups).jobs(_prompts(arguments, arguments.seed - 1))
     answers = asyncio.run(offer(target, jobs, concurrency=1))
     if failed := [answer for answer in answers if answer.error]:
@@ -194,7 +194,7 @@ def _goodput(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _merged(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One summary of several rounds: sums of counts and durations, medians of the rest."""
+    """Return one summary of several rounds: sums of counts and durations, medians of the rest."""
     if len(results) == 1:
         return results[0]
     merged = {}
@@ -250,7 +250,7 @@ def _save(
 
 
 def write_file(path: Path, text: str, flag: str) -> None:
-    """Write the file that `flag` names. Raises UsageError."""
+    """Write the file given by `flag`. Raises UsageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`tandem cache`: the prefixes that a server keeps, or a directory of `--kv-disk`."""
+"""`tandem cache`: cached prefixes of a server, or a directory of `--kv-disk`."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _MOST_NAME = 4096
 
 @dataclass
 class Space:
-    """Disk blocks of one model, adapter and type, made by one version."""
+    """Disk blocks of one model, adapter and element type, written by one version."""
 
     name: str
     """Name of the directory."""
     model: str
-    """Name of the model; empty where it was not noted."""
+    """Name of the model; empty if not recorded."""
     tokens: int = 0
-    """Positions in its disk blocks, whether or not all parts of them are there."""
+    """Token positions in its disk blocks, whether or not all files of a block exist."""
     files: int = 0
     nbytes: int = 0
     used: float = 0.0
-    """When something of it was used last, in seconds since 1970."""
+    """Time of the last use of any block, in seconds since 1970."""
 
     @property
     def type(self) -> str:
-        """Type that the KV was computed in."""
+        """Element type of the KV."""
         return self.name.rpartition("-")[2]
 
 
 def look(directory: Path) -> list[Space]:
-    """List the spaces of `directory`, the most recently used first. Raises UsageError."""
+    """Return the spaces in `directory`, most recently used first. Raises UsageError."""
     found = []
     for place in _spaces(directory):
         space, names = Space(place.name, _model(place)), set()
@@ -62,7 +62,7 @@ def look(directory: Path) -> list[Space]:
 
 
 def clear(directory: Path, unused_s: float = 0.0) -> tuple[int, int]:
-    """Delete blocks unused for `unused_s` seconds; returns the files and bytes deleted. Raises UsageError."""
+    """Delete blocks unused for `unused_s` seconds. Return the numbers of files and bytes deleted. Raises UsageError."""
     count = nbytes = 0
     now = time.time()
     for place in _spaces(directory):
@@ -89,11 +89,11 @@ def _spaces(directory: Path) -> list[Path]:
 
 
 def _files(place: Path) -> list[tuple[Path, int, float]]:
-    """Disk blocks with their sizes, and when they were used."""
+    """Return path, size in bytes and time of last use of each disk block."""
     found = []
     with suppress(OSError):
         for path in place.glob("*.kv"):
-            with suppress(OSError):  # a server may delete it just now
+            with suppress(OSError):  # a server may delete it concurrently
                 status = path.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     found.append((path, status.st_size, status.st_mtime))
@@ -111,7 +111,7 @@ _DAY_S = 86400.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the chosen action. Raises UsageError."""
     if arguments.action == "warm":
         return _warm(arguments)
     if arguments.kv_disk is not None:

@@ -46,8 +46,10 @@ for word; do
 done
 exec {ssh} "$@"
 """
-"""ssh for mlx.distributed_config, which goes over it to this machine too: that would need Remote Login, and one's own
-key, on the Mac where one sits."""
+"""Replacement for ssh in mlx.distributed_config that runs commands for this machine locally.
+
+That tool uses ssh for this machine too, which on a Mac would need Remote Login and the user's own key.
+"""
 
 
 def write(arguments: argparse.Namespace) -> int:
@@ -76,7 +78,7 @@ def write(arguments: argparse.Namespace) -> int:
 
 
 def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
-    """Gather the facts of every host. Raises UsageError naming one that does not answer."""
+    """Return the facts of every host by name. Raises UsageError naming a host that does not answer."""
 
     def ask(name: str) -> Facts:
         link = ProbeLink(name, local_probe() if name in LOCAL_NAMES else remote_probe(name))
@@ -96,7 +98,7 @@ def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
 def _own(
     arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
 ) -> str:
-    """Write a file with the machines' addresses, and those chosen for cables."""
+    """Return a hosts file (JSON) with the machines' addresses and those chosen for cables. Print commands that set the latter."""
     cables = topology.address_cables([topology.parse_cable(text, hosts) for text in arguments.cable], machines)
     for name, ends in cables.items():
         print(f"# on {name}:", file=sys.stderr)
@@ -120,7 +122,10 @@ def _own(
 def _from_mlx(
     arguments: argparse.Namespace, hosts: Sequence[str], facts: Mapping[str, Facts], machines: Mapping[str, list[Interface]]
 ) -> str:
-    """Write a file by MLX's own tool, which finds the cables of Macs, with subnets that clash with nothing."""
+    """Return a hosts file made by MLX's own tool, which finds the cables of Macs, on subnets without conflicts.
+
+    Raises UsageError.
+    """
     if others := [name for name, one in facts.items() if one.system != "Darwin"]:
         raise UsageError(f"--over is for Macs; not one: {', '.join(others)}", param="over")
     if agents := [name for name in hosts if name.startswith(PREFIX)]:
@@ -144,7 +149,7 @@ def _from_mlx(
         ssh.write_text(LOCAL_SSH.format(ssh=find_tool("ssh") or "ssh", here="|".join(LOCAL_NAMES)))
         ssh.chmod(0o700)
         path = {"PATH": f"{directory}{os.pathsep}{variable('PATH') or os.defpath}"}
-        # It waits for Enter after the commands for each host; without a terminal sudo asks nobody.
+        # The tool waits for Enter after each host's commands; without a terminal sudo cannot prompt.
         done = subprocess.run(
             command,
             input="\n" * len(hosts),
@@ -167,7 +172,7 @@ def _from_mlx(
 
 
 def pair_with(address: str, port: int, code: str | None) -> str:
-    """Pair with the agent whose sessions are at `port`, and return its name. Raises UsageError."""
+    """Pair with the agent whose session port is `port`, and return its name. Raises UsageError."""
     trust = Trust("head")
     hello = PairHello(checked_name(socket.gethostname().split(".")[0] or "head"), trust.identity().public)
     with closing(PairingLink(address, port + 1)) as link:
@@ -191,7 +196,7 @@ _MOST_S = 60.0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the actions. Raises UsageError."""
+    """Run the chosen action. Raises UsageError."""
     seconds = getattr(arguments, "timeout", 1.0)
     if not 0 < seconds <= _MOST_S:
         raise ConfigError(f"--timeout {seconds:g}: must be above 0 and at most {_MOST_S:g} seconds", param="timeout")
@@ -252,7 +257,7 @@ def _find(seconds: float, *, as_json: bool) -> int:
 
 
 def _follow(agents: list[Found], paired: dict[str, Peer]) -> None:
-    """Store the current addresses of paired agents. A wrong announcement does no harm: sessions go by keys."""
+    """Store the current addresses of paired agents. A forged announcement is harmless: sessions authenticate by keys."""
     for agent in agents:
         if _is_paired(agent, paired) and agent.addresses:
             address = f"{reachable(agent)}:{agent.port}"
@@ -276,7 +281,7 @@ def _pair(target: str, code: str | None, seconds: float) -> int:
 
 
 def _locate(target: str, seconds: float) -> tuple[str, int]:
-    """Find address and session port of an agent, by its name on the network or its address. Raises UsageError."""
+    """Return address and session port of an agent, given by its name on the network or its address. Raises UsageError."""
     host, colon, port = target.partition(":")
     if colon and not (port.isdecimal() and 0 < int(port) < 65535):
         raise ConfigError(f"{target}: is not NAME, IP or IP:PORT", param="agent")
@@ -294,7 +299,7 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
 
 
 def reachable(agent: Found) -> str:
-    """Return the first of an agent's addresses that takes a connection, else the first."""
+    """Return the agent's first address that accepts a connection, else its first address."""
     for address in agent.addresses:
         try:
             with socket.create_connection((address, agent.port), timeout=1.0):

@@ -1,9 +1,10 @@
-"""Program that `tandem hosts sync` runs on the other machine: installs the wheel from standard input into the
-environment of the interpreter that runs it.
+"""Program that `tandem hosts sync` runs on the other machine: install the wheel from standard input.
 
-It must need nothing but Python itself, of any version from 3.8: Tandem need not be there. Arguments: the wheel's name,
-the minor version of Python, inode and time of the head's own package (both of which tell that it is the same file), and
-requirements.
+The target is the environment of the interpreter that runs the program. Its only dependency is Python 3.8 or later, since
+Tandem may be missing there.
+
+Arguments: the wheel's name, the head's minor version of Python, inode and modification time of the head's own package (to
+detect a shared installation), and requirements.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib.util import find_spec
 
 
 def same_files(inode: str, changed: str) -> bool:
-    """True if this environment's Tandem is the head's own: one machine, or one disk."""
+    """Return True if this environment's Tandem is the head's own file: same machine, or same disk."""
     spec = find_spec("tandem")
     if spec is None or spec.origin is None:
         return False
@@ -26,7 +27,7 @@ def same_files(inode: str, changed: str) -> bool:
 
 
 def install(path: str, requirements: list[str]) -> list[list[str]]:
-    """Return the commands that install it, with pip or else uv."""
+    """Return the commands that install the wheel `path` and the requirements, with pip or else uv."""
     if find_spec("pip") is not None:
         pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         return [[*pip, path, *requirements], [*pip, "--force-reinstall", "--no-deps", path]]
@@ -39,7 +40,7 @@ def install(path: str, requirements: list[str]) -> list[list[str]]:
 
 
 def main(name: str, minor: str, inode: str, changed: str, *requirements: str) -> None:
-    """Receive, install, and print what is installed now: one line of JSON."""
+    """Receive and install the wheel. Print the installed versions as one line of JSON."""
     wheel = sys.stdin.buffer.read()
     here = ".".join(map(str, sys.version_info[:2]))
     if here != minor:

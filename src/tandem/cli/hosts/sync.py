@@ -1,6 +1,6 @@
-"""`tandem hosts sync`: this machine's Tandem onto the machines of a hosts file, over ssh.
+"""`tandem hosts sync`: install this machine's Tandem on the machines of a hosts file, over ssh.
 
-Settings need no copying: ranks get them from the head whenever they start.
+Settings are not copied: ranks get them from the head at each start.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tandem.launchers.ssh import PLACES, explain, path_below_home, ssh_command
 from tandem.system.origin import write_wheel
 
 SAME = ("mlx", "mlx-lm")
-"""Packages whose versions must be the head's."""
+"""Packages whose versions must equal the head's."""
 INSTALL_S = 1800.0
 _PATHS = 'PATH="$PATH:$HOME/.local/bin:/opt/homebrew/bin:/usr/local/bin"'
-"""PATH with uv and Homebrew's Pythons, which ssh's shell need not know."""
+"""PATH with uv and Homebrew's Pythons, which a shell over ssh may lack."""
 ENVIRONMENT = ".local/share/tandem/env"
-"""Below the home directory of a host that has no Tandem yet."""
+"""Environment created on a host without Tandem, relative to the home directory."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Install on every host of the file that is not here. Raises UsageError; 1 where one has failed."""
+    """Install on every other host of the file. Return 1 if one failed, else 0. Raises UsageError."""
     hosts: dict[str, HostEntry] = {}
     for entry in read_hostfile(arguments.hostfile).hosts:
         if not entry.is_here:
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
-    """Install on one host and print the result; return what went wrong, or None."""
+    """Install on one host and print the result. Return the reason of a failure, or None."""
     if (name := agent_name(entry.ssh)) is not None:
         return (
             f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
@@ -99,8 +99,10 @@ def _words(wheel: Path) -> list[str]:
 
 
 def remote_line(python: str | None, words: Sequence[str]) -> str:
-    """Return the line for the host's login shell that runs `receive`, by the interpreter that ranks would run with, or
-    by that of an environment which is made for it."""
+    """Return the command line for the host's login shell that runs `receive`.
+
+    The interpreter is `python`, else the one that ranks would run with, else that of a newly created environment.
+    """
     code = f"{Path(receive.__file__).read_text(encoding='utf-8')}\n\nmain(*sys.argv[1:])\n"
     end = f'exec "$py" -c {shlex.quote(code)} {shlex.join(words)}'
     if python is not None:
@@ -122,7 +124,7 @@ def remote_line(python: str | None, words: Sequence[str]) -> str:
             'py=""',
             f'for one in {interpreters}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
             'found="$("${SHELL:-/bin/sh}" -lc "command -v tandem" </dev/null 2>/dev/null | tail -n 1)"',
-            # The first line of a program that pip or uv has made names its interpreter.
+            # The first line of a script installed by pip or uv names its interpreter.
             f'for one in "$found" {places}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
             '[ -x "$py" ] || py=""; fi; done',
             f'env="$HOME/{ENVIRONMENT}"',

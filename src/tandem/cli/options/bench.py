@@ -9,7 +9,7 @@ from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_fo
 
 
 def add_bench(parser: Parser) -> None:
-    """Add the three actions."""
+    """Add the actions `serve`, `latency` and `comm` of `tandem bench`."""
     actions = add_actions(
         parser,
         {

@@ -89,7 +89,7 @@ def add_doctor(parser: Parser) -> None:
     parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
     parser.add_argument("--deep", action="store_true", help="then run `tandem selftest` with this --hostfile and --model.")
-    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # run over ssh on another machine
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the same, does it fit?"

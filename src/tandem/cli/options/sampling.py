@@ -1,4 +1,4 @@
-"""The options of `tandem generate` and `tandem chat`, among them one for each plain field of `SamplingParams`."""
+"""Options of `tandem generate` and `tandem chat`, including one for each scalar field of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 
 DEFAULTS: Mapping[str, float] = {"max_tokens": 256, "temperature": 0.7}
-"""Defaults in a terminal, where neither the options nor the model's generation_config.json set a value."""
+"""Defaults in a terminal, below the options and the model's generation_config.json."""
 CHAT_DEFAULTS: Mapping[str, float] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Options that `--help` shows; `--help-all` shows all."""
 KINDS: dict[object, Callable[[str], float]] = {int: int, float: float, int | None: int}
 LEFT_OUT = ("logprobs", "prompt_logprobs")
-"""Fields without an option, as a terminal shows text alone."""
+"""Fields without an option, since a terminal shows only text."""
 
 
 def add_generate(parser: Parser) -> None:
@@ -63,7 +63,7 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
 
 
 def asked_of(arguments: argparse.Namespace) -> JsonObject:
-    """Return the sampling parameters that the options set, by name. Raises UsageError for a value out of its range."""
+    """Return the sampling parameters set by options, by name. Raises UsageError for a value out of range."""
     params = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
     for name, value in params.items():
         if name in RANGES and value not in RANGES[name]:

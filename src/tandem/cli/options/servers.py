@@ -21,7 +21,7 @@ MODEL_ACTIONS = {
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
 SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
-"""Ollama's name of a command -> action of `tandem model`."""
+"""Ollama's command -> action of `tandem model`."""
 
 
 def add_model(model: Parser) -> None:

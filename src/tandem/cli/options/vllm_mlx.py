@@ -1,4 +1,4 @@
-"""The command line of `python -m vllm_mlx.distributed_launcher`, in Tandem's words: one table."""
+"""Translation of the command line of `python -m vllm_mlx.distributed_launcher` into Tandem's options."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--max-kv-size": ("--kv-tokens",),
     "--disable-prefix-cache": ("--prefix-cache", "0"),
 }
-"""Flag there -> words here, before its value if it has one. Flags in neither table are the same."""
+"""Launcher's flag -> Tandem's words, which precede its value. Flags in neither table stay the same."""
 
 NEEDLESS = {
     "--continuous-batching": "batching is always continuous",
     "--enable-auto-tool-choice": "tools need no switch",
     "--enable-prefix-cache": "prefixes are always kept",
 }
-"""Switch there -> reason why Tandem has none."""
+"""Launcher's switch -> reason why Tandem has none."""
 
 
 def translate(words: Sequence[str]) -> list[str]:
-    """Return the words of `tandem serve` for those of the launcher. Its `--` has no meaning."""
+    """Return the arguments of `tandem serve` for those of the launcher. The launcher's `--` is dropped."""
     translated: list[str] = []
     apart = list(words)
     if "--" in apart:
@@ -47,13 +47,13 @@ def translate(words: Sequence[str]) -> list[str]:
 
 
 def add_launcher(parser: Parser) -> None:
-    """Add the options of `tandem serve`, to which `translate` turns the launcher's."""
+    """Add the options of `tandem serve`, into which `translate` turns the launcher's."""
     parser.translate = translate
     add_settings(parser, SERVE_SECTIONS)
 
 
 def by_hand(model: str) -> UsageError:
-    """Return the error for a rank that is started by hand, with the commands to run instead."""
+    """Return the error for a manually started rank, with the commands to use instead."""
     return UsageError(
         "MLX_RANK is set, which starts a rank by hand: ranks join a head here. Run `tandem serve "
         f"{model} --launcher manual --token-file token --tensor-parallel-size N` on one machine, and `tandem rank "

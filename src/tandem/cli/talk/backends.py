@@ -1,4 +1,4 @@
-"""The models that a terminal talks to: one that is loaded in this process, or one of a running server."""
+"""Models for terminal conversations: loaded in this process, or served by a running server."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from tandem.llm import LLM
 
 Prompt = str | list[JsonObject]
-"""A text to complete, or the messages of a conversation."""
+"""Text to complete, or messages of a conversation."""
 CONNECT_S = 20.0
 """Timeout in seconds of a server's model information."""
 
 
 @dataclass
 class Piece:
-    """Some text of an answer."""
+    """Part of an answer's text."""
 
     text: str
     reasoning: bool = False
 
 
 Pieces = Generator[Piece, None, None]
-"""An answer as it comes; closing it cancels the request."""
+"""Generator of an answer's pieces; closing it cancels the request."""
 
 
 @dataclass
 class Speed:
-    """Tokens and seconds of an answer, filled in while it comes."""
+    """Tokens and times of an answer, updated while it arrives. Times are of time.perf_counter() in seconds."""
 
     tokens: int = 0
     began: float = 0.0
     ended: float = 0.0
     finish: str = ""
-    """Finish reason, as the API has it."""
+    """Finish reason as in the API: `stop`, `length`; empty while unfinished."""
 
     def __str__(self) -> str:
         seconds = self.ended - self.began
@@ -51,19 +51,19 @@ class Speed:
 
 
 class LocalModel:
-    """A model in this process and its ranks."""
+    """A model loaded in this process and its ranks."""
 
     where, can_see = "loaded here", False
-    """Place in a few words; and whether messages may hold images, as far as is known beforehand."""
+    """Short description of the model's location; and whether messages may contain images, if known."""
 
     def __init__(self, llm: LLM, name: str, defaults: Mapping[str, float]) -> None:
-        """Use `defaults` for what neither the model nor the user sets."""
+        """Store the model. `defaults` are sampling parameters below those of the model and the user."""
         self.llm, self.name = llm, name
         self._defaults = {**defaults, **llm.default_sampling.given()}
         self.can_chat = llm.tokenizer.has_chat_template
 
     def answer(self, prompt: Prompt, params: JsonMapping, speed: Speed) -> Pieces:
-        """Yield the answer. Raises UsageError and RequestError."""
+        """Yield pieces of the answer and update `speed`. Raises UsageError and RequestError."""
         sampling = {**self._defaults, **params}
         text = ""
         try:
@@ -82,7 +82,7 @@ class RemoteModel:
     can_chat = True
 
     def __init__(self, server: ServerClient, name: str | None, defaults: Mapping[str, float]) -> None:
-        """Take the model `name`, by default the server's first. Raises UsageError."""
+        """Select the model `name`; None selects the server's first. Raises UsageError."""
         self._server = server
         self.where = server.url
         names = self.names()
@@ -90,7 +90,7 @@ class RemoteModel:
             raise UsageError(f"{server.url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
         info = self._info("/model/info")
-        self.can_see = not info  # Tandem's own servers, which have this path, read text alone; others may see
+        self.can_see = not info  # Tandem servers, which have this path, accept text only; others may accept images
         own = info.get("default_sampling_params", {})
         known = SamplingDefaults.__struct_fields__
         self._defaults = {key: value for key, value in defaults.items() if key in known and key not in own}
@@ -100,7 +100,7 @@ class RemoteModel:
         return self._server.models() or ["default"]
 
     def _info(self, path: str) -> JsonObject:
-        """Return what the server tells there; empty where it has no such path."""
+        """Return the JSON object at `path`; empty on any failure."""
         try:
             info = self._server.get_json(path, timeout_s=CONNECT_S)
         except (UsageError, ValueError):
@@ -108,7 +108,7 @@ class RemoteModel:
         return info if isinstance(info, dict) else {}
 
     def answer(self, prompt: Prompt, params: Mapping[str, object], speed: Speed) -> Pieces:
-        """Yield the answer. Raises UsageError."""
+        """Yield pieces of the answer and update `speed`. Raises UsageError."""
         chat = not isinstance(prompt, str)
         path, name = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
         body = {

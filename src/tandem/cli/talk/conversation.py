@@ -1,4 +1,4 @@
-"""A conversation in the terminal: its messages, its settings, and the commands that begin with a slash."""
+"""A conversation in the terminal: its messages, its settings, and the slash commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEYS = 'Enter sends; Alt-Enter, or """ around several lines, makes a new line; C
 _ALSO = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 MOST_IMAGE = 20 * 2**20
 MOST_SAVED = 256 * 2**20
-"""Bytes of a saved conversation with its pictures."""
+"""Most bytes of a saved conversation, images included."""
 
 
 class Quit(Exception):
@@ -47,28 +47,28 @@ class Conversation:
 
     model: Model
     params: JsonObject
-    """Sampling parameters that the user has set."""
+    """Sampling parameters set by the user."""
     other: Callable[[str], Model]
-    """Returns the model of another name. Raises UsageError."""
+    """Function that returns the model of a given name. Raises UsageError."""
     system: str | None = None
     said: list[JsonObject] = field(default_factory=list)
     """Messages of user and assistant."""
     images: list[JsonObject] = field(default_factory=list)
-    """Parts of the next message."""
+    """Image parts for the user's next message."""
 
     @property
     def messages(self) -> list[JsonObject]:
-        """All messages, as the API takes them."""
+        """All messages in the API's format, with the system message first."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
 
     def ask(self, text: str) -> None:
-        """Add a message of the user."""
+        """Append a user message, with the collected images."""
         content: object = [{"type": "text", "text": text}, *self.images] if self.images else text
         self.said.append({"role": "user", "content": content})
         self.images = []
 
     def command(self, line: str) -> str:
-        """Run a line that begins with a slash; return the text to show. Raises UsageError, and Ended."""
+        """Run a slash command and return the text to show. Raises UsageError, and Quit for `/exit`."""
         name, _, rest = line.partition(" ")
         name, rest = _ALSO.get(name, name), rest.strip()
         known = {usage.split()[0]: usage for usage in COMMANDS}

@@ -1,4 +1,4 @@
-"""Input of the user: with history and several lines on a terminal, plain lines elsewhere; and Ctrl-C meanwhile."""
+"""User input: a line editor with history and multi-line input on a terminal, plain lines elsewhere; handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """Handler of SIGINT that raises KeyboardInterrupt within `heard` alone.
+    """SIGINT handler that raises KeyboardInterrupt only inside `heard`.
 
-    Python raises it between any two instructions: also while asyncio sets up a loop, a terminal is taken, or after the
-    last line of a `try`.
+    Python's own handler raises it between any two instructions: also while asyncio sets up a loop, while the terminal's
+    modes change, or after the last line of a `try`.
     """
 
     def __init__(self) -> None:
-        """Change nothing; `deferred` installs the handler."""
+        """Set the initial state; `deferred` installs the handler."""
         self._raises = self._pressed = False
         self.told: Callable[[], object] = lambda: None
-        """Function that the signal handler calls when an interrupt is kept for later."""
+        """Function that the signal handler calls when it defers an interrupt."""
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Keep interrupts in the block for `heard` and `taken`. For the main thread."""
+        """Context manager that defers interrupts to `heard` and `taken`. Main thread only."""
         before = signal.signal(signal.SIGINT, self._press)
         try:
             yield
@@ -46,13 +46,13 @@ class Interrupts:
         self.told()
 
     def taken(self) -> bool:
-        """Return whether an interrupt was kept, and forget it."""
+        """Return whether an interrupt was deferred, and clear it."""
         pressed, self._pressed = self._pressed, False
         return pressed
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt for an interrupt in the block, and for one kept before."""
+        """Context manager that raises KeyboardInterrupt for an interrupt in the block or deferred before it."""
         try:
             self._raises = True
             if self.taken():
@@ -62,7 +62,7 @@ class Interrupts:
             self._raises = False
 
     def each(self, things: Iterator[T]) -> Iterator[T]:
-        """Yield all of `things`. KeyboardInterrupt may come while the next one is awaited, not while one is used."""
+        """Yield each item. KeyboardInterrupt can be raised only while waiting for the next item, not while one is in use."""
         while True:
             with self.heard():
                 try:
@@ -73,8 +73,10 @@ class Interrupts:
 
 
 def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
-    """Return a function that reads the user's next message, as fits standard input. It raises EOFError and
-    KeyboardInterrupt."""
+    """Return a function that reads the user's next message from a terminal or a pipe.
+
+    That function raises EOFError and KeyboardInterrupt.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _plain
     from prompt_toolkit import PromptSession
@@ -115,7 +117,7 @@ def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
             app.exit(exception=KeyboardInterrupt)
 
     def ask() -> str:
-        # Without prompt_toolkit's handler of Ctrl-C: it drops one that comes before or after the terminal is its own.
+        # prompt_toolkit's own SIGINT handler would lose a Ctrl-C before or after it controls the terminal.
         text = session.prompt(">>> ", pre_run=leave, handle_sigint=False)
         if interrupts.taken():
             raise KeyboardInterrupt
@@ -133,7 +135,7 @@ def _plain() -> str:
 
 
 def unquoted(text: str) -> str:
-    """Return a message without the quotes around several lines."""
+    """Return a message without the quotes that enclose several lines."""
     text = text.strip()
     if text.startswith(QUOTES):
         text = text.removeprefix(QUOTES).removesuffix(QUOTES)

@@ -1,4 +1,4 @@
-"""`tandem generate` and `tandem chat`, with a running server or a model that is loaded here."""
+"""`tandem generate` and `tandem chat`, with a running server or a model loaded in this process."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from tandem.printable import printable
 from tandem.system.http_client import ServerClient
 
 FRAMES = 12
-"""Redraws per second at most."""
+"""Maximum redraws per second."""
 
 
 class AnswerView:
-    """Picture of an answer that grows: finished blocks (between blank lines) are printed, the last one is redrawn.
+    """Incremental display of an answer: finished blocks (between blank lines) are printed, the last one is redrawn.
 
-    So an answer may be longer than the screen, and its beginning can be scrolled to.
+    An answer can therefore exceed the screen, and its beginning stays in the scrollback.
     """
 
     def __init__(self, console: Console) -> None:
-        """Draw to `console`."""
+        """Start with an empty answer on `console`."""
         self._console = console
         self._block, self._fenced, self._reasoning = "", False, False
         self._live: Live | None = None
 
     def add(self, text: str, *, reasoning: bool = False) -> None:
-        """Draw more of the answer."""
+        """Append text to the answer and redraw."""
         if reasoning != self._reasoning:
             self.close()
             self._reasoning = reasoning
@@ -89,12 +89,12 @@ class AnswerView:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """Hide what is typed within the block; Ctrl-C still works."""
+    """Context manager that hides typed characters; Ctrl-C still works."""
     with ExitStack() as stack:
-        with suppress(termios.error, ValueError, OSError):  # no terminal
+        with suppress(termios.error, ValueError, OSError):  # not a terminal
             stream = sys.stdin.fileno()
             before = termios.tcgetattr(stream)
-            stack.enter_context(suppress(termios.error))  # it may be gone by then
+            stack.enter_context(suppress(termios.error))  # the terminal may be gone on exit
             stack.callback(termios.tcsetattr, stream, termios.TCSANOW, before)
             termios.tcsetattr(stream, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
         yield
@@ -105,7 +105,7 @@ NAME_ONE = "name a directory, a GGUF file, a hub id or demo, or a running server
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Complete one prompt; print the text as it comes."""
+    """Complete one prompt and print the text as it arrives. Return the exit code."""
     params = asked_of(arguments)
     prompt = arguments.prompt
     if prompt is None:
@@ -125,7 +125,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Run a conversation (cli/talk/conversation.py has its commands)."""
+    """Run a conversation (commands: cli/talk/conversation.py). Return the exit code."""
     params, console = asked_of(arguments), screen()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
@@ -163,12 +163,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """Return the text of an answer: as it is for a file or a pipe, without control characters for a terminal."""
+    """Return the text unchanged for a file or a pipe, without control characters for a terminal."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: Interrupts) -> None:
-    """Ask and show the answer; Ctrl-C stops it and keeps its beginning. Raises UsageError and RequestError."""
+    """Send the message and show the answer. Ctrl-C stops it and keeps the partial answer. Raises UsageError, RequestError."""
     talk.ask(said)
     text, speed, stopped = "", Speed(), False
     view = AnswerView(screen) if screen is not None else None
@@ -190,7 +190,7 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
             if view is None:
                 raise
         except (UsageError, RequestError):
-            talk.said.pop()  # so that the question may be sent again
+            talk.said.pop()  # the user may send it again
             raise
     talk.said.append({"role": "assistant", "content": text})
     if screen is None:
@@ -201,9 +201,9 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
 
 @contextmanager
 def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Iterator[tuple[Model, Other]]:
-    """Yield the model to talk to, and a function that gets another one. Raises UsageError.
+    """Yield the model, and a function that opens another one by name. Raises UsageError.
 
-    It is that of a server that is named, or that `tandem up` started with this model; else it is loaded here.
+    Uses a server that is named, or that `tandem up` started with this model; otherwise loads the model in this process.
     """
     loaded = load_settings(arguments)
     options = loaded.given("model", "parallel", "scheduler", "speculation")
@@ -226,7 +226,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
     with ExitStack() as stack:
 
         def load(name: str) -> Model:
-            resolve(name, weights=False)  # raises where there is none, before the last model is unloaded
+            resolve(name, weights=False)  # raises for an unknown model, before the current one is unloaded
             stack.close()
             model = _load({**options, "model": name}, defaults)
             stack.push(model.llm)
@@ -236,11 +236,10 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
 
 
 def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: JsonMapping) -> tuple[str, str | None] | None:
-    """Return the address of the server to talk to, and its name of the model (None: its first); None where the model
-    is to be loaded here. Raises UsageError.
+    """Return the server's address and the model's name there (None: its first); None to load the model in this process.
 
-    Options of this command line ask for another layout than a server's. Variables and files do not: `tandem up` reads
-    them too.
+    Layout options on the command line require loading, unlike variables and files, which `tandem up` reads too. Raises
+    UsageError.
     """
     named, record, model = named_url(arguments), started(), options.get("model")
     asked = None if record is not None and record.model == model else model
@@ -265,7 +264,7 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: Json
 
 
 def _load(options: JsonObject, defaults: Mapping[str, float]) -> LocalModel:
-    """Return the model, and show live lines while it is loaded."""
+    """Load and return the model, with live progress lines."""
     from tandem.cli.startup import progress_lines
     from tandem.llm import LLM
     from tandem.protocol.control import LoadProgress
