@@ -117,7 +117,7 @@ def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-# ---- what is kept
+# ---- cached parts
 
 
 def kept() -> Iterator[Stored]:

@@ -143,7 +143,7 @@ def _random(path: str, array: mx.array) -> mx.array:
 
 
 def outcome(config: JsonObject) -> tuple[bool, str]:
-    """Return whether the dry run passes, and a line with what was compared or what differed."""
+    """Return whether the dry run passes, and a line that describes the comparison or the difference."""
     try:
         return True, try_config(config)
     except TandemError as error:

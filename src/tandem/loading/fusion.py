@@ -78,7 +78,6 @@ class Product:
         whole = self._call(x, *args, **kwargs)
         # mx.split is faster, but its parts report a size that ignores the gaps between their rows. With two rows or more,
         # MLX's rotary kernel on a GPU would allocate too little memory.
-        # gaps, which is from two rows on, MLX's rotary kernel on a GPU would allocate too little by that.
         parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
         self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
 

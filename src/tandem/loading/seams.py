@@ -34,8 +34,8 @@ all take memory at once: 2.4 GiB for two layers of Qwen3.5-397B instead of 1."""
 STEPS = (("gated_delta", "_gated_delta_step_ops"), ("rwkv7", "_wkv7_step_ops"), ("mamba", "MambaBlock.ssm_step"))
 """mlx-lm functions, by module, that return one token's output and the next state."""
 SCANS = (("bailing_moe_linear", "recurrent_gla"),)
-"""mlx-lm functions, by module, that process all tokens of q, k, v [B, H, L, D] from a state `h` and return the final
-state last."""
+"""mlx-lm functions, by module, over all tokens of q, k, v [B, H, L, D] from a state `h`; they return the final state
+last."""
 
 Recurrence = Callable[..., tuple[mx.array, Any]]
 

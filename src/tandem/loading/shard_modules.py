@@ -161,7 +161,8 @@ class OwnExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a parameter on one rank: pieces of one axis. For a bias added after the sum, rank 0 has all, others zeros."""
+    """Part of a parameter on one rank: pieces of one axis. A bias added after the sum is complete on rank 0 and zero on
+    other ranks."""
 
     axis: int
     part: Part

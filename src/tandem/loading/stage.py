@@ -232,8 +232,10 @@ def load_stage(
     `plan_shards`) only that part of each layer is loaded, and `tensor_parallel` all-reduces with the other ranks.
     `adapter` is a LoRA adapter to apply. `kv_dtype` (auto, 8bit, 4bit) is the type of keys and values in caches. With
     `fuse` projections of the same input become one product, which rounds differently from mlx-lm. Peak memory is the
-    weights of this stage (or shard) plus about one tensor. Raise `BrokenModel` for weights that do not fit the config,
-    `LayoutError` for an invalid range or a shard that cannot be cut, `UsageError` for an unknown dtype.
+    weights of this stage (or shard) plus about one tensor.
+
+    Raise `BrokenModel` for weights that do not fit the config, `UsageError` for an unknown dtype. Raise `LayoutError`
+    for an invalid range, or a shard that cannot be cut.
     """
     if shard is not None and shard.size == 1:
         shard = None

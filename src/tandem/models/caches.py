@@ -32,7 +32,7 @@ class LayerCache:
     """Elements of `position` without a head axis, which every rank of a stage replicates (an index's keys)."""
 
     listed: bool = False
-    """mlx-lm keeps a list of caches per layer, from which rows of a batch cannot drop positions."""
+    """Whether the layer has a CacheList in mlx-lm, from which rows of a batch cannot drop positions."""
 
     @property
     def can_be_cut(self) -> bool:

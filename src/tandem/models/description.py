@@ -132,7 +132,8 @@ class ModelDescription:
     """Type of the layers; differs from `family` where a text model of another type is nested in it. Empty if not
     tensor-parallel."""
     token_elements: float = 0.0
-    """Cache elements of one token in one layer, averaged over the layers; 0 with `state_elements` 0: standard attention."""
+    """Cache elements of one token in one layer, averaged over the layers. If this and `state_elements` are 0, standard
+    attention is assumed."""
     state_elements: float = 0.0
     """Elements of recurrent state of one sequence in one layer, averaged over the layers."""
     float32_elements: float = 0.0

@@ -163,7 +163,6 @@ def activation_bytes(
     """
     # Residual, normed input, query, output, and the MLP's gate, up and product are alive together at most; with experts
     # also their gathered inputs and outputs.
-    # experts also what was gathered for them, and what they give
     wide = 4 * description.hidden_size + 3 * share * mlp_width + 2 * experts_used * description.hidden_size
     # Scores before and after the mask; for an index also those multiplied by its head weights.
     scores = 3.0 * description.index_heads

@@ -53,7 +53,7 @@ _WINDOWS = frozenset(
 _PLAIN = frozenset(("llama", "mistral3"))
 """Types of `_WINDOWS` without a window unless the config lists the layers that have one."""
 _EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
-"""Every n-th layer is full attention, if the config does not give n."""
+"""Every n-th layer is full attention, where the config has no n."""
 
 
 class Described(Protocol):

@@ -125,8 +125,8 @@ def _cut(sizes: list[int], start: int, limit: int, target: float) -> int:
 def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
     """Return the layers that must stay in the stage of the layer before them. `config` is that of the text model.
 
-    Such layers reuse keys and values of an earlier one. Gemma 3n and 4: the last layers, and all layers from the first
-    that they read from. Hunyuan: all but the first of each group.
+    Such layers reuse keys and values of an earlier one. Gemma 3n and 4: all layers after the first one that the last
+    layers read from. Hunyuan: all but the first of each group.
     """
     kind = config.get("model_type")
     shared = config.get("num_kv_shared_layers", _SHARED_BY_DEFAULT.get(str(kind), 0))

@@ -1,9 +1,9 @@
 """Partial copies of models on machines without the model files: parts are fetched, verified, resumed, and shared. No mlx.
 
-`<cache>/slices/<fingerprint>/` holds one model's config and tokenizer, `headers/` with the header of each weight file,
-and `parts/` with the parts that this machine's ranks have needed. An unfinished part is `NAME.partial`, with a journal
-of checksums of its chunks. The rank that fetches it holds a file lock, so that several ranks share the work. It is
-renamed when complete.
+`<cache>/slices/<fingerprint>/` holds one model's config and tokenizer. Its directory `headers/` has the header of each
+weight file, and `parts/` the parts that this machine's ranks have needed. An unfinished part is `NAME.partial`, with a
+journal of checksums of its chunks. The rank that fetches it holds a file lock, so that several ranks share the work. It
+is renamed when complete.
 """
 
 from __future__ import annotations

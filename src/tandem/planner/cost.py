@@ -1,8 +1,8 @@
 """Predicted memory and time of layouts: a roofline for each machine, an alpha-beta model for each link. Pure.
 
-*Roofline* (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009): work takes as long as the slower of reading its
-bytes and doing its arithmetic. A decode step of a layer with b rows at context c reads its weights once and the rows'
-KV, and does 2 b FLOP a parameter plus 4 b c FLOP per query head and head dimension in attention:
+*Roofline* (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009): the time of work is the larger of reading its
+bytes and doing its arithmetic. A decode step of a layer with b rows at context c reads its weights once, and the rows'
+KV. It takes 2 b FLOP per parameter, plus 4 b c FLOP per query head and head dimension in attention:
 
     t_layer = max(bytes / bandwidth, flop / rate) + overhead
 
@@ -10,10 +10,12 @@ KV, and does 2 b FLOP a parameter plus 4 b c FLOP per query head and head dimens
 bytes over n ranks (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005):
 
     ring:  2 (n - 1) alpha + 2 (n - 1) / n * m / beta
-    mesh:  alpha + (n - 1) m / beta      every rank sends all of it to every other at once; the lesser of the two
+    mesh:  alpha + (n - 1) m / beta      every rank sends everything to every other at once; the smaller is used
 
-and all-gather of m bytes in all, for the logits that the ranks of the last stage share: (n - 1) alpha + (n - 1) / n *
-m / beta in a ring, alpha + (n - 1) / n * m / beta in a mesh.
+All-gather of m bytes in all, for the logits that the last stage's ranks share:
+
+    ring:  (n - 1) alpha + (n - 1) / n * m / beta
+    mesh:  alpha + (n - 1) / n * m / beta
 
 Mixture of experts: b rows that choose k of E experts independently touch E (1 - (1 - k / E)^b) of them.
 """

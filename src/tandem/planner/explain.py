@@ -154,7 +154,7 @@ def advantage(a: Candidate, b: Candidate, goal: Goal) -> float:
     return (a.prediction.capacity + 1) / (b.prediction.capacity + 1)
 
 
-# ---- what would fit
+# ---- remedies
 
 
 def refusal(answer: LayoutPlan) -> str:
@@ -269,7 +269,7 @@ def _largest(enough: Callable[[int], bool], most: int) -> int:
     return low
 
 
-# ---- what to type
+# ---- commands
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def backend(self) -> str:
-        """Default backend of the links: ring, unless only others were measured."""
+        """Default backend of the links: ring, unless only other backends were measured."""
         backends = [link.backend for link in self.links]
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 

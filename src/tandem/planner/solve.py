@@ -247,7 +247,7 @@ class Solver:
         sharing = len(stage.machines) if stage.whole_experts else 1
         return [RankShare(machine, share, heads / self._heads, sharing) for machine, share, heads in ranks]
 
-    # ---- what a layout would do
+    # ---- predictions
 
     def predict(self, layout: Layout, streams: int) -> Prediction:
         """Predict performance and memory for `streams` sequences, spread evenly over the replicas."""

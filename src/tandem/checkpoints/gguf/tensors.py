@@ -34,7 +34,7 @@ class GGMLType:
     nbytes: int
     """Bytes per block."""
     bits: int = 0
-    """Bits per weight for types that stay packed; 0 for others."""
+    """Bits per weight for types that stay packed; 0 for other types."""
     mode: str = "affine"
 
 
