@@ -200,7 +200,7 @@ def _alike(
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
-    """Return a key that must be equal for modules to be fused."""
+    """Return a key; modules can be fused only if their keys are equal."""
     axis = _OUTPUT_AXIS[type(module)]
     parameters = sorted(
         (name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :])) for name, array in tree_flatten(module.parameters())

@@ -60,8 +60,8 @@ def limit_memory(share: float, sharing: int) -> None:
     """Set MLX's memory and cache limits; without limits its buffers grow with the largest prompt.
 
     `share` is the fraction of memory for this rank's weights and KV; `sharing` is the number of ranks on the machine.
-    Metal's default limit for each process is one and a half times all memory. Queued GPU work holds memory, layers and
-    tokens ahead; at the limit MLX waits for it.
+    Metal's default limit for each process is one and a half times all memory. Work queued on a GPU holds memory for
+    layers and tokens ahead; at the limit MLX waits for it.
     """
     mx.set_cache_limit(cache_bytes(sharing))
     if on_gpu():

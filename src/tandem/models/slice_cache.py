@@ -119,7 +119,7 @@ def _fetch_headers(source: Source, weights: Sequence[BlobFile], directory: Path)
 
 
 def _read(source: Source, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    """Read ranges (name, offset, length) of any length, split into chunks of at most `CHUNK` bytes."""
+    """Return the bytes of each range (name, offset, length); long ranges are read in several chunks."""
     spans = [Span(name, offset, length, index) for index, (name, offset, length) in enumerate(wanted)]
     pieces = [(span.target, piece) for span in spans for piece in chunks([span], CHUNK)]
     found: dict[int, bytes] = {}

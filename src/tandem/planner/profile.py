@@ -88,7 +88,7 @@ class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Versions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions of the software that was measured."""
+    """Versions of the software used for the measurements."""
 
     tandem: str
     mlx: str

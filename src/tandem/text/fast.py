@@ -194,8 +194,7 @@ class FastBackend:
 
 
 def _is_the_librarys(error: BaseException) -> bool:
-    """Return whether the library raised `error`. Its panics are not an Exception; neither are errors that end the
-    process."""
+    """Return whether the library raised `error`: any Exception, or its panic, a BaseException recognised by name."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

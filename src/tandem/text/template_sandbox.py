@@ -163,7 +163,7 @@ class _Charges(jinja2.ext.Extension):
 
     @staticmethod
     def joined(*values: object) -> str:
-        """Evaluate the operator ~."""
+        """Evaluate the operator ~ (string concatenation), charged beforehand."""
         texts = [_text(value) for value in values]
         _budget.get().step(sum(map(len, texts)))
         return "".join(texts)

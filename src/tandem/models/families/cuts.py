@@ -53,8 +53,7 @@ class Sharding:
     axes: Axes | None = None
     """Function that computes the family's own kinds of axes from config.json; None: no own kinds."""
     counts: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
-    """Attributes that hold a length (path and name), by the kinds of the axes that make it up; each becomes the rank's
-    length."""
+    """Attributes (path and name) that hold the length of an axis of these kinds; each is set to the rank's length."""
     norms: Mapping[str, Kind] = field(default_factory=dict)
     """RMS norms over a split axis, and its kind; their sums of squares are all-reduced."""
     lists: Mapping[str, Kind] = field(default_factory=dict)
