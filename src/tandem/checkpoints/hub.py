@@ -1,4 +1,4 @@
-"""Download from the model hub: whole files into the hub client's cache, or headers of weight files alone. No mlx."""
+"""Downloads from the model hub: whole files into the hub client's cache, or only headers of weight files. No mlx."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.errors import BrokenModel, ModelNotFound, TandemError
 from tandem.json_types import JsonObject
 
 HEADER_GUESS = 128 * 1024
-"""Bytes asked for at first: the header of nearly every file is shorter."""
+"""Bytes of the first request; nearly every header is shorter."""
 PARALLEL = 8
 TIMEOUT_S = 30.0
 
@@ -30,15 +30,15 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     RuntimeError,
 )
-"""All errors of the hub's client. They have no common base: those of its HTTP library differ between versions, and its
-Rust downloader raises only the last."""
+"""All errors of the hub's client, which have no common base. Those of its HTTP library differ between versions, and its
+Rust downloader raises RuntimeError."""
 
 
 def download(repo: str, revision: str | None, patterns: Sequence[str], progress: Progress | None = None) -> Path:
-    """Files of a repository whose names match `patterns`; those that are here already are not downloaded again.
+    """Download the files of a repository that match `patterns`, unless they are cached.
 
-    Returns the directory, whose name is the commit. `progress` gets bytes done and in all, as far as they are known.
-    Raises `ModelNotFound`.
+    Return their directory, whose name is the commit. `progress` is called with bytes done and in all, as far as known.
+    Raise `ModelNotFound`.
     """
     options: JsonObject = {"tqdm_class": _bar(progress)} if progress is not None else {}
     with _explained(repo, revision):
@@ -46,10 +46,10 @@ def download(repo: str, revision: str | None, patterns: Sequence[str], progress:
 
 
 def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path:
-    """A directory with the headers of all weight files, each under its file's name; kept in the cache.
+    """Return a cached directory with the headers of all weight files, each under its file's name.
 
-    `snapshot` is the directory of `download`, with the index if there is one; without one the weight files are those
-    that match `patterns`. Raises `ModelNotFound`, and `BrokenModel` for a file that is not safetensors.
+    `snapshot` is the directory that `download` returned. Without an index in it, weight files are those that match
+    `patterns`. Raise `ModelNotFound`, and `BrokenModel` for a file that is not safetensors.
     """
     commit = snapshot.name
     target = cache_dir() / "headers" / repo.replace("/", "--") / commit
@@ -79,7 +79,7 @@ def _matching(repo: str, snapshot: Path, patterns: Sequence[str]) -> list[str]:
 
 
 def _header(repo: str, commit: str, snapshot: Path, name: str) -> bytes:
-    """The start of a weight file, up to its data."""
+    """Return the start of a weight file, up to its data."""
 
     def start(length: int) -> bytes:
         if (snapshot / name).is_file():
@@ -101,21 +101,21 @@ def _first_bytes(repo: str, commit: str, name: str, length: int) -> bytes:
     data = bytearray()
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.is_error:
-            response.read()  # the error's text
+            response.read()  # loads the error's text
         hf_raise_for_status(response)
         for block in response.iter_bytes():
             data += block
-            if len(data) >= length:  # a server that ignores ranges would send the whole file
+            if len(data) >= length:  # a server that ignores ranges sends the whole file
                 break
     return bytes(data[:length])
 
 
 def _bar(progress: Progress) -> type[hub_bar]:
-    """A progress bar of the client's that shows nothing and reports bytes."""
+    """Return a silent subclass of the client's progress bar that reports bytes to `progress`."""
 
     class Reporter(hub_bar):
         def __init__(self, *args: object, **kwargs: object) -> None:
-            # There are bars for files too, and one for bytes on the network, which compression makes fewer.
+            # The client also has bars for files, and one for transferred bytes, which compression reduces.
             self._counts = kwargs.get("unit") == "B" and not str(kwargs.get("name", "")).endswith(".transfer")
             self._bytes = 0
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call,unused-ignore]
@@ -130,7 +130,7 @@ def _bar(progress: Progress) -> type[hub_bar]:
 
 @contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn the client's errors into one line each."""
+    """Convert the client's errors to `ModelNotFound` with a one-line message."""
     where = f"{repo} (revision {revision})" if revision else repo
     try:
         yield

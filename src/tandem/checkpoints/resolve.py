@@ -1,4 +1,4 @@
-"""Find a model: a local directory, a GGUF file, the demo model, or a hub repository."""
+"""Resolution of model names: a local directory, a GGUF file, the demo model, or a hub repository."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
 def resolve(model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True) -> ModelFiles:
-    """Make `model` available as a local directory.
+    """Make `model` available as a local directory; return its files.
 
-    `model` is a directory, a .gguf file (converted once into the cache directory), `demo` or a hub id (org/name,
-    downloaded into the hub's own cache). `revision` is for hub ids alone. Without `weights` only headers of a hub
-    model's weights are downloaded (see `ModelFiles.headers`). Raises `ModelNotFound`, and what the GGUF conversion
-    raises.
+    `model` is a directory, a .gguf file (converted once into the cache directory), `demo`, or a hub id (org/name,
+    downloaded into the hub's own cache). `revision` applies only to hub ids. Without `weights` only the headers of a
+    hub model's weights are downloaded (see `ModelFiles.headers`). Raise `ModelNotFound`, and the errors of the GGUF
+    conversion.
     """
     if not model:
         raise UsageError("no model is given: name a directory, a GGUF file, a hub id (org/name) or demo", param="model")
@@ -43,7 +43,7 @@ def resolve(model: str, *, revision: str | None = None, progress: Progress | Non
     if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
-        from tandem.checkpoints.gguf.convert import convert_cached  # numpy, which few processes need
+        from tandem.checkpoints.gguf.convert import convert_cached  # imports numpy, which few processes need
 
         return ModelFiles(convert_cached(path, progress), name_of(model))
     if HUB_ID.match(model):
@@ -52,7 +52,7 @@ def resolve(model: str, *, revision: str | None = None, progress: Progress | Non
 
 
 def expect(model: str) -> None:
-    """Raise `ModelNotFound` for what `resolve` will not find. Nothing is downloaded or converted."""
+    """Raise `ModelNotFound` for a name that `resolve` would reject. Nothing is downloaded or converted."""
     path = Path(model).expanduser()
     if model == "demo":
         _demo()
@@ -71,7 +71,7 @@ def _unknown(model: str, path: Path) -> ModelNotFound:
 
 
 def _beside(path: Path) -> list[str]:
-    """Models in the same directory, written as `path` is."""
+    """Return the paths of models beside `path`, in the same notation."""
     try:
         found = [one for one in path.parent.iterdir() if one.suffix == ".gguf" or (one / "config.json").is_file()]
     except OSError:
@@ -80,7 +80,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def name_of(model: str) -> str:
-    """Name of a model before it is made available: `ModelFiles.name` of the result of `resolve`."""
+    """Return the name of a model without resolving it: `ModelFiles.name` of `resolve`'s result."""
     path = Path(model).expanduser()
     if model == "demo" or not path.exists():
         return DEMO if model == "demo" else model
@@ -95,7 +95,7 @@ def _demo() -> ModelFiles:
     path = demo_path()
     if not (path / "config.json").is_file():
         raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`", param="model")
-    with suppress(OSError):  # a cache that others own stays as it is
+    with suppress(OSError):  # a cache owned by another user is not completed
         complete_demo(path)
     used(path)
     return ModelFiles(path, DEMO)
@@ -127,18 +127,18 @@ def _hub_model(repo: str, revision: str | None, progress: Progress | None, *, we
 
 
 def hub_model(hub: str) -> ModelFiles:
-    """Find here the model that `resolve` without weights found on another machine; `hub` is its `ModelFiles.hub`.
+    """Download metadata and headers of a hub model that another machine resolved without weights.
 
-    Raises `ModelNotFound`.
+    `hub` is that machine's `ModelFiles.hub` (org/name@commit). Raise `ModelNotFound`.
     """
     repo, _, commit = hub.rpartition("@")
     return _hub_model(repo, commit, None, weights=False)
 
 
 def download_files(files: ModelFiles, names: Sequence[str], progress: Progress | None = None) -> ModelFiles:
-    """`files` (of `hub_model`) with the weight files `names`, downloaded unless they are here already.
+    """Return `files` (from `hub_model`) with the weight files `names`, downloaded unless cached.
 
-    `progress` gets bytes downloaded and in all. Raises `ModelNotFound`.
+    `progress` is called with bytes downloaded and in all. Raise `ModelNotFound`.
     """
     from tandem.checkpoints import hub
 

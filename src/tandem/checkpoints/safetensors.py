@@ -1,4 +1,4 @@
-"""Headers of safetensors files, and a writer that holds one tensor at a time. No mlx.
+"""Headers of safetensors files, and a writer that holds one tensor in memory at a time. No mlx.
 
 Format: 8 bytes little-endian header length, JSON header, data (https://github.com/huggingface/safetensors).
 """
@@ -30,18 +30,18 @@ _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as the header describes it."""
+    """One tensor, as described in a header."""
 
     dtype: str
     """safetensors' name of the type: BF16, U32 ..."""
     shape: tuple[int, ...]
     nbytes: int
     offset: int = 0
-    """Bytes from the start of the file to the data."""
+    """Offset of the data from the start of the file, in bytes."""
 
 
 class _Entry(msgspec.Struct):
-    """A tensor in the header's JSON."""
+    """One tensor's entry in the header's JSON."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,9 +49,9 @@ class _Entry(msgspec.Struct):
 
 
 def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInfo]:
-    """Tensors of one file; with `header_only` of a copy that ends behind the header.
+    """Return the tensors of a file by name; `header_only` for a copy that ends after the header.
 
-    Raises `BrokenModel` when the file's length contradicts its header.
+    Raise `BrokenModel` if the header is invalid or does not match the file's length.
     """
     try:
         size = path.stat().st_size
@@ -72,7 +72,8 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
 
 
 def header_length(start: bytes) -> int:
-    """Bytes of a file's header, its length field included, from the first 8 bytes. Raises ValueError."""
+    """Return the length of a file's header in bytes, its length field included, from the first 8 bytes. Raise
+    ValueError."""
     if not (length := _length(start)):
         raise ValueError("has no valid safetensors header")
     return length
@@ -84,7 +85,7 @@ def _length(start: bytes) -> int:
 
 
 def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """The start of a file, up to its data, that holds `tensors`, with their `offset` counted from the data's start."""
+    """Return the start of a file, up to its data, for `tensors`, whose `offset` counts from the start of the data."""
     header: JsonObject = {"__metadata__": {"format": "mlx"}}
     for name, tensor in tensors.items():
         offsets = [tensor.offset, tensor.offset + tensor.nbytes]
@@ -95,7 +96,7 @@ def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
 
 
 def _tensors(raw: dict[str, msgspec.Raw], data: int) -> tuple[dict[str, TensorInfo], int]:
-    """Tensors, and bytes of data that they need. Raises ValueError for a tensor that contradicts itself."""
+    """Return the tensors, and the bytes of data they cover. Raise ValueError for an inconsistent entry."""
     tensors, end = {}, 0
     decode = msgspec.json.Decoder(_Entry).decode
     for name, text in raw.items():
@@ -118,17 +119,17 @@ def _broken(path: Path, why: str) -> BrokenModel:
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor to be written: type and shape are known, `data` is computed when its turn comes."""
+    """A tensor to be written, of known type and shape; `data` is called when the tensor is written."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: Callable[[], np.ndarray]
-    """C-contiguous once called; its bytes are what is written."""
+    """Returns the array, whose bytes are written in C order."""
 
 
 def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
-    """Write a file that mlx and others load. Peak memory is one tensor."""
+    """Write a safetensors file. Peak memory is one tensor. Raise ValueError if data does not match type and shape."""
     from numpy import ascontiguousarray
 
     pending = list(tensors)

@@ -1,6 +1,6 @@
-"""Models on this machine's disk, whole ones and cached parts of others.
+"""Models on this machine's disk: complete ones, and cached parts.
 
-Whole models are Tandem's own directories and the hub's cache. Kept are slices from other machines, headers, and
+Complete models are in Tandem's own directories and the hub's cache. Cached are slices from other machines, headers, and
 converted GGUF files.
 """
 
@@ -20,38 +20,38 @@ from tandem.env import cache_dir, variable
 from tandem.errors import ModelError, ModelNotFound, UsageError
 
 KINDS = {"slices": "*", "headers": "*/*", "gguf": "*"}
-"""Directory in the cache of each kind that is kept -> pattern of its entries."""
+"""Directory of each kind of cache entry, and the pattern of its entries."""
 DEMO = "SmolLM2-135M-Instruct"
-"""Name of the demo model, and of its directory."""
+"""Name of the demo model and of its directory."""
 _open: dict[Path, int] = {}
-"""Entries that this process uses, each locked until it ends."""
+"""File descriptors of entries that this process uses, each with a shared lock until the process exits."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A model, or a part of one, on the disk."""
+    """A complete model or a cached part on disk."""
 
     name: str
-    """Name that `tandem serve` takes; of a part its path."""
+    """Name that `tandem serve` accepts; for a part its path."""
     kind: str
-    """`demo`, `hub`, or the directory of the cache that holds it."""
+    """`demo`, `hub`, or the name of the cache directory that holds it."""
     path: Path
-    """Directory with its config.json; for hub models that of the newest snapshot."""
+    """Directory with its config.json; for hub models the newest snapshot."""
     root: Path
-    """Directory that is removed with it."""
+    """Directory that `remove` deletes."""
     nbytes: int
-    """Bytes on the disk."""
+    """Bytes on disk."""
     modified: float
-    """When it came, or was last needed, in seconds since 1970."""
+    """Time of creation or last use, in seconds since 1970."""
 
     @property
     def unused_s(self) -> float:
-        """Seconds since a start has needed it."""
+        """Seconds since the last use."""
         return time.time() - self.modified
 
 
 def demo_path() -> Path:
-    """Directory of the demo model, whether it is there or not."""
+    """Return the directory of the demo model, which may not exist."""
     return cache_dir() / "demo" / DEMO
 
 
@@ -59,15 +59,15 @@ def demo_path() -> Path:
 
 
 def used(path: Path) -> None:
-    """Mark the entry as used by this process: now, and until it ends."""
+    """Mark a cache entry as used: set its time, and lock it until this process exits."""
     with suppress(OSError):
         if path not in _open:
             _open[path] = in_use_by_us(path)
-        os.utime(path)  # last: it fails where somebody else owns the entry
+        os.utime(path)  # last, since it fails if another user owns the entry
 
 
 def in_use_by_us(path: Path) -> int:
-    """A descriptor; until it is closed the entry is not pruned. Raises OSError."""
+    """Return a file descriptor with a shared lock on the entry, which is not pruned until it is closed. Raise OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,7 +75,7 @@ def in_use_by_us(path: Path) -> int:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a running process uses the entry."""
+    """Return whether a running process uses the entry."""
     with suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -89,10 +89,10 @@ def in_use(path: Path) -> bool:
 
 @contextmanager
 def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
-    """A temporary directory that becomes `target` if the block succeeds, and vanishes if it fails.
+    """Yield a temporary directory that is renamed to `target` if the block succeeds, and deleted if it fails.
 
-    When another process has made `target` meanwhile, which then has something at the path `proof`, that stays. Raises
-    `ModelError` when the disk cannot be written.
+    If another process creates `target` meanwhile (with something at the path `proof`), that one is kept. Raise
+    `ModelError` if the disk cannot be written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,11 +117,11 @@ def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-# ---- what is kept
+# ---- cached parts
 
 
 def kept() -> Iterator[Stored]:
-    """All entries, also what interrupted starts have left."""
+    """Yield all cache entries, including leftovers of interrupted starts."""
     for kind, pattern in KINDS.items():
         for path in sorted((cache_dir() / kind).glob(pattern)):
             with suppress(OSError):
@@ -129,14 +129,14 @@ def kept() -> Iterator[Stored]:
 
 
 def unused(unused_s: float) -> Iterator[Stored]:
-    """Yield entries that no start has used for `unused_s` seconds and no process uses now."""
+    """Yield cache entries that were not used for `unused_s` seconds and that no process uses now."""
     return (entry for entry in kept() if entry.unused_s >= unused_s and not in_use(entry.path))
 
 
 def prune(unused_s: float) -> Iterator[Stored]:
-    """Remove those of `unused`; yields each when it is gone.
+    """Delete the entries that `unused` yields, and yield each one deleted.
 
-    Whoever needs one again fetches or converts it again. Raises OSError.
+    They are fetched or converted again when needed. Raise OSError.
     """
     for entry in unused(unused_s):
         shutil.rmtree(entry.path) if entry.path.is_dir() else entry.path.unlink()
@@ -147,7 +147,7 @@ def prune(unused_s: float) -> Iterator[Stored]:
 
 
 def stored() -> Iterator[Stored]:
-    """All models, by name."""
+    """Yield all complete models, sorted by name."""
     found = []
     for config in cache_dir().glob("*/*/config.json"):
         path = config.parent
@@ -165,7 +165,7 @@ def stored() -> Iterator[Stored]:
 
 
 def hub_dir() -> Path:
-    """The hub's own cache directory."""
+    """Return the hub's own cache directory."""
     if (own := variable("HF_HUB_CACHE")) is not None:
         return Path(own).expanduser()
     home = variable("HF_HOME")
@@ -173,7 +173,7 @@ def hub_dir() -> Path:
 
 
 def find_stored(name: str) -> Stored:
-    """The model of that name, or in that directory. Raises ModelNotFound for one that is not in a cache."""
+    """Return the model with this name or directory. Raise ModelNotFound if no cache has it."""
     path = os.path.abspath(os.path.expanduser(name))
     models = list(stored())
     for one in models:
@@ -184,14 +184,14 @@ def find_stored(name: str) -> Stored:
 
 
 def remove(model: Stored) -> None:
-    """Remove it from the disk. Raises UsageError while a process of Tandem uses it, and OSError."""
-    if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # of the hub's any revision may be served
+    """Delete a model from disk. Raise UsageError if a Tandem process uses it, and OSError."""
+    if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # any revision of a hub model may be in use
         raise UsageError(f"{model.name} is in use; end what serves it first", param="model")
     shutil.rmtree(model.root)
 
 
 def _bytes(path: Path) -> int:
-    """Bytes on the disk of a file, or of a directory and all in it."""
+    """Return the bytes on disk of a file, or of a directory and its contents."""
     total = 0
     for entry in (path, *path.rglob("*")):
         with suppress(OSError):

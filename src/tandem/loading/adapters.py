@@ -1,4 +1,4 @@
-"""LoRA adapters in a model's modules, whole or a rank's part of them (mlx)."""
+"""LoRA adapters in a model's modules: whole, or a rank's part of them (mlx)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.models.shard import Shard
 
 
 class Adapted(nn.Module):
-    """A linear layer and what an adapter adds to it; computes what mlx-lm's LoRALinear does, bit for bit."""
+    """A linear layer plus a LoRA adapter's output; bit for bit equal to mlx-lm's LoRALinear."""
 
     def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, scale: float) -> None:
         super().__init__()
@@ -27,17 +27,18 @@ class Adapted(nn.Module):
         self._scale = scale
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Inputs [..., I] to outputs [..., O]."""
+        """Map inputs [..., I] to outputs [..., O]."""
         z = (x @ self.lora_a) @ self.lora_b
         outputs: mx.array = self.linear(x) + (self._scale * z).astype(x.dtype)
         return outputs
 
 
 class AdapterLoader:
-    """Puts an adapter's weights into the layers of one stage or rank."""
+    """Applies an adapter's weights to the layers of one stage or rank."""
 
     def __init__(self, adapter: Adapter, layers: str, description: ModelDescription, shard: Shard | None) -> None:
-        """`layers` is the path of the list of layers in the model. Only headers are read. Raises `BrokenModel`."""
+        """Open the adapter's file; only headers are read. `layers` is the path of the layer list in the model. Raise
+        `BrokenModel`."""
         self._adapter = adapter
         self._layers = layers
         self._description = description
@@ -45,9 +46,9 @@ class AdapterLoader:
         self._weights: dict[str, mx.array] = load_file(adapter.path)
 
     def apply(self, number: int, layer: nn.Module) -> int:
-        """Adapt the loaded (and cut) layer of that number; returns the bytes of what was added.
+        """Adapt decoder layer `number`, already loaded and cut; return the bytes of A and B added.
 
-        Raises `BrokenModel` for weights that do not fit, `UnsupportedModel` for a module that is no linear layer.
+        Raise `BrokenModel` for weights of the wrong shape, `UnsupportedModel` for a module that is not a linear layer.
         """
         root = f"{self._layers}.{number}."
         modules = dict(layer.named_modules())
@@ -73,7 +74,7 @@ class AdapterLoader:
         return sum(one.lora_a.nbytes + one.lora_b.nbytes for _, one in adapted)
 
     def _pair(self, path: str, inner: str, names: tuple[str, str], layer: nn.Module) -> tuple[mx.array, mx.array]:
-        """A [inputs, rank] and B [rank, outputs], cut as their module is."""
+        """Return A [inputs, rank] and B [rank, outputs], cut like the module's weight."""
         a, b = (self._weights[name] for name in names)
         if self._adapter.transposed:
             a, b = a.T, b.T
@@ -83,7 +84,7 @@ class AdapterLoader:
         part = layer_cutter(root, layer, self._shard, self._description).slice_of(f"{inner}.weight")
         if part is None:
             return a, b
-        if part.axis == -1:  # columns
+        if part.axis == -1:  # inputs are split
             return self._cut(path, a, replace(part, axis=-2)), b
         return a, self._cut(path, b, replace(part, axis=-1))
 
@@ -106,6 +107,6 @@ class AdapterLoader:
 
 
 def _dimensions(module: nn.Module) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
+    """Return the numbers of inputs and outputs of a linear layer."""
     outputs, inputs = module.weight.shape
     return (inputs * 32 // module.bits if isinstance(module, nn.QuantizedLinear) else inputs), outputs

@@ -1,4 +1,4 @@
-"""Device that MLX computes on here (mlx). `processes/device.py` calls this in a sandbox."""
+"""Description of this machine's MLX device (mlx). `processes/device.py` calls this in a sandbox."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tandem.processes.device import Device
 
 
 def describe_device(device: str) -> Device:
-    """Return the device that a rank with `--device` computes on. For a process of its own. Raises ConfigError."""
+    """Return the device that a rank with `--device` uses. Sets MLX's device, so run in a separate process. Raise
+    ConfigError."""
     choose_device(device)
     name = str(mx.device_info().get("device_name", "GPU")) if on_gpu() else "CPU"
     return Device(on_gpu(), memory_bytes(), name)

@@ -1,7 +1,7 @@
-"""Trial of an architecture without a row: is a tiny random model of it computed rightly over stages? (mlx)
+"""Dry run of an unlisted architecture: does a tiny random model match mlx-lm when split into stages? (mlx)
 
-`tried`, which `models/dry_run.py` has called in a sandbox, runs the model of a directory's config.json, cut down, whole
-and in two and three stages.
+`models/dry_run.py` calls `tried` in a sandbox. It runs a reduced model of a directory's config.json whole, and in one
+to three stages.
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from tandem.models.partition import split_layers, uncut
 from tandem.processes.sandbox import EXIT_MEMORY
 
 STEPS = (11, 16, 1, 1)
-"""Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
+"""Tokens per call: two prompt chunks, together longer than tiny windows, and two decode steps."""
 ROWS = 2
-"""Sequences of each call: what works with one alone fails in a batch."""
+"""Sequences per call; some models work with one sequence and fail with a batch."""
 ROUNDING = 1e-3
-"""How far the logits of rows that are computed together may be from those of each, as a share of the largest."""
+"""Largest difference between logits of batched rows and of single rows, relative to the largest logit."""
 MOST_WEIGHTS = 60_000_000
 MOST_BYTES = 4 * 10**9
-"""Limit on memory, beyond what the process begins with: far more than such models take."""
+"""Limit on memory in bytes, beyond the process's use at the start; far more than such models need."""
 
 
 def try_config(config: JsonObject) -> str:
-    """Return a line about what was compared. Raises UnsupportedModel with the difference, or why it cannot be tried."""
+    """Return a line that describes what was compared. Raise UnsupportedModel with the difference, or the reason for no
+    result."""
     small, model = cut_down(config)
     return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
 
 
 def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
-    """The config as it is tried, and its model. Raises UnsupportedModel."""
+    """Return the reduced config and its model. Raise UnsupportedModel."""
     failed = "it cannot be cut down far enough to be tried"
     for small in shrunk(config):
         try:
             model = _model(small)
-        except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+        except Exception as error:  # noqa: BLE001 - mlx-lm's code on an untested config
             failed = f"cut down, its config makes no model: {one_line(error)}"
             continue
         if sum(array.size for _, array in tree_flatten(model.parameters())) <= MOST_WEIGHTS:
@@ -95,7 +96,7 @@ def _distance(a: mx.array, b: mx.array) -> float:
 
 
 def _calls(row: mx.array) -> list[mx.array]:
-    """Tokens [1, n] of each call."""
+    """Return the tokens [1, n] of each call."""
     return list(mx.split(row[None], np.cumsum(STEPS)[:-1].tolist(), axis=1))
 
 
@@ -106,9 +107,9 @@ def _whole_logits(model: nn.Module, caches: list[Cache], row: mx.array) -> list[
 
 
 def _staged_logits(frames: list[PipelineModel], rows: mx.array) -> tuple[list[mx.array], list[mx.array]]:
-    """Logits of each call, [rows, n, V]: with each row's hidden states given to the head alone, and together.
+    """Return the logits [rows, n, V] of each call: with the head applied to each row alone, and to all rows together.
 
-    The rows take turns, as those of a batch do that are computed one by one.
+    Layers run row by row, as in a batch whose sequences run one at a time.
     """
     caches = [[pipeline_model.make_caches() for pipeline_model in frames] for _ in rows]
     alone: list[mx.array] = []
@@ -133,7 +134,7 @@ def _model(config: JsonObject) -> nn.Module:
 
 
 def _random(path: str, array: mx.array) -> mx.array:
-    """Random weights, the same for a path in any model."""
+    """Return random weights that depend only on path and shape."""
     if not mx.issubdtype(array.dtype, mx.floating):
         return array
     key = mx.random.key(sum(path.encode()) % 2**31)
@@ -142,17 +143,17 @@ def _random(path: str, array: mx.array) -> mx.array:
 
 
 def outcome(config: JsonObject) -> tuple[bool, str]:
-    """Whether the trial passes, and what was compared or what differed."""
+    """Return whether the dry run passes, and a line that describes the comparison or the difference."""
     try:
         return True, try_config(config)
     except TandemError as error:
         return False, error.message
-    except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+    except Exception as error:  # noqa: BLE001 - mlx-lm's code on an untested config
         return False, f"its forward pass fails: {type(error).__name__}: {one_line(error)}"
 
 
 def _end_when_large() -> None:
-    """End the process when it takes more than `MOST_BYTES`: a hostile config must not fill the machine."""
+    """Exit the process if it uses more than `MOST_BYTES`: a hostile config must not exhaust the machine's memory."""
     most = resident_bytes() + MOST_BYTES
     while max(resident_bytes(), mx.get_peak_memory()) < most:
         time.sleep(0.05)
@@ -161,7 +162,7 @@ def _end_when_large() -> None:
 
 
 def tried(path: str) -> str:
-    """Return what was compared of the config in the directory `path`. Raises TandemError. For a process of its own."""
+    """Return the result line for the config in directory `path`. Raise TandemError. Run in a separate process."""
     start_thread(_end_when_large, name="memory")
     import_models_only()
     passed, line = outcome(read_config(Path(path)))

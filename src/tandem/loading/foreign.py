@@ -1,4 +1,4 @@
-"""Weights in formats of others, made into plain weights or MLX's packed ones: lazily, tensor by tensor (mlx)."""
+"""Conversion of foreign weight formats to plain or MLX-packed weights: lazy, tensor by tensor (mlx)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tandem.models.quantization import Foreign
 
 Weights = dict[str, mx.array]
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Places of eight neighbours in a word of AWQ."""
+"""Shift, in units of 4 bits, of each of eight consecutive values in an AWQ word."""
 _SCALES = ("_scale_inv", "_scale")
 _HELPERS = ("_scale_inv", ".weight_scale", ".input_scale", ".activation_scale", ".weight_shape", ".g_idx",
             ".weight_g_idx", ".weight_zero_point", ".qzeros", "_activation_scale")  # fmt: skip
 
 
 def converted(weights: Weights, foreign: Foreign) -> Weights:
-    """Weights with `weight` alone (fp8), or with `weight`, `scales` and `biases` as MLX packs them.
+    """Return weights with plain `weight` (fp8), or with `weight`, `scales` and `biases` in MLX's packing.
 
-    Nothing is computed. Raises `BrokenModel` for tensors that contradict one another.
+    All arrays stay lazy. Raise `BrokenModel` for tensors that do not fit together.
     """
     suffix, convert = _CONVERTERS[foreign.method]
     found: Weights = {}
@@ -51,10 +51,10 @@ def _stem(name: str) -> str:
 
 
 def sanitized(weights: Weights, sanitize: Callable[[Weights], Weights]) -> Weights:
-    """`sanitize(weights)`, with scales and biases of packed weights renamed and stacked as the weights are.
+    """Return `sanitize(weights)`, with scales and biases of packed weights renamed and stacked like their weights.
 
-    Most of mlx-lm's models look for `weight` alone when they join experts, so that the others go the same way under
-    that name.
+    Most of mlx-lm's models look only for `weight` when they stack experts. Scales and biases are therefore passed
+    through `sanitize` under that name.
     """
     scales = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     done = sanitize(dict(weights))
@@ -85,9 +85,9 @@ def _fp8(base: str, weight: mx.array, weights: Mapping[str, mx.array], foreign: 
 
 
 def expanded_fp8(weight: mx.array, scale: mx.array, block: tuple[int, int]) -> mx.array:
-    """bfloat16 weights [..., M, N] of fp8 bytes; one scale for all, for each row, or for each block.
+    """Return bfloat16 weights [..., M, N] from fp8 bytes, with one scale in all, per row, or per block.
 
-    Raises ValueError. The arithmetic is that of mlx-lm's models.
+    Same arithmetic as mlx-lm's models. Raise ValueError for scales of the wrong shape.
     """
     plain = mx.from_fp8(weight, dtype=mx.bfloat16)
     *_, rows, columns = weight.shape
@@ -107,7 +107,7 @@ def expanded_fp8(weight: mx.array, scale: mx.array, block: tuple[int, int]) -> m
 
 
 def _packed(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
-    """compressed-tensors: as MLX packs them, with the middle as zero point unless there are others."""
+    """Convert compressed-tensors, which packs like MLX; without stored zero points the middle of the range is zero."""
     weight, scales = packed.view(mx.uint32), weights[f"{base}.weight_scale"]
     columns = weight.shape[-1] * 32 // foreign.bits
     zeros = weights.get(f"{base}.weight_zero_point")
@@ -123,7 +123,7 @@ def _mxfp4(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign
 
 
 def _awq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
-    """Unpack AWQ weights: [in, out / 8] words of eight 4-bit values in AWQ's own order."""
+    """Convert AWQ weights: [in, out / 8] words of eight 4-bit values in AWQ's own order."""
     columns = packed.shape[0]
     values = _unpacked(packed.view(mx.uint32), 4, -1, _AWQ_ORDER).T
     words = values.reshape(values.shape[0], columns // 8, 8) << (mx.arange(8, dtype=mx.uint32) * 4)
@@ -135,7 +135,7 @@ def _awq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: 
 
 
 def _gptq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
-    """[in / 8, out] words: MLX's, turned."""
+    """Convert GPTQ weights: [in / 8, out] words, the transpose of MLX's."""
     weight = mx.contiguous(packed.view(mx.uint32).T)
     scales = mx.contiguous(weights[f"{base}.scales"].T)
     zeros = _unpacked(weights[f"{base}.qzeros"].view(mx.uint32), foreign.bits, -1).T + foreign.zero_offset
@@ -145,9 +145,9 @@ def _gptq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign:
 
 
 def _unpacked(words: mx.array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> mx.array:
-    """Whole numbers that stand in words along `axis`, the lowest bits first unless `order` says otherwise.
+    """Return the integers of `bits` bits packed in words along `axis`: lowest bits first, or at the places in `order`.
 
-    Those of 3 bits go on from one word to the next.
+    Values of 3 bits may span two words.
     """
     places = mx.array(order or tuple(range(32 // bits)), dtype=mx.uint32) * bits
     turned = words if axis == -1 else words.swapaxes(-1, axis)
@@ -161,7 +161,8 @@ def _unpacked(words: mx.array, bits: int, axis: int, order: tuple[int, ...] | No
 
 
 def _affine(base: str, weight: mx.array, scales: mx.array, biases: mx.array, columns: int, foreign: Foreign) -> Weights:
-    """Parameters of a packed matrix; groups that are larger than MLX's are divided. Raises ValueError."""
+    """Return the parameters of a packed matrix, with groups larger than MLX's split. Raise ValueError for unfitting
+    shapes."""
     groups = columns // foreign.group_size
     if scales.shape != biases.shape or scales.shape[:-1] != weight.shape[:-1] or groups % scales.shape[-1]:
         raise ValueError(f"scales {scales.shape}, zero points {biases.shape}, weights {weight.shape}")

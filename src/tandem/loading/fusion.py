@@ -1,8 +1,8 @@
-"""Projections of one input as one product: q, k and v; gate and up; those of experts too (mlx).
+"""Fused projections: several products of one input as one (q, k and v; gate and up; those of experts too) (mlx).
 
-Which of a layer's modules these are is not read off their names but off a call that computes nothing: projections of
-one module that are given the same arrays, once each, and whose weights are alike. So it holds for every family, for a
-rank's part of the heads, and for packed weights. A projection with an adapter stays by itself.
+Projections are found by tracing a lazy forward pass, not by name. Fused are those of one module that get the same
+arrays, once each, and have weights of equal form. This works for every family, for a rank's part of the heads, and for
+packed weights. A projection with an adapter is not fused.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tandem.loading.shard_modules import Around, at, put
 log = logging.getLogger(__name__)
 
 _OUTPUT_AXIS: dict[type[nn.Module], int] = {nn.Linear: 0, nn.QuantizedLinear: 0, SwitchLinear: 1, QuantizedSwitchLinear: 1}
-"""Type of module -> axis of the outputs in each of its parameters."""
+"""Axis of the outputs in each parameter, by type of module."""
 _PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
 _SETTINGS = ("group_size", "bits", "mode")
 _JOINED_BYTES = 256 * 2**20
-"""Most bytes of a joined product. Larger weights stay apart: their reading outweighs the start of a kernel, and while
-weights are joined both forms are in memory."""
+"""Largest fused product in bytes. For larger weights reading outweighs a kernel's launch, and fusing needs both copies
+in memory at once."""
 
 
 class FusedPart(nn.Module):
-    """In the place of one of several projections that are computed together."""
+    """Replacement for one of several fused projections; returns its part of the shared product."""
 
     def __init__(self, product: Product, number: int) -> None:
         super().__init__()
         if number == 0:
-            self.joined = product.joined  # among this one's parameters, so that they count once
+            self.joined = product.joined  # a parameter of the first part only, so that its bytes count once
         self._product, self._number = product, number
 
     def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
         """Return the projection's output [..., O]. The arguments are those of the replaced module."""
         product = self._product
-        # Host time counts here: a step makes a hundred such calls and more.
+        # Host time matters: a step makes a hundred such calls or more.
         if (
             x is not product.x
             or (args or kwargs or product.more)
@@ -58,31 +58,31 @@ class FusedPart(nn.Module):
 
 
 class Product:
-    """Several projections as one module, whose outputs are computed once for all that ask for them: each is given out
-    once, so that nothing is kept when all have been."""
+    """Several projections as one module. Outputs are computed on the first request, and each is handed out once, so
+    that none is retained."""
 
     def __init__(self, joined: nn.Module, widths: Sequence[int]) -> None:
-        """`widths`: outputs of each projection, in their order in `joined`."""
+        """Store the fused module; `widths` are the outputs of each projection, in their order in `joined`."""
         self.joined = joined
         self._call = _turned(joined) or joined
         self._columns = [(..., slice(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(len(widths))]
         self._width, self._ends = sum(widths), [sum(widths[:i]) for i in range(1, len(widths))]
         self.x: mx.array | None = None
-        """Input of which `outputs` were computed, together with `more`."""
+        """Input that `outputs` were computed from, together with `more`."""
         self.more: tuple[object, ...] = ()
         self.outputs: dict[int, mx.array] = {}
-        """By the number of the projection, those that were not given out yet."""
+        """Outputs not handed out yet, by the projection's number."""
 
     def compute(self, x: mx.array, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """All outputs for these arguments."""
+        """Compute all outputs for these arguments."""
         whole = self._call(x, *args, **kwargs)
-        # mx.split is quicker, but its parts count their elements alone as the size of their memory. Where they have
-        # gaps, which is from two rows on, MLX's rotary kernel on a GPU would allocate too little by that.
+        # mx.split is faster, but its parts report a size that ignores the gaps between their rows. With two rows or more,
+        # MLX's rotary kernel on a GPU would allocate too little memory.
         parts = mx.split(whole, self._ends, axis=-1) if whole.size == self._width else [whole[own] for own in self._columns]
         self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
 
     def alike(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        """True when the arguments after the first are those of `outputs`."""
+        """Return True if the arguments after the first are those that `outputs` were computed from."""
         given = (*args, *kwargs.values())
         return len(given) == len(self.more) and all(a is b for a, b in zip(given, self.more, strict=True))
 
@@ -92,7 +92,7 @@ class Product:
 
 
 def _turned(module: nn.Module) -> Callable[[mx.array], mx.array] | None:
-    """Return the call of a plain layer with its weight turned once; None for another module."""
+    """Return a function that applies a plain linear layer with its weight transposed once; None for other modules."""
     if type(module) is not nn.Linear:
         return None
     turned = module.weight.T
@@ -105,19 +105,18 @@ def _turned(module: nn.Module) -> Callable[[mx.array], mx.array] | None:
 def fuse_projections(
     layers: Mapping[int, nn.Module], call: Callable[[], object], is_whole: Callable[[int, str], bool] = lambda number, path: False
 ) -> int:
-    """Join what can be in loaded layers; returns how many products there are fewer.
+    """Fuse projections in loaded layers; return by how many the products of a step decrease.
 
-    `call` builds a forward pass through the layers without computing it. Besides the weights there is at most one
-    joined product of one layer in memory at a time. `is_whole` says of a layer's number and a path whether all ranks
-    have the same there: such a projection (a router is one) must give the same bits on all of them, so it is not
-    joined with one of which each rank has another width.
+    `call` builds a lazy forward pass through the layers. Memory beyond the weights is at most one fused product.
+    `is_whole` takes a layer's number and a path, and returns True for a module replicated on all ranks. Such a module
+    (a router) must compute the same bits on every rank. It is never fused with a module whose width differs by rank.
     """
     fewer = 0
     for number, groups in _alike(layers, call, is_whole).items():
         for paths in groups:
             _join(layers[number], paths)
-            mx.synchronize()  # MLX frees the parts on a thread of its own
-            mx.clear_cache()  # into their places the next product would not fit
+            mx.synchronize()  # MLX frees the parts on another thread
+            mx.clear_cache()  # the next product would not fit into the freed buffers
             fewer += len(paths) - 1
     if fewer:
         log.info("Fused projections of the same input: %d products fewer in a step", fewer)
@@ -141,11 +140,11 @@ class _Calls:
 
     given: list[tuple[object, ...]] = field(default_factory=list)
     read: bool = False
-    """True when code read or changed more of it than its output."""
+    """True if code accessed an attribute of the projection, so that it cannot be replaced."""
 
 
 class _Overheard(Around):
-    """Projection that records its inputs."""
+    """Wrapper of a projection that records its inputs."""
 
     def __init__(self, module: nn.Module, calls: _Calls) -> None:
         super().__init__(module)
@@ -172,7 +171,7 @@ class _Overheard(Around):
 def _alike(
     layers: Mapping[int, nn.Module], call: Callable[[], object], is_whole: Callable[[int, str], bool]
 ) -> dict[int, list[list[str]]]:
-    """Paths of projections that can be joined, by layer; each list is of one product."""
+    """Return the paths of projections that can be fused, by layer; one list per product."""
     modules = {
         (number, path): module
         for number, layer in layers.items()
@@ -201,7 +200,7 @@ def _alike(
 
 
 def _form(module: nn.Module) -> tuple[object, ...]:
-    """Key that modules must share to be joined."""
+    """Return a key; modules can be fused only if their keys are equal."""
     axis = _OUTPUT_AXIS[type(module)]
     parameters = sorted(
         (name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :])) for name, array in tree_flatten(module.parameters())

@@ -1,4 +1,4 @@
-"""Memory of the machine or device that MLX computes on (mlx)."""
+"""Memory of the machine or GPU that MLX computes on (mlx)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 64 * 1024 * 1024
 GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
 CACHE_PART = 16
-"""The buffers that the ranks of a machine keep may take this part of a small GPU's memory."""
+"""Divisor: freed buffers kept by a machine's ranks use at most this fraction of a small GPU's memory."""
 HEADROOM = 0.15
-"""Share of a GPU's memory that its ranks may have for what lasts a moment, beside what `memory_share` gives."""
+"""Fraction of a GPU's memory that its ranks may use for temporaries, beyond `memory_share`."""
 CUDA_SHARE = 0.95
-"""Part of an NVIDIA GPU's memory that its ranks may take together; the rest is CUDA's own."""
+"""Fraction of an NVIDIA GPU's memory that its ranks may use together; the rest is CUDA's own."""
 SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
-"""Memory of a Mac that is never wired: this many bytes, or a fourth of it if that is more."""
+"""Memory of a Mac that is never wired: this many bytes, or a fourth of all memory if that is more."""
 GIB = 1 << 30
 PAGE, HEAP_BYTES, HEAP_ARRAY = 16384, 1 << 20, 256
-"""Bytes of a page on Apple silicon, of the heap of MLX's allocator for Metal, and of the largest array in it."""
+"""Bytes of a page on Apple silicon, of the heap of MLX's Metal allocator, and of the largest array in that heap."""
 
 
 def choose_device(device: str) -> None:
-    """Set MLX's device: `cpu`, `gpu`, or with `auto` TANDEM_DEVICE, else MLX's default.
+    """Set MLX's device for the whole process: `cpu`, `gpu`, or for `auto` TANDEM_DEVICE, else MLX's default.
 
-    For the whole process. Raises ConfigError.
+    Raise ConfigError for an unknown or missing device.
     """
     if device == "auto":
         device = variable("TANDEM_DEVICE") or "auto"
@@ -52,16 +52,16 @@ def choose_device(device: str) -> None:
 
 
 def cache_bytes(sharing: int) -> int:
-    """Most bytes of freed buffers that each of `sharing` ranks on a machine keeps."""
+    """Return the most bytes of freed buffers that each of `sharing` ranks on a machine keeps."""
     return min(GPU_CACHE_BYTES, memory_bytes() // CACHE_PART) // sharing if on_gpu() else CPU_CACHE_BYTES
 
 
 def limit_memory(share: float, sharing: int) -> None:
-    """Bound what MLX takes: without a limit its buffers would follow the largest prompt.
+    """Set MLX's memory and cache limits; without limits its buffers grow with the largest prompt.
 
-    `share` is the part of the memory that this rank's weights and KV may take; it is one of `sharing` on the machine.
-    On Metal each process would else believe that all of the memory, and half of it again, is its own. What a GPU has
-    been given to do and has not done holds its memory, layers and tokens ahead; at the limit MLX waits for it.
+    `share` is the fraction of memory for this rank's weights and KV; `sharing` is the number of ranks on the machine.
+    Metal's default limit for each process is one and a half times all memory. Work queued on a GPU holds memory for
+    layers and tokens ahead; at the limit MLX waits for it.
     """
     mx.set_cache_limit(cache_bytes(sharing))
     if on_gpu():
@@ -73,17 +73,19 @@ class Wired(NamedTuple):
     """Result of wiring weights."""
 
     bytes: int
-    """Most bytes that macOS leaves in the GPU's memory."""
+    """Bytes that macOS keeps in the GPU's memory."""
     trouble: str = ""
-    """Reason why these are not all weights, with the remedy; empty if they are, or if the user has said so."""
+    """Reason why some weights are not wired, with the remedy; empty if all are, or if the user set the limit."""
 
 
 def wire_weights(arrays: Iterable[mx.array], wanted: int | None, share: float) -> Wired:
-    """Keep what is loaded, `arrays`, in a Mac's GPU memory, though nobody asks anything. Wires nothing off Metal.
+    """Wire the loaded `arrays` into a Mac's GPU memory, so that macOS does not page them out while idle. No-op without
+    Metal.
 
-    Call with the weights loaded, nothing else, and no step under way. macOS gives memory that is not wired to others
-    after a second, and a model that nearly fills a Mac then crawls. Only the weights are wired: a wired set that KV
-    and temporaries enter and leave has made macOS panic. `wanted` is the user's limit in bytes; 0 wires nothing.
+    Call with only the weights loaded and no step running. After a second macOS may give unwired memory to other
+    processes. A model that nearly fills a Mac is then very slow. Only weights are wired: a wired set that KV and
+    temporaries join and leave has caused kernel panics. `wanted` is the user's limit in bytes (0: none; None: no
+    limit); `share` caps the fraction of memory.
     """
     if wanted == 0 or not on_metal():
         return Wired(0)
@@ -111,10 +113,11 @@ def _troubled(size: int, trouble: str) -> Wired:
 
 
 def resident_size(sizes: Sequence[int], active: int) -> int:
-    """Return the bytes that MLX's residency set counts for arrays of `sizes` bytes, of `active` bytes in all buffers.
+    """Return the bytes that MLX's residency set counts for arrays of `sizes` bytes; `active` is MLX's active memory in
+    bytes.
 
-    The set counts whole pages, and MLX's heap, in which the smallest arrays are; the allocator counts bytes. A limit
-    that is smaller leaves a tensor out, a larger one lets temporaries in.
+    The set counts whole pages, and the heap of the smallest arrays; the allocator counts bytes. A smaller limit
+    excludes a tensor, a larger one admits temporaries.
     """
     pages = sum(_paged(size) for size in sizes if size > HEAP_ARRAY)
     counted = sum(size if size <= PAGE else _paged(size) for size in sizes)
@@ -128,28 +131,28 @@ def _paged(size: int) -> int:
 
 
 def on_gpu() -> bool:
-    """True when MLX computes on a GPU here."""
+    """Return True if MLX computes on a GPU."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def on_metal() -> bool:
-    """True when that is a Mac's."""
+    """Return True if MLX computes on a Mac's GPU."""
     return on_gpu() and mx.metal.is_available()
 
 
 def on_cuda() -> bool:
-    """True when that is NVIDIA's."""
+    """Return True if MLX computes on an NVIDIA GPU."""
     return on_gpu() and mx.cuda.is_available()
 
 
 def small_product() -> None:
-    """Have the device multiply two small matrices, and wait for it. Raises RuntimeError where it cannot."""
+    """Multiply two small matrices on the device and wait. Raise RuntimeError if that fails."""
     ones = mx.ones((64, 64))
     mx.eval(ones @ ones)
 
 
 def device_name() -> str:
-    """Device of MLX, for the log: the GPU's name and, where CUDA was given some, their numbers."""
+    """Return the name of MLX's device for the log: the GPU's, with CUDA_VISIBLE_DEVICES if set."""
     if not on_gpu():
         return "the CPU"
     name = str(mx.device_info().get("device_name", "a GPU"))
@@ -158,7 +161,7 @@ def device_name() -> str:
 
 
 def memory_bytes() -> int:
-    """Bytes of the memory that weights and KV live in."""
+    """Return the bytes of the memory that holds weights and KV."""
     if on_gpu():
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
@@ -168,19 +171,19 @@ def memory_bytes() -> int:
 
 
 def memory_use() -> tuple[int, int]:
-    """`peak_bytes`, and bytes of MLX's arrays now, without what it keeps for reuse. From any thread."""
+    """Return `peak_bytes` and the bytes of MLX's live arrays, without its cache of freed buffers. Thread-safe."""
     return peak_bytes(), int(mx.get_active_memory())
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has used: on the device if there is one, else resident."""
+    """Return the peak memory of this process in bytes: on the GPU if there is one, else resident."""
     if on_gpu():
         return int(mx.get_peak_memory())
     return resident_bytes()
 
 
 def resident_bytes() -> int:
-    """Most memory of this machine, not of a device, that this process has used."""
+    """Return the peak resident host memory of this process in bytes."""
     if sys.platform == "linux":
         # Not getrusage: its maximum is inherited from the parent process.
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""mlx-lm's model code without the rest of it.
+"""Import of mlx-lm's model code without the rest of the package.
 
-The package's `__init__` imports transformers for its tokenizers and generation: more than a second of processor time,
-which every start and every recovery would wait for in each rank, and none of it is used there.
+The package's `__init__` imports transformers for tokenizers and generation. That takes more than a second of CPU time
+per rank at every start and recovery, and ranks use none of it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import importlib.util
 import sys
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that mlx-lm's models raise where a config's entries make no sense."""
+"""Errors that mlx-lm's models raise for configs with invalid entries."""
 
 
 def import_models_only() -> None:
-    """From now on `mlx_lm` has its submodules and nothing else; for a process that is ours. No effect if it is imported
-    already.
-    """
+    """Replace `mlx_lm` in `sys.modules` with an empty package, whose submodules still import. For Tandem's own
+    processes. No effect if it is already imported."""
     spec = importlib.util.find_spec("mlx_lm") if "mlx_lm" not in sys.modules else None
     if spec is not None:
         sys.modules["mlx_lm"] = importlib.util.module_from_spec(spec)

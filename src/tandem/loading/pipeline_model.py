@@ -1,10 +1,9 @@
-"""mlx-lm's own model with the layers of one stage, the others passed over (mlx).
+"""mlx-lm's own model restricted to the layers of one stage (mlx).
 
-A stage runs the model's own `__call__`, so that its masks, scales, offsets and the arguments of its layers are mlx-lm's
-and need no table. In the call the model's list of layers holds placeholders: a layer of another stage hands on what it
-gets, the one before the first own layer gives what the stage before sent, and the last own layer ends the call. MLX is
-lazy: what the model computes for other stages (the embedding of tokens that are not here, a mask that no own layer
-reads) is never evaluated.
+A stage runs the model's own `__call__`, so masks, scales, offsets and layer arguments are mlx-lm's and need no table.
+During the call the model's list of layers holds placeholders. A placeholder for another stage's layer returns its
+input. The one before the first own layer returns what the previous stage sent. The last own layer ends the call. MLX is
+lazy: what the model computes for other stages (embeddings of absent tokens, unused masks) is never evaluated.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _PLAIN = Family()
 
 
 class PipelineModel:
-    """One stage's way through mlx-lm's model. Not thread-safe."""
+    """mlx-lm's model, run for the layers of one stage. Not thread-safe."""
 
     def __init__(self, model: nn.Module, own: range, family: Family = _PLAIN, *, grouped_scores: bool = False) -> None:
-        """`model` is whole and may be without weights: nothing of it is computed here. `own`: numbers of the stage's
-        layers. `family` says what layers are given and give on. `grouped_scores`: attention's scores have an axis for
-        the queries of a kv head, and so must masks that differ by row.
+        """Trace `model`, which may be without weights: nothing is computed. `own`: numbers of the stage's layers.
+        `family`: arguments and outputs of layers. `grouped_scores`: attention scores have an axis for the queries of a
+        kv head, so masks need it too.
 
-        Raises UnsupportedModel when the model does not go through a list of layers, once and in order.
+        Raise UnsupportedModel if the model does not call a list of layers once and in order.
         """
         self.model = model
         self.own = own
         self._holder, self._name, self.path = _layer_list(model)
         self.layers: list[nn.Module] = list(self._holder[self._name])
-        """mlx-lm's modules. Those with weights take their places through `put_layer`."""
+        """mlx-lm's modules; `put_layer` replaces them with loaded ones."""
         self._made = make_prompt_cache(model)
         self._received = _Received()
         self._family = family
@@ -59,32 +58,33 @@ class PipelineModel:
         self._try()
         for module in model.modules():
             for name in set(module) - before.get(id(module), set(module)):
-                setattr(module, name, None)  # computed once from weights, which have not been loaded yet
+                setattr(module, name, None)  # derived from weights, which are not loaded yet
 
     @property
     def width(self) -> int:
-        """Elements of a position in the payload to the next stage."""
+        """Elements per position in the payload to the next stage."""
         return self._stage_payload.width
 
     def put_layer(self, i: int, layer: nn.Module) -> None:
-        """Let `layer` compute as the model's layer `i`."""
+        """Replace the model's layer `i` with `layer`."""
         self.layers[i] = layer
         self._in_run, self._in_head = [], []
 
     def make_caches(self) -> list[Cache]:
-        """Fresh single-sequence caches of mlx-lm that this stage keeps; a layer may have one, none, or share one."""
+        """Return fresh single-sequence mlx-lm caches of this stage; a layer may have one, none, or share one."""
         made = make_prompt_cache(self.model)
         return [made[i] for i in self._kept]
 
     def layers_of(self, at: int) -> set[int]:
-        """Numbers of the own layers that are given this one of the stage's caches."""
+        """Return the numbers of the own layers that use the stage's cache number `at`."""
         return {i for i in self.own if self._cache_of[i] == self._kept[at]}
 
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Tokens [B, L] on the first stage, elsewhere what the stage before returned, to hidden states [B, L, H].
+        """Map the input to hidden states [B, L, H]: tokens [B, L] on the first stage, elsewhere the previous stage's
+        output.
 
-        Where layers need more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
-        `make_caches`, or batches of such.
+        Other values that later layers need are appended: [B, L, H + ...]. `caches` are those of `make_caches`, or
+        batches of such.
         """
         full = [caches[at] if at is not None else self._elsewhere(i, caches) for i, at in enumerate(self._places)]
         if self._grouped_scores:
@@ -109,21 +109,22 @@ class PipelineModel:
         return self._stage_payload.packed((*self._as_sent(out)[: 1 + len(self._stage_payload.carried)], *forwarded))
 
     def head(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
+        """Map hidden states [B, L, H] of the last layer to logits [B, L, V]."""
         self._received.values = self._as_given(self._stage_payload.unpacked(h), len(self.layers) - 1)
         if not self._in_head:
             others = [_OtherStage(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
             self._in_head = [*others, _Source(self.layers[-1], self._received, self._extras[-1])]
         with self._layers_are(self._in_head):
-            # What the embedding keeps (the last tokens) must not stay from call to call.
+            # Tokens that the embedding caches must not persist between calls.
             made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self._made)]
             logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=made)
         return logits
 
     def final(self, h: mx.array, projection: str, *, embedding: bool) -> mx.array:
-        """Hidden states [B, L, H] of the last layer to what the output projection gets of them.
+        """Return the input [B, L, H] of the output projection for hidden states [B, L, H] of the last layer.
 
-        `projection` is its path; with `embedding` it is the embedding that serves as one.
+        `projection` is its path; with `embedding` that is the embedding used as projection. Raise UnsupportedModel if
+        it is not called.
         """
         module = at(self.model, projection)
         placeholder = _Projection(self._stage_payload.unpacked(h)[0], module if embedding else None)
@@ -142,16 +143,16 @@ class PipelineModel:
     # ---- inside
 
     def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[object, ...]:
-        """Output of layer `layer`, made of the values that a stage received."""
+        """Convert received values to the output of layer `layer`."""
         return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
 
     def _as_sent(self, out: tuple[Any, ...]) -> tuple[mx.array, ...]:
         return (out[0], self._residuals.filled(out[1])) if self._residuals else out
 
     def _count_positions(self) -> int | None:
-        """Keep a cache that has positions, with keys of one element, where the own layers have none to read them off.
+        """Add a cache that counts positions, with one-element keys, if the own layers have none with an offset.
 
-        Its place among the caches kept, or None if it is not needed.
+        Return its index among the stage's caches, or None if it is not needed.
         """
         if any(hasattr(self._made[i], "offset") for i in self._kept):
             return None
@@ -159,7 +160,7 @@ class PipelineModel:
         return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
 
     def _try(self) -> None:
-        """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves."""
+        """Trace a call of this stage, without computing. Raise UnsupportedModel if its layers do not run separately."""
         shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
         try:
             self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
@@ -203,8 +204,11 @@ class PipelineModel:
             self._received.values, self._received.forwarded, self._received.out = (), (), None
 
     def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], StagePayload]:
-        """From a call that computes nothing: which cache each layer gets, how many values it returns besides the
-        first, which arguments of it travel (by number), and the forms of all that travels."""
+        """Trace a whole call without computing.
+
+        Return each layer's cache, its number of extra outputs, its forwarded arguments (by number), and the payload's
+        layout.
+        """
         seen: list[_Seen] = []
         caches = make_prompt_cache(self.model)
         watched = [_Watched(layer, caches, seen.append) for layer in self.layers]
@@ -228,7 +232,7 @@ class PipelineModel:
         return used, [len(one.out) - 1 for one in seen], forwarded_of, stage_payload
 
     def _kept_caches(self) -> list[int]:
-        """Caches of the own layers; on the first stage also those of no layer, which the embedding uses."""
+        """Return the indices of the own layers' caches; on the first stage also of caches that only the embedding uses."""
         kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
             kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
@@ -239,15 +243,16 @@ class PipelineModel:
         return sorted(cache for cache in kept if cache is not None)
 
     def _elsewhere(self, index: int, caches: Sequence[Cache]) -> Cache:
-        """Placeholder for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
-        what the embedding writes into it stays in this call."""
+        """Return a placeholder for the model's cache `index`, whose kind this stage lacks. Its offset is that of an own
+        cache, and writes are discarded after the call."""
         made: Cache = deepcopy(self._made[index])
         if self._counts is None or not hasattr(made, "offset"):
             return made
         return _OtherStageCache(made, caches[self._counts])
 
     def _place(self, index: int) -> int | None:
-        """Place among this stage's caches of the model's cache `index`, or of one from which masks are made alike."""
+        """Return the index of this stage's cache for the model's cache `index`, or of one that yields equal masks; None
+        if there is none."""
         if index in self._kept:
             return self._kept.index(index)
         kinds = [_kind(self._made[i]) for i in self._kept]
@@ -256,7 +261,8 @@ class PipelineModel:
 
 
 class _Reached(BaseException):
-    """Ends the model's call with the output of the last own layer. No `Exception`: nothing in between may catch it."""
+    """Raised to end the model's call with the output of the last own layer. A BaseException, so that no code in between
+    catches it."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -264,22 +270,23 @@ class _Reached(BaseException):
 
 
 class _Received:
-    """Values from the previous stage. Placeholders hold this and not the pipeline model, which has the weights."""
+    """Values from the previous stage. Separate from the pipeline model, so that placeholders do not keep weights alive."""
 
     values: tuple[object, ...] = ()
     forwarded: Sequence[mx.array] = ()
-    """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
+    """Forwarded inputs: layer arguments that only the first stage can compute. It stores them; other stages receive
+    them."""
     out: object = None
     """Output of the last own layer."""
 
     def as_output(self, extras: int) -> object:
-        """The values as a layer returns them that has `extras` values besides hidden states."""
+        """Return the values in the form of a layer's output with `extras` values besides the hidden states."""
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
 
 
 class _ForwardedInputs:
-    """Forwarded inputs of one layer: place or name of the argument -> number of the input."""
+    """Forwarded inputs of one layer; `numbers` maps position or name of the argument to the number of the input."""
 
     def __init__(self, received: _Received, numbers: Mapping[int | str, int]) -> None:
         self._received, self._numbers = received, numbers
@@ -290,7 +297,7 @@ class _ForwardedInputs:
             self._received.forwarded[number] = _argument(place, args, kwargs)  # type: ignore[index]
 
     def put(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, ...]:
-        """The layer's arguments with what came from the first stage in their places."""
+        """Return the positional arguments with the received inputs in place; `kwargs` are updated."""
         found = list(args)
         for place, number in self._numbers.items():
             if isinstance(place, str):
@@ -301,10 +308,10 @@ class _ForwardedInputs:
 
 
 class _Seen(NamedTuple):
-    """A call of a layer."""
+    """One traced call of a layer."""
 
     cache: int | None
-    """Number of the cache that it was given."""
+    """Index of the cache passed to it; None for no cache."""
     out: tuple[mx.array, ...]
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
@@ -317,7 +324,8 @@ def _argument(place: int | str, args: tuple[object, ...], kwargs: Mapping[str, o
 
 
 def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array]) -> dict[int | str, int]:
-    """Numbers of a layer's forwarded inputs, by place; new ones are added to `forwarded`, each array once."""
+    """Return the numbers of a layer's forwarded inputs, by position or name; each new array is appended to `forwarded`
+    once."""
     found: dict[int | str, int] = {}
     for place in places:
         value = _argument(place, seen.args, seen.kwargs)
@@ -329,12 +337,12 @@ def _numbered(seen: _Seen, places: Sequence[int | str], forwarded: list[mx.array
 
 
 class _Placeholder:
-    """In a layer's place in the model's list. Models ask for `layer.is_linear` and such, and for the layer's class."""
+    """Replacement for a layer in the model's list. Attributes and class are the layer's, since models check them."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer = layer
 
-    # What isinstance asks for, after the real type.
+    # isinstance falls back to this after the real type.
     __class__ = property(lambda self: type(self._layer))
 
     def __getattr__(self, name: str) -> Any:
@@ -342,9 +350,9 @@ class _Placeholder:
 
 
 class _OtherStage(_Placeholder):
-    """A layer of another stage: hands on what it gets, in the form in which the layer would.
+    """Placeholder for a layer of another stage: returns its input in the form of the layer's output.
 
-    `forwarded`: those of the layer, which the first stage collects; with `ends` the call is over then.
+    With `forwarded` the first stage stores that layer's forwarded inputs; with `ends` the call then ends.
     """
 
     def __init__(
@@ -363,7 +371,7 @@ class _OtherStage(_Placeholder):
 
 
 class _TakesForwarded(_Placeholder):
-    """An own layer whose forwarded inputs are noted on the first stage, and put in on others."""
+    """Placeholder for an own layer with forwarded inputs: stores them on the first stage, inserts them on others."""
 
     def __init__(self, layer: nn.Module, forwarded: _ForwardedInputs, *, take: bool) -> None:
         super().__init__(layer)
@@ -377,7 +385,7 @@ class _TakesForwarded(_Placeholder):
 
 
 class _KeepsOutput(_Placeholder):
-    """Last own layer of a first stage, where later layers still collect their forwarded inputs."""
+    """Placeholder for a first stage's last layer, if later layers' forwarded inputs are still to be stored."""
 
     def __init__(self, layer: nn.Module, received: _Received) -> None:
         super().__init__(layer)
@@ -389,7 +397,7 @@ class _KeepsOutput(_Placeholder):
 
 
 class _Source(_Placeholder):
-    """The layer before the first own one: returns what the pipeline model was given."""
+    """Placeholder for the layer before the first own one: returns the values that this stage received."""
 
     def __init__(self, layer: nn.Module, received: _Received, extras: int) -> None:
         super().__init__(layer)
@@ -400,14 +408,14 @@ class _Source(_Placeholder):
 
 
 class _End(_Placeholder):
-    """The last own layer."""
+    """Placeholder for the last own layer: runs it and ends the call."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         raise _Reached(self._layer(*args, **kwargs))
 
 
 class _Projection(nn.Module):
-    """In the place of the output projection, or of the embedding that serves as one: ends the call with its input."""
+    """Replacement for the output projection, or for the embedding used as one: ends the call with its input."""
 
     def __init__(self, states: mx.array, embedding: nn.Module | None) -> None:
         super().__init__()
@@ -416,7 +424,8 @@ class _Projection(nn.Module):
 
     @property
     def weight(self) -> mx.array:
-        """The identity, for models that multiply by an embedding's weight themselves: they give their states then."""
+        """Identity matrix, for models that multiply by the embedding's weight themselves: the product is then the
+        hidden states."""
         self.multiplied = True
         return mx.eye(self._width, dtype=self._dtype)
 
@@ -431,7 +440,7 @@ class _Projection(nn.Module):
 
 
 class _Watched(_Placeholder):
-    """Layer that reports its arguments and its output."""
+    """Wrapper of a layer that reports its arguments and output to `tell`."""
 
     def __init__(self, layer: nn.Module, caches: Sequence[Cache], tell: Callable[[_Seen], None]) -> None:
         super().__init__(layer)
@@ -446,7 +455,7 @@ class _Watched(_Placeholder):
 
 
 class _GroupedMask:
-    """A cache whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
+    """Cache wrapper whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -460,7 +469,7 @@ class _GroupedMask:
 
 
 class _OtherStageCache:
-    """A cache of another stage, of a kind that this stage has not: stands where one of the stage's own caches does."""
+    """Placeholder for another stage's cache of a kind that this stage lacks; offset and masks are those of an own cache."""
 
     def __init__(self, made: Any, own: Any) -> None:
         self._made, self.offset = made, own.offset
@@ -472,7 +481,8 @@ class _OtherStageCache:
 
 
 def _kind(cache: Cache) -> object:
-    """Key that is equal for caches that are alike: class, window, number of states; for a list, keys of its members."""
+    """Return a key that is equal for caches of the same class, window and number of states; for a list, keys of its
+    members."""
     if isinstance(cache, CacheList):
         return tuple(_kind(one) for one in cache.caches)
     sizes = (getattr(cache, name, None) for name in ("max_size", "keep", "chunk_size"))
@@ -480,7 +490,7 @@ def _kind(cache: Cache) -> object:
 
 
 def _layer_list(model: nn.Module) -> tuple[nn.Module, str, str]:
-    """Module that holds the list of layers, its name there, and its path in the model."""
+    """Return the module that holds the list of layers, the list's attribute name, and its path in the model."""
     layers = list(model.layers)
     for path, module in model.named_modules():
         for name, value in module.items():

@@ -1,8 +1,8 @@
-"""Keys and values in MLX's affine groups: the cache of one sequence, and attention over such keys and values (mlx).
+"""Quantised KV cache of one sequence in MLX's affine groups, and attention over it (mlx).
 
-A position's keys are quantised when it is computed, and attention reads them quantised from then on, its own too. So
-what a position is given does not depend on how a prompt was cut into chunks, nor on whether it was computed as prompt
-or as answer: replay, prefixes and preemption say what an undisturbed run says.
+Keys are quantised when computed, and attention always reads them quantised, even a position's own. Results therefore do
+not depend on how a prompt is cut into chunks, nor on prefill or decode. Replay, cached prefixes and preemption yield
+the same output as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tandem.loading.memory import on_cuda
 from tandem.models.kv_types import group_for, group_size
 
 PRODUCTS = 32
-"""Most queries of a kv head that are multiplied with quantised keys; with more it is faster to expand those once."""
+"""Most queries per kv head to multiply with quantised keys directly; with more it is faster to dequantise once."""
 
 
 class Cache(Protocol):
-    """One layer's cache, as mlx-lm's and ours have it in common; kinds are told by their exact types."""
+    """Common interface of mlx-lm's and Tandem's caches of one layer; kinds are distinguished by exact type."""
 
     state: Any
-    """Arrays of the cache, nested as its kind has them."""
+    """Arrays of the cache, nested according to its kind."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Bytes of the arrays in `state`."""
 
 
 class Groups(NamedTuple):
-    """How numbers are quantised: bits of each, and how many share a scale and a bias."""
+    """Format of quantised numbers: bits of each, and numbers per scale and bias."""
 
     bits: int
     size: int
@@ -50,44 +50,44 @@ class Quantized(NamedTuple):
 
     @property
     def parts(self) -> tuple[mx.array, mx.array, mx.array]:
-        """The arrays."""
+        """`codes`, `scales` and `biases`."""
         return self.codes, self.scales, self.biases
 
     def expanded(self) -> mx.array:
-        """Return the numbers, in the type of computation."""
+        """Return the dequantised numbers, in the type of computation."""
         return mx.dequantize(*self.parts, group_size=self.groups.size, bits=self.groups.bits)
 
 
 def quantized(array: mx.array, groups: Groups) -> Quantized:
-    """Quantise along the last axis, which is of whole groups."""
+    """Quantise along the last axis, whose length is a multiple of the group size."""
     codes, scales, biases = mx.quantize(array, group_size=groups.size, bits=groups.bits)
     return Quantized(codes, scales, biases, groups)
 
 
 class GroupedKVCache(QuantizedKVCache):
-    """mlx-lm's quantised cache of one sequence, whose keys and values say what they are."""
+    """mlx-lm's quantised cache of one sequence, with keys and values returned as `Quantized`."""
 
     def __init__(self, groups: Groups) -> None:
         super().__init__(group_size=groups.size, bits=groups.bits)
 
     @property
     def groups(self) -> Groups:
-        """How it quantises."""
+        """Bits and group size of the cache."""
         return Groups(self.bits, self.group_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
-        """Take up keys and values [1, kv_heads, positions, head_dim]; returns all."""
+        """Append keys and values [1, kv_heads, positions, head_dim]; return those of all positions."""
         [kept_keys, kept_values] = super().update_and_fetch(keys, values)
         return Quantized._make((*kept_keys, self.groups)), Quantized._make((*kept_values, self.groups))
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; none before the first call, where mlx-lm's has no answer."""
+        """Bytes of the arrays; 0 before the first call, where mlx-lm's property fails."""
         return 0 if self.empty() else int(super().nbytes)
 
 
 def groups_for(cache: Cache, bits: int) -> Groups | None:
-    """How a layer's keys and values can be quantised, told from its cache after a call; None: they cannot."""
+    """Return the format for a layer's keys and values, given its cache after a call; None if they cannot be quantised."""
     if not bits or not isinstance(cache, KVCache) or cache.keys is None:
         return None
     size = group_size((cache.keys.shape[-1], cache.values.shape[-1]))
@@ -95,7 +95,7 @@ def groups_for(cache: Cache, bits: int) -> Groups | None:
 
 
 def require_products(groups: Groups) -> None:
-    """Raises UnsupportedModel where MLX has no products with quantised keys and values on this device."""
+    """Raise UnsupportedModel if MLX cannot multiply with quantised keys and values on this device."""
     keys = quantized(mx.zeros((1, 1, 2, groups.size)), groups)
     try:
         mx.eval(attend(mx.zeros((1, 2, 1, groups.size)), keys, keys, scale=1.0, mask=None, sinks=None))
@@ -110,16 +110,16 @@ def require_products(groups: Groups) -> None:
 def attend(
     queries: mx.array, keys: Quantized, values: Quantized, *, scale: float, mask: mx.array | str | None, sinks: mx.array | None
 ) -> mx.array:
-    """Attention of queries [rows, heads, width, head_dim], as `mx.fast.scaled_dot_product_attention` has it."""
+    """Return the attention of queries [rows, heads, width, head_dim], as `mx.fast.scaled_dot_product_attention` does."""
     rows, heads, width, _ = queries.shape
     kv_heads, positions = keys.codes.shape[1:3]
     sharing = heads // kv_heads
-    # MLX's products for CUDA take no arrays with gaps, as caches give them, and are slower by far where they do.
+    # MLX's CUDA products accept no strided arrays, which caches return, and are far slower otherwise.
     if sharing * width > PRODUCTS or on_cuda():
         return mx.fast.scaled_dot_product_attention(
             queries, keys.expanded(), values.expanded(), scale=scale, mask=mask, sinks=sinks
         )
-    # All queries of a kv head are rows of one product, so that keys are read once.
+    # All queries of a kv head form one product, so that keys are read once.
     together = (queries * scale).reshape(rows, kv_heads, sharing * width, -1)
     scores = _product(together, keys, transpose=True)
     scores = _masked(scores.reshape(rows, kv_heads, sharing, width, positions), mask)
@@ -137,7 +137,7 @@ def _product(left: mx.array, right: Quantized, *, transpose: bool) -> mx.array:
 
 
 def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
-    """Scores [rows, kv_heads, sharing, width, positions] under a mask as attention takes them."""
+    """Apply an attention mask (`causal`, boolean or additive) to scores [rows, kv_heads, sharing, width, positions]."""
     if mask is None:
         return scores
     kv_heads, sharing, width, positions = scores.shape[1:]

@@ -1,16 +1,14 @@
-"""The seams in mlx-lm and MLX: places where a function of theirs is replaced for the whole process (mlx).
+"""Patches of mlx-lm and MLX: functions that are replaced for the whole process (mlx).
 
-*Attention*: a cache that can attend by itself does, for every family.
+*Attention*: a cache with its own `attend` method computes attention, in every family.
 
-*Recurrences* that go token by token: where mlx-lm has no kernel for one it takes a step for each token. MLX would
-compute the states of all tokens of a chunk first and the outputs after them, with every state alive in between: 2 GiB
-a layer for 512 tokens of Qwen3.5-397B. Here a token's state waits for the token's output. The arithmetic stays the
-same, number by number.
+*Recurrences*: without a kernel mlx-lm takes one step per token. MLX would first compute the states of all tokens of a
+chunk and then the outputs, with every state alive in between: 2 GiB a layer for 512 tokens of Qwen3.5-397B. The patch
+makes each token's state depend on its output. The arithmetic is unchanged.
 
-*`mx.split`* on NVIDIA GPUs: a part counts its elements alone, though those of other parts lie between them. MLX's
-rotary kernel for CUDA takes memory for its result by that count and writes with the part's gaps, so beyond it: into
-what other arrays hold. Models with latent attention rotate such parts in every layer
-(https://github.com/ml-explore/mlx/pull/4540). Slices count the gaps.
+*`mx.split`* on NVIDIA GPUs: a part's reported size ignores the gaps between its rows. MLX's rotary kernel for CUDA
+allocates its result by that size but writes with the part's strides, and so overwrites other arrays. Models with latent
+attention rotate such parts in every layer (https://github.com/ml-explore/mlx/pull/4540). Slices report the gaps.
 """
 
 from __future__ import annotations
@@ -29,14 +27,15 @@ from tandem.loading.memory import on_cuda
 from tandem.loading.quantized_kv import Quantized
 
 BLOCK = 16
-"""Tokens whose states may be alive together, where a step is not a function of its own."""
+"""Tokens per call of a function in `SCANS`, and so states alive at once."""
 AHEAD = 8
-"""Tokens that an NVIDIA GPU is given while those before them are waited for. MLX would give it some 70, whose states
-and products of states all take their memory at once: 2.4 GiB for two layers of Qwen3.5-397B in place of 1."""
+"""Tokens queued on an NVIDIA GPU while earlier ones are awaited. MLX would queue about 70, whose states and products
+all take memory at once: 2.4 GiB for two layers of Qwen3.5-397B instead of 1."""
 STEPS = (("gated_delta", "_gated_delta_step_ops"), ("rwkv7", "_wkv7_step_ops"), ("mamba", "MambaBlock.ssm_step"))
-"""Functions of mlx-lm, by module, that give one token's output and the state after it."""
+"""mlx-lm functions, by module, that return one token's output and the next state."""
 SCANS = (("bailing_moe_linear", "recurrent_gla"),)
-"""Functions that go over all tokens of q, k, v [B, H, L, D] from a state `h`, which they return last."""
+"""mlx-lm functions, by module, over all tokens of q, k, v [B, H, L, D] from a state `h`; they return the final state
+last."""
 
 Recurrence = Callable[..., tuple[mx.array, Any]]
 
@@ -44,7 +43,7 @@ _of_mlx_lm = base.scaled_dot_product_attention
 
 
 def patch_mlx_lm() -> None:
-    """Put all seams into mlx-lm's models that are imported. Idempotent."""
+    """Apply all patches to the imported modules of mlx-lm. Idempotent."""
     let_caches_attend()
     bound_recurrences()
     if on_cuda():
@@ -54,7 +53,7 @@ def patch_mlx_lm() -> None:
 def _attend(
     queries: mx.array, keys: Any, values: Any, cache: object, scale: float, mask: Any, sinks: mx.array | None = None
 ) -> mx.array:
-    """Replace mlx-lm's function: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or `Quantized` ones."""
+    """Replacement for mlx-lm's attention: queries [B, heads, L, D], keys and values [B, kv_heads, S, D] or `Quantized`."""
     own = getattr(cache, "attend", None)
     out: mx.array | None = None
     if own is not None:
@@ -65,7 +64,7 @@ def _attend(
 
 
 def let_caches_attend() -> None:
-    """Put the seam into mlx-lm's models, those that are imported and those that will be. Idempotent."""
+    """Patch attention in mlx-lm's model modules, imported already or later. Idempotent."""
     base.scaled_dot_product_attention = _attend
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "scaled_dot_product_attention", None) is _of_mlx_lm:
@@ -73,7 +72,7 @@ def let_caches_attend() -> None:
 
 
 def bound_recurrences() -> None:
-    """Put the seam into those of mlx-lm's models that are imported. Idempotent."""
+    """Patch the recurrences of mlx-lm's imported model modules. Idempotent."""
     for places, ordered in ((STEPS, _step), (SCANS, _scan)):
         for module, path in places:
             owner: object = sys.modules.get(f"mlx_lm.models.{module}")
@@ -100,8 +99,8 @@ def _step(theirs: Recurrence) -> Recurrence:
 
 
 class _LookAhead:
-    """Has tokens of a chunk computed, `AHEAD` at a time. A token is of the same chunk as the one before if it is given
-    that one's state."""
+    """Evaluates a chunk's tokens, `AHEAD` at a time. A step continues the chunk if its arguments include the previous
+    step's state."""
 
     def __init__(self) -> None:
         self._last: mx.array | None = None
@@ -109,7 +108,7 @@ class _LookAhead:
         self._tokens = 0
 
     def after(self, args: tuple[object, ...], state: mx.array) -> None:
-        """`state` comes after a step of `args`."""
+        """Record that a step with arguments `args` returned `state`; start and await evaluation every `AHEAD` steps."""
         goes_on = any(one is self._last for one in args)
         self._last, self._tokens = state, self._tokens + 1 if goes_on else 1
         if not goes_on:
@@ -127,7 +126,7 @@ def _scan(theirs: Recurrence) -> Recurrence:
         outputs: list[mx.array] = []
         for start in range(0, q.shape[2], BLOCK):
             part = (slice(None), slice(None), slice(start, start + BLOCK))
-            keys = mx.depends(k[part], outputs[-1]) if outputs else k[part]  # products of keys and values need no state
+            keys = mx.depends(k[part], outputs[-1]) if outputs else k[part]  # keys times values need no state
             output, h = theirs(q[part], keys, v[part], g, scale, h)
             outputs.append(output)
         return mx.concatenate(outputs, axis=2), h
@@ -136,7 +135,7 @@ def _scan(theirs: Recurrence) -> Recurrence:
 
 
 def split_by_slices() -> None:
-    """Let `mx.split` and the arrays' method give slices. For the whole process; idempotent."""
+    """Make `mx.split` and the arrays' method return slices, for the whole process. Idempotent."""
     owners: tuple[Any, ...] = (mx, mx.array)
     for owner in owners:
         theirs = owner.split

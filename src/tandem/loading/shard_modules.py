@@ -1,4 +1,4 @@
-"""Tensor parallelism in a model's modules: cutting weights, and summing what the ranks computed (mlx)."""
+"""Tensor parallelism in a model's modules: cutting weights, and all-reducing outputs (mlx)."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _VOCAB = Cut("rows", ("vocab",))
 class TensorParallel(Protocol):
     """Collectives among the ranks of one stage. All ranks make the same calls in the same order.
 
-    Results are the same on all ranks, bit for bit: routers and samplers decide on them on each rank alone.
+    Results are bit-identical on all ranks, since each rank's router and sampler decide independently.
     """
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum of all ranks' `x`, which has one shape and type on all of them."""
+        """Return the sum of all ranks' `x`, which has the same shape and type on each."""
         ...
 
     def gather_last(self, x: mx.array, sizes: Sequence[int]) -> mx.array:
-        """All ranks' `x` joined along the last axis, in the order of ranks; `sizes` are their last dimensions."""
+        """Return all ranks' `x` concatenated along the last axis in rank order; `sizes` are their last dimensions."""
         ...
 
 
 class Around(nn.Module):
-    """Module that wraps another one and passes attribute reads on to it."""
+    """Wrapper of a module that passes attribute reads on to it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute: models ask their layers' attention whether it is local, and such."""
+        """Return the wrapped module's attribute; models read, for example, whether a layer's attention is local."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -57,19 +57,19 @@ class Around(nn.Module):
 
 
 class SumOverRanks(Around):
-    """A module whose output is this rank's part of a sum; calling it gives the sum."""
+    """Wrapper of a module with partial sums as output; returns the all-reduced sum."""
 
     def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
         super().__init__(module)
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, *args: object, **kwargs: object) -> mx.array:
-        """Outputs [B, L, H] of the module, summed over the ranks."""
+        """Return the module's outputs [B, L, H], summed over the ranks."""
         return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
 
 class TakesSum(nn.Module):
-    """A module whose input is this rank's part of a sum: it gets the sum."""
+    """Wrapper of a module with partial sums as input; passes it the all-reduced sum."""
 
     def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
         super().__init__()
@@ -77,14 +77,14 @@ class TakesSum(nn.Module):
         self._tensor_parallel = tensor_parallel
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Outputs of the module for inputs [B, L, W] summed over the ranks."""
+        """Return the module's outputs for inputs [B, L, W] summed over the ranks."""
         outputs: mx.array = self.module(self._tensor_parallel.sum(x))
         return outputs
 
 
 class OwnWidth(nn.Module):
-    """Attention that takes the width of what it gets for that of its heads together: it is called with something as
-    wide as this rank's heads, and its projections get what it was called with."""
+    """Wrapper of attention that derives its heads' total width from its input. It is called with zeros as wide as this
+    rank's heads, and with projections computed beforehand."""
 
     def __init__(self, attention: nn.Module, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class OwnWidth(nn.Module):
         self._width = width
 
     def __call__(self, x: mx.array, *args: object, **kwargs: object) -> mx.array:
-        """Inputs [B, L, H] to the outputs of the attention [B, L, H]."""
+        """Map inputs [B, L, H] to outputs [B, L, H]."""
         inner, own = self.attention, copy.copy(self.attention)
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(own, name, _fixed(getattr(inner, name)(x)))
@@ -105,31 +105,32 @@ def _fixed(value: mx.array) -> Callable[[mx.array], mx.array]:
 
 
 class PassesNothing(nn.Module):
-    """A router for all ranks but one: experts beyond the routed ones, which pass on what they get, weigh nothing."""
+    """Router wrapper for all ranks but 0: sets the weights of zero-computation (identity) experts to 0, so that they
+    count once."""
 
     def __init__(self, router: nn.Module, experts: int) -> None:
-        """`experts` is the number of those that are routed to."""
+        """Wrap `router`; `experts` is the number of routed experts, whose numbers come first."""
         super().__init__()
         self.router = router
         self._experts = experts
 
     def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Inputs [B, L, H] to experts' numbers and weights [B, L, K]."""
+        """Map inputs [B, L, H] to expert numbers and weights, each [B, L, K]."""
         indices, weights = self.router(x)
         return indices, mx.where(indices < self._experts, weights, 0)
 
 
 class NormOverRanks(nn.Module):
-    """An RMS norm over an axis that ranks share, with or without a gate: squares are summed over the ranks."""
+    """RMS norm over an axis split over the ranks, optionally gated: sums of squares are all-reduced."""
 
     def __init__(self, norm: nn.Module, width: int, tensor_parallel: TensorParallel) -> None:
-        """`width` is that of the whole axis."""
+        """Wrap `norm`; `width` is the length of the whole axis."""
         super().__init__()
         self.norm = norm
         self._width, self._tensor_parallel = width, tensor_parallel
 
     def __call__(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
-        """Return this rank's part [..., W] of the norm of all parts together."""
+        """Return this rank's part [..., W] of the normalised axis."""
         gate_last = getattr(self.norm, "norm_before_gate", False)
         if gate is not None and not gate_last:
             x = nn.silu(gate) * x
@@ -142,7 +143,7 @@ class NormOverRanks(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """Routed experts held whole by this rank; the outputs of others are zeros here."""
+    """Wrapper of the routed experts that this rank holds whole; outputs of other experts are 0."""
 
     def __init__(self, experts: nn.Module, own: range) -> None:
         super().__init__()
@@ -150,9 +151,9 @@ class OwnExperts(nn.Module):
         self._own = own
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        """Inputs [..., H] and experts' numbers [..., K] to outputs [..., K, H]."""
+        """Map inputs [..., H] and expert numbers [..., K] to outputs [..., K, H]."""
         here = mx.logical_and(indices >= self._own.start, indices < self._own.stop)
-        # In place of an expert that is elsewhere: one that the token uses here anyway, so that nothing else is read.
+        # An absent expert is replaced by one that the token uses here, so that no other weights are read.
         local = mx.where(here, indices.astype(mx.int32) - self._own.start, 0)
         local = mx.where(here, local, local.max(axis=-1, keepdims=True))
         return mx.where(here[..., None], self.experts(x, local), 0)
@@ -160,17 +161,18 @@ class OwnExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a parameter to keep: pieces of one axis; or, for a bias that counts once, all or zeros."""
+    """Part of a parameter on one rank: pieces of one axis. A bias added after the sum is complete on rank 0 and zero on
+    other ranks."""
 
     axis: int
     part: Part
     bias: bool = False
     exact: bool = True
-    """The axis has as many entries as the part says, unless it is packed; else it may have more for each."""
+    """Whether the axis has exactly `part.total` entries, unless packed; otherwise it may have a multiple."""
 
 
 class Cutter:
-    """Cuts the parameters of one part of the model (a layer, the embedding, the head) to what a rank holds."""
+    """Cuts the parameters of one part of the model (a layer, the embedding, the head) to those of a rank."""
 
     def __init__(
         self,
@@ -181,8 +183,8 @@ class Cutter:
         *,
         sharding: Sharding | None = None,
     ) -> None:
-        """`root` is the part's path, for messages; `find` gives the cut for a path within it, KeyError if unknown.
-        `sharding` is that of the part, if it is a layer."""
+        """Store the rules. `root` is the part's path, for messages. `find` returns the cut of a path within it, or
+        raises KeyError. `sharding`: rules of a layer."""
         self._root = root
         self._sharding = sharding
         self._find = find
@@ -190,7 +192,8 @@ class Cutter:
         self._description = description
 
     def slice_of(self, name: str) -> Slice | None:
-        """Return the part of parameter `name` to keep; None for all. Raises `UnsupportedModel` for an unknown name."""
+        """Return the slice of parameter `name` to keep; None for all of it. Raise `UnsupportedModel` for a name without
+        a rule."""
         base, _, last = name.rpartition(".")
         cut = self._cut(base, name)
         if cut is None:
@@ -209,7 +212,7 @@ class Cutter:
         )
 
     def take(self, name: str, array: mx.array) -> mx.array:
-        """Return this rank's part of a stored parameter, lazily; shares no memory with the whole."""
+        """Return this rank's part of a stored parameter, lazily; it shares no memory with the whole."""
         found = self.slice_of(name)
         if found is None:
             return array
@@ -218,7 +221,7 @@ class Cutter:
         return take(array, found, f"{self._root}.{name}")
 
     def narrow(self, module: nn.Module) -> None:
-        """Cut all parameters of `module`, which has the part at `part`, without computing them."""
+        """Cut all parameters of `module`, which holds the part as attribute `part`, lazily."""
         names = [name for name, _ in tree_flatten(module.parameters())]
         parameters = dict(tree_flatten(module.parameters()))
         cut = [(name, self.take(name.removeprefix("part."), parameters[name])) for name in names]
@@ -237,33 +240,32 @@ class Cutter:
 
 
 def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDescription) -> Cutter:
-    """For a decoder layer at path `root`."""
+    """Return the cutter of the decoder layer at path `root`."""
     sharding = sharding_of(description, layer)
     return Cutter(root, sharding.cut_of, shard, description, sharding=sharding)
 
 
 def _is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
-    """True when an axis has exactly the entries of its parts in all layers; otherwise some layers have a multiple of
-    them."""
+    """Return True if an axis has exactly `part.total` entries in all layers; in some families layers have a multiple."""
     heads = sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds)
     return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})
 
 
 def is_whole(layer: nn.Module, path: str, description: ModelDescription) -> bool:
-    """True when all ranks have the same module at this path of a divided layer."""
+    """Return True if the module at `path` of a split layer is replicated on all ranks."""
     try:
         return sharding_of(description, layer).cut_of(path) is None
-    except KeyError:  # within what stands for a module that was divided
+    except KeyError:  # inside the replacement of a split module
         return False
 
 
 def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
-    """For a head, or an embedding that is used as one: rows of the vocabulary."""
+    """Return the cutter of an output projection, or of an embedding used as one: split by rows of the vocabulary."""
     return Cutter(root, lambda path: _VOCAB, shard, description)
 
 
 def sharding_of(description: ModelDescription, layer: nn.Module) -> Sharding:
-    """How a layer is divided. Raises `UnsupportedModel`; `plan_shards` says why."""
+    """Return the rules that split a layer. Raise `UnsupportedModel` without the reason; `plan_shards` gives it."""
     sharding = SHARDING.get(description.layer_type or description.family)
     if sharding is None:
         raise UnsupportedModel(f"{description.family} does not run tensor-parallel", param="tensor_parallel_size")
@@ -271,7 +273,8 @@ def sharding_of(description: ModelDescription, layer: nn.Module) -> Sharding:
 
 
 def take(array: mx.array, found: Slice, name: str) -> mx.array:
-    """Pieces of one axis, joined. A packed axis has fewer entries than elements: cuts must fall between entries."""
+    """Return the pieces of one axis, concatenated. A packed axis has fewer entries than elements; raise LayoutError for
+    a cut inside an entry."""
     size, total = array.shape[found.axis], found.part.total
     if found.exact and found.axis != -1 and size != total or total == 0:
         raise LayoutError(f"{name}: {size} rows, where config.json makes {total}", param="model")
@@ -295,7 +298,7 @@ def _sliced(array: mx.array, axis: int, start: int, stop: int) -> mx.array:
 
 
 def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
-    """For a cut through packed columns: what to take before expansion (whole groups), and then of the result."""
+    """Split a cut of packed input columns in two: whole quantisation groups before expansion, then the rest of the cut."""
     (piece,) = found.part.pieces
     start = piece.start // group * group
     stop = -(-piece.stop // group) * group
@@ -305,7 +308,7 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
 
 
 def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
-    """Make a layer that holds cut weights compute with as many heads; its outputs are parts of sums."""
+    """Adapt a layer with cut weights to its fewer heads and widths; its outputs become partial sums."""
     sharding = sharding_of(description, layer)
     if sharding.attention and has(layer, sharding.attention):
         _divide_heads(at(layer, sharding.attention), sharding, shard, description)
@@ -332,7 +335,7 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
 
 def _divide_heads(attention: nn.Module, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
     units, kv = head_units(description), len(shard.kv_heads)
-    if len(shard.queries) * units != kv * description.num_heads:  # ranks have the same kv head
+    if len(shard.queries) * units != kv * description.num_heads:  # several ranks hold the same kv head
         heads, own_heads = description.num_heads, len(shard.queries)
         held_and_own = (_HEADS, heads, own_heads), (_KV_HEADS, units, kv), (_REPEATS, heads // units, own_heads // kv)
         for names, whole, own in held_and_own:
@@ -353,7 +356,7 @@ def _divide_heads(attention: nn.Module, sharding: Sharding, shard: Shard, descri
 
 
 def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:
-    """Set a number that the module at `path` holds, or that an object does that it shares with other modules."""
+    """Set an attribute that holds a length to the rank's part; an object shared with other modules is copied first."""
     holder: nn.Module = at(layer, path)
     held = getattr(holder, name)
     if held != part.total:
@@ -365,7 +368,7 @@ def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:
 
 
 def sum_outputs(layer: nn.Module, shard: Shard, description: ModelDescription, tp: TensorParallel) -> None:
-    """Sum over the ranks what each computes a part of."""
+    """Wrap the modules of a layer that need an all-reduce of their output, input or norm."""
     sharding = sharding_of(description, layer)
     for path, kind in sharding.norms.items():
         if has(layer, path):
@@ -378,7 +381,7 @@ def sum_outputs(layer: nn.Module, shard: Shard, description: ModelDescription, t
 
 
 def has(module: nn.Module, path: str) -> bool:
-    """Whether something is at a path."""
+    """Return whether a module or attribute exists at `path`."""
     try:
         return at(module, path) is not None
     except (AttributeError, IndexError):
@@ -386,7 +389,7 @@ def has(module: nn.Module, path: str) -> bool:
 
 
 def at(module: nn.Module, path: str) -> nn.Module:
-    """The module at a path, in which a number counts in a list."""
+    """Return the module at `path`, in which a number indexes a list."""
     node: nn.Module = module
     for name in filter(None, path.split(".")):
         node = node[int(name)] if isinstance(node, list) else getattr(node, name)
@@ -395,7 +398,7 @@ def at(module: nn.Module, path: str) -> nn.Module:
 
 
 def put(module: nn.Module, path: str, new: nn.Module) -> None:
-    """Put `new` at a path."""
+    """Replace the module at `path` with `new`."""
     parent, _, name = path.rpartition(".")
     holder: nn.Module = at(module, parent)
     if isinstance(holder, list):
@@ -405,44 +408,45 @@ def put(module: nn.Module, path: str, new: nn.Module) -> None:
 
 
 class SharedHead(nn.Module):
-    """Output head divided by rows over ranks; callable as a projection or as an embedding's `as_linear`."""
+    """Output projection split by rows over the ranks; callable as a projection or through an embedding's `as_linear`."""
 
     def __init__(
         self, rows: nn.Module, shard: Shard, tensor_parallel: TensorParallel, *, embedding: nn.Module | None = None
     ) -> None:
-        """`embedding`: the head is an embedding's rows, and this looks tokens up."""
+        """Wrap `rows`. `embedding`: the model's embedding, if it is used as projection; calls then look up tokens."""
         super().__init__()
         self.rows = rows
         self._sizes, self._tensor_parallel, self._embedding = shard.vocab_sizes, tensor_parallel, embedding
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Hidden states [B, L, H] to logits [B, L, V]; or, of an embedding, tokens [B, L] to hidden states."""
+        """Map hidden states [B, L, H] to logits [B, L, V]; with an embedding, map tokens [B, L] to hidden states."""
         if self._embedding is not None:
             states: mx.array = self._embedding(x)
             return states
         return self._tensor_parallel.gather_last(self.rows(x), self._sizes)
 
     def as_linear(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] to logits [B, L, V]."""
+        """Map hidden states [B, L, H] to logits [B, L, V]."""
         return self._tensor_parallel.gather_last(self.rows.as_linear(h), self._sizes)
 
 
 class EmbeddingAsHead(nn.Module):
-    """In the place of an output projection that the files lack."""
+    """Replacement for an output projection that the weight files lack."""
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        """`path` is that of the embedding in `model`."""
+        """Use the embedding at `path` in `model`."""
         super().__init__()
         self._embedding: Callable[[], nn.Module] = lambda: at(model, path)
 
     def __call__(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] to logits [B, L, V]."""
+        """Map hidden states [B, L, H] to logits [B, L, V]."""
         logits: mx.array = self._embedding().as_linear(h)
         return logits
 
 
 def rows_of(embedding: nn.Module, rows: range) -> nn.Module:
-    """Return a copy of an embedding with some of its rows, for use as a head: shares memory with the whole one."""
+    """Return a copy of an embedding with only the rows `rows`, for use as output projection; shares memory with the
+    original."""
     part = copy.copy(embedding)
     part.update({name: array[rows.start : rows.stop] for name, array in embedding.parameters().items()})
     return part

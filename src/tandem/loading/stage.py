@@ -1,6 +1,6 @@
-"""One pipeline stage of a model: its layers, and the embedding or the head where it is first or last (mlx).
+"""One pipeline stage of a model: its layers, with the embedding on the first and the head on the last stage (mlx).
 
-Chained stages compute what mlx-lm's own model computes in one process, bit for bit.
+Chained stages compute bit for bit what mlx-lm's own model computes in one process.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from tandem.models.shard import Shard
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 _OTHER_TABLES = frozenset(("wpe", "embed_tokens_per_layer", "embedders"))
-"""Embeddings of positions, of each layer's own input, of n-grams."""
+"""Names of embeddings that are not token embeddings: positions, per-layer inputs, n-grams."""
 
 
 class Apart(list[list[Cache]]):
-    """Caches of a batch whose sequences are computed one by one: for each row those that a single sequence has."""
+    """Caches of a batch whose sequences run one at a time: per row, the caches of a single sequence."""
 
 
 _STEP = KVCache.step
@@ -60,16 +60,16 @@ _STEP = KVCache.step
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of a sequence in a stage's caches."""
+    """Bytes of one sequence in a stage's caches."""
 
     position: int
-    """Bytes of one position, in all layers together. Layers with a window count as if they had none."""
+    """Bytes of one position in all layers together; windowed layers count as full attention."""
     state: int
     """Bytes that do not depend on the length."""
 
 
 class StageModel:
-    """A contiguous range of a model's layers. Not thread-safe: one thread owns all of a process's MLX work."""
+    """A contiguous range of a model's layers. Not thread-safe: one thread does all MLX work of a process."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class StageModel:
         shard: Shard | None = None,
     ) -> None:
         self.layers = pipeline_model.own
-        """Numbers of the layers that this stage holds."""
+        """Numbers of the layers in this stage."""
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == description.num_layers
         self.hidden_size = pipeline_model.width
-        """Elements of a position in the payload between stages."""
+        """Elements per position in the payload between stages."""
         self.vocab_size = description.vocab_size
         self.dtype = dtype
         """Type of the activations in the payload between stages."""
         self.shard = shard
-        """Part of each layer that this rank holds; None for all of it."""
+        """Part of each layer on this rank; None for all of it."""
         self.one_by_one = family_of(description.family).one_by_one or _changing_rope(pipeline_model.model)
-        """Why sequences of a batch are computed one after the other; empty if they are computed together."""
+        """Reason why sequences of a batch run one at a time; empty if they run together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
         self.modules = modules
@@ -101,9 +101,9 @@ class StageModel:
         self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Cache] | Apart) -> mx.array:
-        """Through this stage's layers, to hidden states [B, L, H]; `caches` take up keys and values, or states.
+        """Run this stage's layers; return hidden states [B, L, H]. Keys, values and states are appended to `caches`.
 
-        `x` is tokens [B, L] (int32) on the first stage, elsewhere what the stage before returned.
+        `x` is tokens [B, L] (int32) on the first stage, elsewhere the previous stage's output.
         """
         if isinstance(caches, Apart):
             return mx.concatenate([self.forward(x[i : i + 1], own) for i, own in enumerate(caches)])
@@ -111,15 +111,15 @@ class StageModel:
         return h if h.dtype == self.dtype else h.astype(self.dtype)
 
     def final(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
+        """Return hidden states [B, L, H] after the final norm, the head's input. Last stage only."""
         self._require_last()
         heads = _heads(self._pipeline_model.model)
         return self._pipeline_model.final(h, heads[0] if heads else _embedding(self.modules), embedding=not heads)
 
     def head(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
+        """Map hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
 
-        Where ranks share the head, each computes its rows and all get the whole.
+        If the head is split over ranks, each computes its rows, and all ranks get the full logits.
         """
         self._require_last()
         return self._pipeline_model.head(h)
@@ -134,7 +134,7 @@ class StageModel:
 
     @cached_property
     def cache_bytes(self) -> CacheBytes:
-        """Bytes of a sequence's caches, from their shapes after two traced calls; nothing is computed."""
+        """Bytes of a sequence's caches, from the shapes of two traced calls; nothing is computed."""
 
         def held(tokens: int) -> int:
             arrays = (array for cache in self._traced(tokens) for _, array in tree_flatten(cache.state))
@@ -145,24 +145,24 @@ class StageModel:
 
     @cached_property
     def cache_arrays(self) -> list[list[tuple[tuple[int, ...], mx.Dtype]]]:
-        """Shape and type of each array that each of the caches has after a call of one token, in `state`'s order."""
+        """Shape and type of each array in each cache after a call of one token, in `state`'s order."""
         return [
             [(array.shape, array.dtype) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
             for cache in self._traced(1)
         ]
 
     def make_caches(self) -> list[Cache]:
-        """Fresh single-sequence caches of mlx-lm: those of the own layers."""
+        """Return fresh single-sequence caches of the own layers."""
         made = self._pipeline_model.make_caches()
         return (
             [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] if self._kv else made
         )
 
     def quantize_kv(self, kv_dtype: str, latent: Collection[int] = ()) -> None:
-        """Have the caches that `make_caches` makes from here on keep keys and values in such a type; those of layers in
-        `latent`, of windows, and of heads that are not of whole groups stay as they are.
+        """Make later `make_caches` return quantised caches of type `kv_dtype` (8bit, 4bit). Layers in `latent`,
+        windows, and heads whose width no group divides stay unquantised.
 
-        Raises UnsupportedModel where a model computes with keys and values itself.
+        Raise UnsupportedModel if the model's attention reads keys and values itself.
         """
         caches = self._traced(1)
         kept = [
@@ -182,7 +182,7 @@ class StageModel:
         self.__dict__.pop("cache_bytes", None)
 
     def layers_of(self, at: int) -> set[int]:
-        """Numbers of the layers that are given this one of the caches."""
+        """Return the numbers of the layers that use cache number `at`."""
         return self._pipeline_model.layers_of(at)
 
     @property
@@ -191,11 +191,11 @@ class StageModel:
         return sorted(i for at, groups in enumerate(self._kv) if groups for i in self.layers_of(at))
 
     def trace(self) -> None:
-        """Build a call of one token, which computes nothing."""
+        """Trace a call of one token without computing."""
         self._traced(1)
 
     def _traced(self, tokens: int) -> list[Cache]:
-        """Fresh caches after a call with `tokens` tokens, as lazy arrays that are never evaluated."""
+        """Return fresh caches after a call with `tokens` tokens, with lazy arrays that are never evaluated."""
         caches = self.make_caches()
         x = mx.zeros((1, tokens), mx.int32)
         try:
@@ -207,7 +207,7 @@ class StageModel:
         return caches
 
     def caches_of_all_stages(self) -> list[Cache]:
-        """Fresh caches for every layer of the model, as `make_caches`: alike on each rank."""
+        """Return fresh, unquantised caches for every layer of the model, equal on each rank."""
         return list(make_prompt_cache(self._pipeline_model.model))
 
 
@@ -225,27 +225,28 @@ def load_stage(
     kv_dtype: str = "auto",
     fuse: bool = False,
 ) -> StageModel:
-    """Load layers `layers` of a model, evaluated; with layer 0 the embedding, with the last layer norm and head.
+    """Load and evaluate `layers` of a model; with layer 0 also the embedding, with the last layer norm and head.
 
-    `dtype` is the type of computation: float32, bfloat16, float16, or auto (as stored on a GPU, float32 on a CPU).
-    With `dequantize` packed weights are expanded. `progress` gets stored bytes done and in all. With `shard` (of
-    `plan_shards`) only that part of each layer is kept, and computes together with the other ranks' parts through
-    `tensor_parallel`. What `adapter` adds to these layers is loaded too. Peak memory is this stage's (or shard's)
-    weights plus about one tensor. `kv_dtype` (auto, 8bit, 4bit) is what caches keep keys and values in. With `fuse`
-    projections of the same input are one product, which rounds otherwise than mlx-lm's several.
-    Raises `BrokenModel` for weights that do not fit, `LayoutError` for a range that is
-    not the model's or a shard that cannot be cut, `UsageError` for an unknown dtype.
+    `dtype` is the type of computation: float32, bfloat16, float16, or auto (as stored on a GPU, float32 on a CPU). With
+    `dequantize` packed weights are expanded. `progress` is called with stored bytes done and in all. With `shard` (of
+    `plan_shards`) only that part of each layer is loaded, and `tensor_parallel` all-reduces with the other ranks.
+    `adapter` is a LoRA adapter to apply. `kv_dtype` (auto, 8bit, 4bit) is the type of keys and values in caches. With
+    `fuse` projections of the same input become one product, which rounds differently from mlx-lm. Peak memory is the
+    weights of this stage (or shard) plus about one tensor.
+
+    Raise `BrokenModel` for weights that do not fit the config, `UsageError` for an unknown dtype. Raise `LayoutError`
+    for an invalid range, or a shard that cannot be cut.
     """
     if shard is not None and shard.size == 1:
         shard = None
     _check(layers, description, shard, tensor_parallel)
     compute = _compute_dtype(dtype, description)
     model = _build(files, description)
-    model.set_dtype(compute)  # what is not loaded too: models make some values of a call in their embedding's type
+    model.set_dtype(compute)  # also unloaded parts: models derive the type of some values from their embedding's
     pipeline_model = _pipeline_model(model, layers, description, shard, files.name)
     weights = split_by_part(open_weights(files, model, description), pipeline_model.path, model, description, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
-    weights.clear()  # what other stages own is never read
+    weights.clear()  # weights of other stages are never read
     total = sum(array.nbytes for part in owned.values() for array in part.values())
     predicate = getattr(model, "cast_predicate", None)
     loader = PartLoader(
@@ -271,7 +272,7 @@ def load_stage(
         own = {i: pipeline_model.layers[i] for i in layers}
         fuse_projections(own, stage.trace, lambda i, path: shard is not None and is_whole(own[i], path, description))
     if tensor_parallel is not None and shard is not None:
-        stage.cache_bytes, stage.cache_arrays  # noqa: B018 - while a call of this rank alone still goes through
+        stage.cache_bytes, stage.cache_arrays  # noqa: B018 - cached now, while a call of this rank alone still works
         for i in layers:
             sum_outputs(pipeline_model.layers[i], shard, description, tensor_parallel)
     return stage
@@ -303,7 +304,7 @@ def _pipeline_model(
 def _cutters(
     pipeline_model: PipelineModel, parts: Iterable[str | int], description: ModelDescription, shard: Shard | None
 ) -> dict[str | int, Cutter]:
-    """How each part is cut; parts that are not listed are whole: norm, and the first stage's embedding."""
+    """Return the cutter of each part. Parts without one are replicated: the norm, and the first stage's embedding."""
     if shard is None:
         return {}
     cutters: dict[str | int, Cutter] = {}
@@ -319,12 +320,12 @@ def _cutters(
 
 
 def _role(path: str) -> str | int | None:
-    """`embed`, `head` or `rest`: what a module outside of the layers is."""
+    """Return the role of a module outside the layers: `embed`, `head` or `rest`."""
     return part_of_tensor(f"{path}.weight", 0)
 
 
 def _heads(model: nn.Module) -> list[str]:
-    """Paths of output projections, without other modules under a head's name, such as norms."""
+    """Return the paths of output projections; other modules with a head's name, such as norms, are excluded."""
     return [
         path
         for path, module in model.named_modules()
@@ -333,7 +334,7 @@ def _heads(model: nn.Module) -> list[str]:
 
 
 def _embedding(modules: Mapping[str | int, nn.Module]) -> str:
-    """Path of the embedding that serves as output projection where there is none."""
+    """Return the path of the embedding that serves as output projection in a tied model."""
     return next(path for path, module in modules.items() if isinstance(path, str) and _embeds_tokens(path, module))
 
 
@@ -343,9 +344,9 @@ def _embeds_tokens(path: str, module: nn.Module) -> bool:
 
 
 def _owned(parts: Iterable[str | int], layers: range, description: ModelDescription) -> list[str | int]:
-    """Parts that the stage with `layers` holds, in the order of loading.
+    """Return the parts that the stage with `layers` holds, in the order of loading.
 
-    The largest tensors come first: what is whole in memory until it is cut then adds nothing to the peak.
+    The largest tensors come first, so that a tensor which is whole in memory before it is cut does not raise the peak.
     """
     first, last = layers.start == 0, layers.stop == description.num_layers
     paths = [part for part in parts if isinstance(part, str)]
@@ -356,7 +357,7 @@ def _owned(parts: Iterable[str | int], layers: range, description: ModelDescript
 
 
 def _changing_rope(model: nn.Module) -> str:
-    """Why rows cannot be computed together, where mlx-lm takes another rotary base for each length."""
+    """Return the reason why rows cannot run together if mlx-lm's rotary base depends on the length; else an empty text."""
     changes = any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules())
     return "its rotary embedding changes with a sequence's length (dynamic rope scaling)" if changes else ""
 
@@ -369,7 +370,7 @@ def _share_head(
     shard: Shard | None,
     tensor_parallel: TensorParallel | None,
 ) -> None:
-    """On the last stage: let the embedding stand in for a head that the files lack, and ranks share what they divide."""
+    """On the last stage, use the embedding as head if the files lack one, and split the head over the ranks."""
     if layers.stop != description.num_layers:
         return
     heads = _heads(model)
@@ -387,7 +388,7 @@ def _share_head(
 
 
 def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
-    """Type to cast weights to. On a GPU that is the embedding's, also for a few norms stored in another."""
+    """Return the type to cast weights to. On a GPU that is the embedding's, even for norms stored in another type."""
     if dtype == "auto":
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         return mx.float32 if on_cpu else DTYPES[description.dtype]
@@ -397,7 +398,7 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
 
 
 def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
-    """mlx-lm's model with random weights, which stay lazy and are never computed."""
+    """Build mlx-lm's model with random weights, which stay lazy and are never computed."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
     patch_mlx_lm()
     config = read_config(files.path)

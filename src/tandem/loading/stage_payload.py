@@ -1,4 +1,4 @@
-"""Payload from stage to stage, in one array: hidden states and whatever else the model's layers need (mlx)."""
+"""Payload from stage to stage, in one array: hidden states and other values that later layers need (mlx)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 TRACED = (1, 2)
-"""Rows and positions of the call from which forms are read."""
+"""Rows and positions of the traced call that array layouts are derived from."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array's axes before those of rows and positions, and behind them."""
+    """Layout of an array: the axes before rows and positions, and those after them."""
 
     lead: tuple[int, ...]
     tail: tuple[int, ...]
 
     @staticmethod
     def of(array: mx.array) -> ArraySpec:
-        """Return the form of an array of the traced call.
+        """Return the layout of an array of the traced call.
 
-        Raises ValueError where rows and positions are not beside one another.
+        Raise ValueError if its shape has no adjacent axes of rows and positions.
         """
         shape = tuple(array.shape)
         at = next((i for i in range(len(shape) - 1) if shape[i : i + 2] == TRACED), None)
@@ -36,11 +36,11 @@ class ArraySpec:
 
     @property
     def width(self) -> int:
-        """Elements of a position."""
+        """Elements per position."""
         return math.prod(self.lead) * math.prod(self.tail)
 
     def packed(self, array: mx.array) -> mx.array:
-        """[*lead, B, L, *tail] to [B, L, width]."""
+        """Reshape [*lead, B, L, *tail] to [B, L, width]."""
         if not self.lead and len(self.tail) == 1:
             return array
         n = len(self.lead)
@@ -48,7 +48,7 @@ class ArraySpec:
         return turned.reshape(*turned.shape[:2], -1)
 
     def unpacked(self, array: mx.array) -> mx.array:
-        """Reverse of `packed`: [B, L, width] to [B, L] within `lead` and `tail`."""
+        """Reverse `packed`: reshape [B, L, width] to [*lead, B, L, *tail]."""
         if not self.lead and len(self.tail) == 1:
             return array
         n = len(self.lead)
@@ -58,7 +58,8 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class StagePayload:
-    """Forms of all that travels: hidden states, what layers return beside them, and arguments of later layers."""
+    """Layout of the payload: hidden states, other outputs of layers (`carried`), and arguments of later layers
+    (`forwarded`)."""
 
     hidden: ArraySpec
     carried: tuple[ArraySpec, ...] = ()
@@ -66,17 +67,17 @@ class StagePayload:
 
     @property
     def width(self) -> int:
-        """Elements of a position in all."""
+        """Elements per position in all."""
         return sum(form.width for form in (self.hidden, *self.carried, *self.forwarded))
 
     def packed(self, values: Sequence[mx.array]) -> mx.array:
-        """Values in the order of their forms; without the last ones if there are fewer."""
+        """Concatenate values, in the order of their layouts, into [B, L, width]; trailing values may be missing."""
         forms = (self.hidden, *self.carried, *self.forwarded)[: len(values)]
         parts = [form.packed(value) for form, value in zip(forms, values, strict=True)]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def unpacked(self, array: mx.array) -> tuple[mx.array, ...]:
-        """Values in the order of their forms, as many as `array` has room for."""
+        """Split [B, L, width] into values in the order of their layouts, as many as the width holds."""
         found, start = [], 0
         for form in (self.hidden, *self.carried, *self.forwarded):
             if start < array.shape[-1]:
@@ -86,7 +87,7 @@ class StagePayload:
 
 
 class Residuals:
-    """Codec of Kimi K3's growing list of earlier outputs, sent as one array with room for all."""
+    """Codec for Kimi K3's growing list of earlier outputs, sent as one array of maximal length."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._make = sys.modules[type(layers[0]).__module__].ResidualBlocks
@@ -94,12 +95,12 @@ class Residuals:
         self._starts = [layer.is_block_start for layer in layers]
 
     def filled(self, blocks: Any) -> mx.array:
-        """[most blocks, B, L, H], with zeros behind those that are there."""
+        """Return the list as an array [most blocks, B, L, H], padded with zeros."""
         room = [(0, sum(self._starts) - blocks.raw.shape[0])] + [(0, 0)] * 3
         return mx.pad(blocks.raw, room)
 
     def made(self, array: mx.array, layer: int) -> Any:
-        """The object that layer `layer` gave on."""
+        """Return the list object, as layer `layer` returned it, from the padded array."""
         blocks = self._make(self._eps)
         for i in range(sum(self._starts[: layer + 1])):
             blocks.append(array[i])
@@ -107,7 +108,7 @@ class Residuals:
 
 
 def residuals(layers: Sequence[nn.Module], values: Sequence[mx.array]) -> Residuals | None:
-    """How the second of the values that a layer returned travels, where it is no array."""
+    """Return the codec for the second output of a layer if it is Kimi K3's list; None for arrays."""
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
     return Residuals(layers)
@@ -119,5 +120,5 @@ def storage_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type as headers and files have it: `bfloat16`."""
+    """Return the name of a type in headers and files, such as `bfloat16`."""
     return str(dtype).removeprefix("mlx.core.")

@@ -1,4 +1,4 @@
-"""Lazy weights of a model: which part they belong to, and how they get into a module tensor by tensor (mlx)."""
+"""Lazy weights of a model: division into parts, and loading into modules tensor by tensor (mlx)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tandem.system.metal import fault_of
 Weights = dict[str, mx.array]
 
 _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
-"""Formats whose scales are bytes, by bits and group size."""
+"""Formats with byte scales, by bits and group size."""
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
 def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescription) -> Weights:
-    """All weights of the model as lazy arrays under mlx-lm's names: only headers are read.
+    """Return all weights of the model as lazy arrays under mlx-lm's names; only headers are read.
 
-    Where not all of them are on this machine, the others have their shapes and types (families look at them to tell
-    how a model is stored), and evaluating them raises RuntimeError.
+    Weights that are not on this machine still have shapes and types, which mlx-lm's `sanitize` inspects. Evaluating
+    them raises RuntimeError. Raise `BrokenModel` for weights that do not fit config.json.
     """
     weights: Weights = {}
     for path in weight_files(files.path) if files.headers is None else files.weights:
@@ -60,11 +60,11 @@ def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescript
 
 
 MLX_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, MemoryError, SystemError)
-"""Python errors that C++ exceptions become: MLX has none of its own."""
+"""Python errors that MLX's C++ exceptions become; MLX has no exception types of its own."""
 
 
 def load_file(path: Path) -> Weights:
-    """Lazy arrays of a file. Raises BrokenModel."""
+    """Return the lazy arrays of a file by name. Raise BrokenModel."""
     try:
         loaded = mx.load(str(path))
     except MLX_ERRORS as error:
@@ -74,7 +74,7 @@ def load_file(path: Path) -> Weights:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Return why a file could not be opened, from the system, since MLX does not report it."""
+    """Return the system's reason why a file cannot be opened, since MLX does not report it; else MLX's error."""
     try:
         path.open("rb").close()
     except OSError as trouble:
@@ -83,7 +83,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _absent(tensors: dict[str, TensorInfo]) -> Weights:
-    """Lazy arrays without data: of a file that is cut off behind its header once MLX has opened it."""
+    """Return lazy arrays without data, by truncating a file to its header after MLX has opened it."""
     header = encode_header({name: replace(info, offset=0) for name, info in tensors.items()})
     with tempfile.NamedTemporaryFile(prefix="tandem-", suffix=".safetensors") as file:
         file.write(header)
@@ -97,10 +97,10 @@ def _absent(tensors: dict[str, TensorInfo]) -> Weights:
 def split_by_part(
     weights: Weights, layers: str, model: nn.Module, description: ModelDescription, path: str
 ) -> dict[str | int, Weights]:
-    """Weights by part: a layer's number, or the path of a module outside of the layers; names relative to the part.
+    """Divide weights into parts: a layer's number, or the path of a module outside the layers; names become relative.
 
-    `layers` is the path of the list of layers in `model`. Takes the arrays out of `weights`, so that each is freed
-    with its part. Raises `BrokenModel` for a weight that belongs to no part.
+    `layers` is the path of the layer list in `model`. Arrays are removed from `weights`, so that each is freed with its
+    part. Raise `BrokenModel` for a weight that belongs to no part.
     """
     parts: dict[str | int, Weights] = {i: {} for i in range(description.num_layers)}
     for name, module in model.named_modules():
@@ -121,10 +121,11 @@ def split_by_part(
 
 
 class PartLoader:
-    """Puts the weights of one part after the other into modules, in the wanted type, evaluated.
+    """Loads the weights of one part at a time into a module, cast and evaluated.
 
-    `quantization` is MLX's settings or None; with `dequantize` packed weights are expanded to plain ones. `dtype` is
-    what floating-point weights become; `keep` says of a weight's name that its type stays.
+    `quantization` is MLX's settings or None. With `dequantize` packed weights are expanded. `dtype` is the type for
+    floating-point weights, except those for whose name `keep` returns True. `loaded` is called with the stored bytes of
+    each tensor.
     """
 
     def __init__(
@@ -145,10 +146,10 @@ class PartLoader:
     def load(self, root: str, module: nn.Module, weights: Weights, cutter: Cutter | None = None) -> nn.Module:
         """Fill `module`, whose path in the model is `root`, and return it (or its quantised replacement).
 
-        With `cutter`, module and weights are cut to a rank's part. Empties `weights`. Peak memory beyond the result
-        is about one tensor. Raises `BrokenModel` unless weights and parameters cover one another exactly.
+        With `cutter`, module and weights are cut to a rank's part. Empties `weights`. Peak memory beyond the result is
+        about one tensor. Raise `BrokenModel` unless weights and parameters match exactly.
         """
-        holder = nn.Module()  # nn.quantize replaces children, so that a module which is a leaf itself needs a parent
+        holder = nn.Module()  # nn.quantize replaces children, so a leaf module needs a parent
         holder.part = module
         packed = self._packed(root, holder, weights) if self._quantization else {}
         if packed and not self._dequantize:
@@ -170,7 +171,7 @@ class PartLoader:
         return holder.part
 
     def _packed(self, root: str, holder: nn.Module, weights: Weights) -> dict[str, JsonObject]:
-        """Quantisation parameters by path below `holder`, as mlx_lm.utils.load_model finds them."""
+        """Return quantisation settings by path below `holder`, as mlx_lm.utils.load_model derives them."""
         settings = self._quantization or {}
         prefixed = {f"part.{name}": array for name, array in weights.items()}
         found: dict[str, JsonObject] = {}
@@ -228,7 +229,7 @@ class PartLoader:
         return array.astype(self._dtype)
 
     def _expand_cut(self, name: str, group: Weights, settings: JsonObject, found: Slice | None) -> mx.array:
-        """Expand a packed matrix, or the rows or columns that `found` names: columns by whole groups, then cut."""
+        """Expand a packed matrix, or the slice `found` of it: input columns by whole groups first, then cut exactly."""
         if found is None:
             return self._expand(group, settings)
         inner = None
@@ -239,7 +240,7 @@ class PartLoader:
         return array if inner is None else take(array, inner, name)
 
     def _expand(self, group: Weights, settings: JsonObject) -> mx.array:
-        # Scales are cast before they are applied, which is what the quantised product does too.
+        # Scales are cast before use, as in the quantised product.
         scales, biases = self._cast("scales", group["scales"]), group.get("biases")
         array = mx.dequantize(
             group["weight"],
@@ -254,10 +255,10 @@ class PartLoader:
 
 
 def _read(name: str, *arrays: mx.array) -> None:
-    """Read arrays before a GPU waits for them: Metal ends commands that wait for seconds, as for a slow disk."""
+    """Read arrays on the CPU before a GPU uses them: Metal aborts commands that wait for seconds, as for a slow disk."""
     try:
         mx.eval(*arrays)
-    except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
+    except RuntimeError as error:  # not on this machine, or the file was deleted meanwhile
         if fault_of(str(error)) == "memory":
             raise OutOfMemory(
                 f"weight {name}: the GPU's memory is full ({one_line(error)}); give this machine fewer "
@@ -267,7 +268,8 @@ def _read(name: str, *arrays: mx.array) -> None:
 
 
 def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
-    """Weights must be the model's before they are cut: a cut of a wrong matrix may have the right shape."""
+    """Raise BrokenModel unless weights have the model's shapes; after cutting, a wrong matrix could have the right
+    shape."""
     shapes = {name.removeprefix("part."): array.shape for name, array in tree_flatten(holder.parameters())}
     for name, array in weights.items():
         base = name.rpartition(".")[0]
@@ -286,9 +288,9 @@ def _companions(settings: JsonObject) -> tuple[str, ...]:
 
 
 def _found_quantization(path: str, module: nn.Module, weights: Weights) -> JsonObject:
-    """Bits, group size and mode of a weight, derived from its shapes when the configuration has none.
+    """Return bits, group size and mode of a weight, derived from its shapes if the config has no entry.
 
-    As mlx_lm.utils.infer_quant_config, which comes with all of transformers. Raises BrokenModel.
+    Same as mlx_lm.utils.infer_quant_config, whose import needs transformers. Raise BrokenModel.
     """
     scales, columns = weights[f"{path}.scales"], module.weight.shape[-1]
     size, bits = columns // scales.shape[-1], weights[f"{path}.weight"].shape[-1] * 32 // columns
@@ -303,5 +305,5 @@ def _join(base: str, name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """First 300 characters of an error's text, on one line."""
+    """Return the first 300 characters of an error's text on one line, or its type if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__

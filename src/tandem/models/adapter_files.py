@@ -22,23 +22,24 @@ _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: a model's linear layers get `scale` times input times A times B added."""
+    """A LoRA adapter: adds scale * (input @ A @ B) to the outputs of linear layers."""
 
     path: Path
-    """The file with the weights."""
+    """File with the weights."""
     scale: float
     modules: Mapping[str, tuple[str, str]]
-    """Path of each adapted module in the model, and the names of its A and B in the file."""
+    """Names of A and B in the file, by path of the adapted module in the model."""
     transposed: bool
-    """The file has A as [rank, inputs] and B as [outputs, rank] (PEFT), rather than [inputs, rank], [rank, outputs]."""
+    """Whether the file stores A as [rank, inputs] and B as [outputs, rank] (PEFT), not [inputs, rank] and [rank,
+    outputs]."""
     nbytes: int
 
 
 def read_adapter(directory: str, description: ModelDescription) -> Adapter:
-    """Read config and header of an adapter and check them against the model.
+    """Read an adapter's config and header and check them against the model.
 
-    Raises `ModelNotFound`, `BrokenModel` for files that contradict themselves or the model, and `UnsupportedModel`
-    for anything but plain LoRA on linear layers.
+    Raise `ModelNotFound`, `BrokenModel` for files that are inconsistent or do not match the model, and
+    `UnsupportedModel` for anything but plain LoRA on linear layers.
     """
     path = Path(directory).expanduser()
     if not (path / "adapter_config.json").is_file():

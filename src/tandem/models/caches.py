@@ -1,7 +1,7 @@
-"""Cache of each layer for one sequence, from config.json: one description for every kind of cache. No mlx.
+"""Size of each layer's cache for one sequence, from config.json. No mlx.
 
-A rank measures its own layers (`loading/stage.py`), which is exact for any model; this serves planning before a rank
-exists. Figures are numbers of elements; `tests/loading/test_loading_cache_bytes.py` holds them to what is measured.
+Used for planning, before a rank exists; a rank measures its own layers exactly (`loading/stage.py`). Sizes are numbers
+of elements; `tests/loading/test_loading_cache_bytes.py` compares them with measured ones.
 """
 
 from __future__ import annotations
@@ -17,39 +17,40 @@ Kind = Literal["positions", "latent", "state", "none"]
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache of one sequence."""
+    """Cache of one layer for one sequence."""
 
     kind: Kind
-    """positions: keys and values by head (also in a window, which is counted as if it were none); latent: one vector
-    that all heads share; state: as large for any length; none."""
+    """positions: keys and values per head (a sliding window counts as full attention). latent: one vector per position,
+    shared by all heads. state: size independent of the length. none: no cache."""
     position: int = 0
-    """Elements of a position."""
+    """Elements per position."""
     state: int = 0
     """Elements that do not depend on the length."""
     float32: int = 0
-    """Elements of `state` that are float32, independent of the model's type."""
+    """Elements of `state` stored as float32 whatever the model's type."""
     whole: int = 0
-    """Elements of `position` without heads, beside others with heads: every rank of a stage holds them."""
+    """Elements of `position` without a head axis, which every rank of a stage replicates (an index's keys)."""
 
     listed: bool = False
-    """A list of caches of positions: rows of a batch cannot take positions back from it, as mlx-lm keeps them."""
+    """Whether the layer has a CacheList in mlx-lm, from which rows of a batch cannot drop positions."""
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the last positions can be taken back, as prefixes of any length need; else snapshots serve."""
+        """Whether the last positions can be dropped, as cached prefixes of any length need; otherwise state snapshots
+        are used."""
         return not self.state
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank of a stage holds all of it: there are no heads to share out."""
+        """Whether every rank of a stage holds the whole cache, since it has no head axis to split."""
         return self.kind == "latent"
 
 
 def layer_caches(config: JsonMapping, num_layers: int, plain: int) -> tuple[LayerCache, ...]:
     """Return the cache of each layer.
 
-    `plain` is the elements of a position's keys and values in plain attention. Unknown layers count as plain attention,
-    which never is less than the truth.
+    `plain` is the number of elements of keys and values per position in standard attention. Unknown layers count as
+    standard attention, which is an upper bound.
     """
     if isinstance(blocks := config.get("block_configs"), list):
         return tuple(_own_block(block, config) for block in blocks)
@@ -64,7 +65,7 @@ def layer_caches(config: JsonMapping, num_layers: int, plain: int) -> tuple[Laye
 
 
 def _own_block(block: object, config: JsonMapping) -> LayerCache:
-    """Cache of one of Nemotron's layers, each of which has attention of its own or none."""
+    """Return the cache of one Nemotron layer from its entry in `block_configs`; layers may have no attention."""
     group = block.get("attention", {}).get("n_heads_in_group") if isinstance(block, dict) else None
     if not isinstance(group, int) or group < 1:
         return LayerCache("none")
@@ -73,7 +74,7 @@ def _own_block(block: object, config: JsonMapping) -> LayerCache:
 
 def _attention(config: JsonMapping, plain: int) -> LayerCache:
     latent, rope, kind = config.get("kv_lora_rank"), config.get("qk_rope_head_dim"), config.get("model_type")
-    if kind == "baichuan_m1":  # beside them the last position's, for a convolution
+    if kind == "baichuan_m1":  # plus the last keys and values before the convolution
         return LayerCache("positions", plain, state=plain * (int(config.get("conv_window", 2)) - 1))
     if not isinstance(latent, int) or not isinstance(rope, int):
         return LayerCache("positions", plain)
@@ -82,26 +83,26 @@ def _attention(config: JsonMapping, plain: int) -> LayerCache:
         return LayerCache("positions", int(config.get("num_attention_heads", 1)) * head)
     if kind in _TWO_ATTENTIONS:
         return LayerCache("latent", 2 * (latent + rope), listed=True)
-    index = config.get("index_head_dim")  # deepseek_v32 has a second cache, with its index's keys and room for values
+    index = config.get("index_head_dim")  # deepseek_v32: a second cache, of the index's keys and values as wide
     keys = 2 * index if isinstance(index, int) else 0
     return LayerCache("latent", latent + rope + keys, listed=keys > 0)
 
 
 def index_heads(config: JsonMapping) -> int:
-    """Heads of the index over a latent (deepseek_v32, glm_moe_dsa); 0 where there is none."""
+    """Return the number of heads of the index over a latent (deepseek_v32, glm_moe_dsa); 0 if there is none."""
     heads = config.get("index_n_heads")
     return max(heads, 0) if isinstance(heads, int) and isinstance(config.get("kv_lora_rank"), int) else 0
 
 
 _EXPANDED = frozenset(("deepseek_v2", "minicpm3", "youtu_llm"))
-"""Latent attention whose cache holds keys and values by head all the same, in mlx-lm."""
+"""Types whose latent attention caches expanded keys and values per head in mlx-lm."""
 _TWO_ATTENTIONS = frozenset(("longcat_flash", "longcat_flash_ngram"))
 _LINEAR = frozenset(("linear_attention", "conv", "conv_mixer", "mamba", "recurrent", "M"))
 _EMPTY = frozenset(("-", "E"))
 
 
 def _layer_kind(config: JsonMapping, i: int) -> str:
-    """`state`, `none` or `attention`."""
+    """Return `state`, `none` or `attention` for layer `i`."""
     for key in ("layer_types", "hybrid_override_pattern", "block_types"):
         listed = config.get(key)
         if isinstance(listed, list) and key == "block_types":
@@ -123,9 +124,9 @@ def _layer_kind(config: JsonMapping, i: int) -> str:
 
 
 def _state(config: JsonMapping) -> LayerCache | None:
-    """Cache of a layer with a state: convolutions in the model's type, and mostly a recurrent state in float32.
+    """Return the cache of a recurrent layer: convolution inputs in the model's type, and a recurrent state, mostly float32.
 
-    None where no layer is known to have one.
+    None if no layer is known to be recurrent.
     """
 
     def of(*keys: str) -> int:
@@ -169,7 +170,7 @@ def _state(config: JsonMapping) -> LayerCache | None:
 
 
 def _falcon_h1(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Attention and Mamba side by side in every layer."""
+    """Return the cache of a Falcon H1 layer, which runs attention and Mamba in parallel."""
     inner, size = config.get("mamba_d_ssm", 0), config.get("mamba_d_state", 0)
     taps = config.get("mamba_d_conv", 1) - 1
     convolution = taps * (inner + 2 * config.get("mamba_n_groups", 1) * size)
@@ -177,14 +178,14 @@ def _falcon_h1(config: JsonMapping, i: int, plain: int) -> LayerCache:
 
 
 def _mimo_v2(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Windows have heads of their own, and values are narrower than keys."""
+    """Return the cache of a MiMo V2 layer: windowed layers have own head counts, and values are narrower than keys."""
     own = "swa_" if config["hybrid_layer_pattern"][i] else ""
     width = config[f"{own}head_dim"] + config[f"{own}v_head_dim"]
     return LayerCache("positions", config[f"{own}num_key_value_heads"] * width)
 
 
 def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Sparse layers also keep the keys of their index, without values."""
+    """Return the cache of a MiniMax M3 layer: sparse layers also store the index's keys, without values."""
     sparse = config.get("sparse_attention_config") or {}
     listed = sparse.get("sparse_attention_freq") or config.get("sparse_attention_freq")
     wide = sparse.get("sparse_index_dim") or config.get("index_head_dim") or 0
@@ -193,7 +194,7 @@ def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
 
 
 def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Every group of layers ends with latent attention, as do those after the last whole group."""
+    """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
         return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
     heads, dim = config["num_attention_heads"], config["head_dim"]
@@ -207,7 +208,8 @@ def _global(config: JsonMapping, i: int) -> bool:
 
 
 def _gemma4(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Cache of a Gemma 4 layer: none in the last layers; full attention may have other head counts and widths."""
+    """Return the cache of a Gemma 4 layer. The last `num_kv_shared_layers` reuse earlier layers' keys and values and
+    have none. Full attention may have other head counts and widths than windows."""
     if i >= config["num_hidden_layers"] - int(config.get("num_kv_shared_layers", 20)):
         return LayerCache("none")
     kinds = config.get("layer_types")
@@ -219,7 +221,7 @@ def _gemma4(config: JsonMapping, i: int, plain: int) -> LayerCache:
 
 
 def _bailing(config: JsonMapping, i: int, plain: int) -> LayerCache:
-    """Lightning attention keeps one matrix a head; with latent attention beside it in float32."""
+    """Return the cache of a Ling layer: one state matrix per head in lightning attention, float32 for `bailing_hybrid`."""
     if _global(config, i):
         return _attention(config, plain)
     heads = config["num_attention_heads"]

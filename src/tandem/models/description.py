@@ -1,4 +1,4 @@
-"""Description of a model, from `config.json` and the headers of its weight files. No weights are read, no mlx."""
+"""Description of a model, from `config.json` and the headers of its weight files. Reads no weights, needs no mlx."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _EMBEDDINGS = frozenset(
         "altup_projections",
     )
 )
-"""Names of modules that only the first stage needs, but for a tied head."""
+"""Modules that only the first stage needs, unless the head is tied."""
 _HEADS = frozenset(("lm_head", "output", "embed_out"))
 _PREDICTORS = frozenset(("mtp", "mtp_layers", "nextn"))
-"""Modules for multi-token prediction, which mlx-lm leaves out."""
+"""Modules for multi-token prediction, which mlx-lm does not load."""
 _OTHER_SENSES = re.compile(
     r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_|embed_vision|embed_audio|vit|connector|patch_merger)"
 )
-"""Tensors of the parts that see and hear, which mlx-lm leaves out."""
+"""Vision and audio tensors, which mlx-lm does not load."""
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -77,11 +77,11 @@ _DIVIDES = re.compile(
     r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\w+_)?n_groups?|\w+_expert_groups?|"
     r"group_norm_size"
 )
-"""Numbers of heads and groups: MLX divides by some of them, and a 0 ends its process without a word."""
+"""Keys with numbers of heads and groups. MLX divides by some of them, and a 0 kills its process without a message."""
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
-"""Types in which text models of several types are nested."""
+"""Multimodal types whose nested text model can be of several types."""
 _MODELOPT = "hf_quant_config.json"
-"""File in which NVIDIA's ModelOpt describes how it has quantised a model."""
+"""File in which NVIDIA's ModelOpt describes its quantisation."""
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -89,89 +89,90 @@ _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Facts that placement, admission and loading need."""
+    """Properties of a model that planning, admission and loading need."""
 
     family: str
     """`model_type` of config.json."""
     num_layers: int
     hidden_size: int
     vocab_size: int
-    """Rows of the embedding, which may be more than the tokenizer has."""
+    """Rows of the embedding; may exceed the tokenizer's vocabulary."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_context: int
-    """Most tokens of prompt and output together that the model was made for."""
+    """Most tokens of prompt and output together that the model supports."""
     dtype: str
-    """Stored type of the weights that are not packed: bfloat16, float16 or float32."""
+    """Stored type of weights that are not quantised: bfloat16, float16 or float32."""
     quantization: JsonObject | None
-    """MLX's quantisation settings (group_size, bits, mode, per-layer exceptions)."""
+    """MLX's quantisation settings (group_size, bits, mode, per-layer exceptions); None if not quantised."""
     tied_head: bool
-    """The output projection is the embedding, so the last stage needs the embedding too."""
+    """Whether the output projection reuses the embedding, so that the last stage needs the embedding too."""
     layer_bytes: tuple[int, ...]
-    """Stored bytes of each layer; what is expanded at load (fp8) counts expanded, here and in the next two."""
+    """Stored bytes of each layer; weights expanded at load (fp8) count at their expanded size, as in the next two
+    fields."""
     embed_bytes: int
     head_bytes: int
-    """Stored bytes of everything else that the last stage holds; without the embedding, even where it is tied."""
+    """Stored bytes of the final norm and the head, without the embedding even if it is tied."""
     eos_token_ids: tuple[int, ...]
-    """From config.json and generation_config.json."""
+    """Ids of end-of-sequence tokens, from config.json and generation_config.json."""
     whole_bytes: tuple[int, ...] = ()
-    """Bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers, norms.
-    Empty where none are known."""
+    """Bytes of each layer that tensor parallelism replicates: latent projections, routers, norms. Empty if unknown."""
     mlp_width: int = 0
-    """Intermediate width of the dense MLPs; this and the next three are 0 where the family has no such thing, or
-    cannot be divided for tensor parallelism."""
+    """Intermediate width of the dense MLPs. This and the next three fields are 0 if the family has no such part, or
+    cannot run tensor-parallel."""
     expert_width: int = 0
-    """Intermediate width of one expert."""
+    """Intermediate width of one routed expert."""
     shared_width: int = 0
     """Intermediate width of the shared experts together."""
     num_experts: int = 0
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    """The family's own kinds of divided axes."""
+    """Split axes of the family's own kinds, by kind."""
     layer_type: str = ""
-    """Type whose layers it has, where a text model of another type is nested in it."""
+    """Type of the layers; differs from `family` where a text model of another type is nested in it. Empty if not
+    tensor-parallel."""
     token_elements: float = 0.0
-    """Cache elements of one token in one layer, on average over the layers; 0 for keys and values of all kv heads."""
+    """Cache elements of one token in one layer, averaged over the layers. If this and `state_elements` are 0, standard
+    attention is assumed."""
     state_elements: float = 0.0
-    """Elements of recurrent state of a sequence in one layer, on average; independent of its length."""
+    """Elements of recurrent state of one sequence in one layer, averaged over the layers."""
     float32_elements: float = 0.0
-    """Elements of `state_elements` that are float32, independent of the model's type."""
+    """Elements of `state_elements` stored as float32 whatever the model's type."""
     no_drafts: str = ""
-    """Why drafts that were not accepted cannot be taken back; empty where they can."""
+    """Reason why rejected draft tokens cannot be dropped from the caches; empty if they can."""
     replicated_cache: bool = False
-    """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
+    """Whether every rank of a tensor-parallel stage holds the whole cache (a latent has no heads to split)."""
     whole_elements: float = 0.0
-    """Elements of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
+    """Elements of `token_elements` that every rank replicates beside its heads: the keys of an index."""
     index_heads: int = 0
-    """Heads of an index that chooses positions: their scores over all positions are stored."""
+    """Heads of an index that selects positions; their scores over all positions take memory."""
     kv_groups: tuple[tuple[int, float], ...] = ()
-    """For each layer the size of the groups in which its keys and values can be quantised (0: they stay as they are),
-    and their elements of one token."""
+    """Per layer: group size in which its keys and values can be quantised (0: not at all), and its cache elements per
+    token."""
     kept_by_position: bool = True
-    """All that is kept of a sequence belongs to one of its positions, as far as config.json tells: no windows, no
-    states."""
+    """Whether every cache entry belongs to one position, as far as config.json shows: no windows, no states."""
     latent_layers: frozenset[int] = frozenset()
-    """Layers that keep a latent."""
+    """Numbers of layers that cache a latent."""
     uncut: frozenset[int] = frozenset()
-    """Layers at which no stage can begin, since they take keys and values from earlier ones."""
+    """Layers at which no stage can begin, since they reuse keys and values of earlier layers."""
     left_out: tuple[str, ...] = ()
-    """Senses that config.json describes and that are not loaded: `vision`, `audio`."""
+    """Modalities that config.json describes and that are not loaded: `vision`, `audio`."""
     generates: bool = True
-    """Whether there is an output projection. A model stored without one (as sentence-transformers does) only embeds;
-    the embedding then stands in for the projection."""
+    """Whether the model has an output projection. A model stored without one (as by sentence-transformers) only embeds;
+    the embedding then serves as projection."""
 
     @cached_property
     def layer_sums(self) -> tuple[int, ...]:
-        """Running sums of `layer_bytes`, from 0."""
+        """Running sums of `layer_bytes`, from 0; `num_layers + 1` entries."""
         return tuple(accumulate(self.layer_bytes, initial=0))
 
     @cached_property
     def whole_sums(self) -> tuple[int, ...]:
-        """Running sums of `whole_bytes`, from 0."""
+        """Running sums of `whole_bytes`, from 0; `num_layers + 1` entries."""
         return tuple(accumulate(self.whole_bytes or (0,) * self.num_layers, initial=0))
 
     def cache_share(self, heads: float) -> float:
-        """Share of a position's cache that a rank holds which has this share of the kv heads."""
+        """Return the fraction of a position's cache on a rank that holds the fraction `heads` of the kv heads."""
         if self.replicated_cache:
             return 1.0
         whole = self.whole_elements / self.token_elements if self.token_elements else 0.0
@@ -179,10 +180,10 @@ class ModelDescription:
 
 
 def describe(files: ModelFiles) -> ModelDescription:
-    """Read and check a model; the headers of its weights are enough.
+    """Read and check a model; headers of its weights suffice.
 
-    Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run. A type of mlx-lm without a row
-    of ours is described too: whoever serves it calls `require_dry_run` (models/dry_run.py) first.
+    Raise `BrokenModel` for damaged files, `UnsupportedModel` for a model that cannot run. Unlisted types of mlx-lm are
+    described too: call `require_dry_run` (models/dry_run.py) before serving one.
     """
     config = text_config(read_config(files.path))
     name = config.get("model_type")
@@ -246,7 +247,7 @@ def describe(files: ModelFiles) -> ModelDescription:
 
 
 def _no_drafts(family: Family, caches: Sequence[LayerCache], scaling: object) -> str:
-    known = scaling if isinstance(scaling, dict) and "alpha" not in scaling else {}  # Hunyuan has one base
+    known = scaling if isinstance(scaling, dict) and "alpha" not in scaling else {}  # alpha: one base (Hunyuan)
     if "dynamic" in (known.get("type"), known.get("rope_type")):
         return "its rotary embedding changes with a sequence's length (dynamic rope scaling)"
     if not all(cache.can_be_cut for cache in caches):
@@ -262,7 +263,7 @@ def _nearest(name: object) -> str:
 
 
 def text_config(config: JsonObject) -> JsonObject:
-    """A config with the entries of its text model, where that is nested in it, beside its own."""
+    """Return a config merged with the entries of its nested text model, if any; `model_type` stays the outer one."""
     return {**config, **nested_text(config), "model_type": config.get("model_type")}
 
 
@@ -272,14 +273,14 @@ def _layer_type(path: Path, name: str) -> str:
 
 
 def in_mlx_lm(module: str) -> bool:
-    """Whether the installed mlx-lm has a model module of that name; it is not imported."""
+    """Return whether the installed mlx-lm has a model module of that name, without importing it."""
     spec = importlib.util.find_spec("mlx_lm") if re.fullmatch(r"[\w-]+", module) else None
     places = spec.submodule_search_locations if spec is not None else None
     return any((Path(place) / "models" / f"{module}.py").is_file() for place in places or ())
 
 
 class _Facts:
-    """Whole numbers of config.json, under the names that the families use."""
+    """Integers of config.json, under the key names of the various families."""
 
     def __init__(self, path: Path, family: Family, config: JsonObject) -> None:
         nested = config.get("attn_config")  # dbrx
@@ -302,7 +303,7 @@ class _Facts:
         self.num_heads = 1 if stateful else self.number(self.key(_HEAD_KEYS))
 
     def key(self, keys: tuple[str, ...]) -> str:
-        """The first of `keys` that the config has, or the very first."""
+        """Return the first of `keys` that the config has, or `keys[0]`."""
         return next((key for key in keys if self.config.get(key) is not None), keys[0])
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -315,7 +316,7 @@ class _Facts:
         return value
 
     def kv_heads(self) -> int:
-        """Heads of keys and values. Of a latent each head makes its own."""
+        """Return the number of kv heads; with latent attention every head has its own keys and values."""
         if isinstance(self.config.get("kv_lora_rank"), int):
             return self.num_heads
         if self.config.get("multi_query") is True:
@@ -325,7 +326,7 @@ class _Facts:
         return self.number(self.key(_KV_KEYS), self.num_heads)
 
     def shares(self, name: str) -> JsonObject:
-        """Fields of `ModelDescription` that tensor parallelism divides besides heads, in layers of type `name`."""
+        """Return the fields of `ModelDescription` for tensor parallelism besides heads, for layers of type `name`."""
         sharding = SHARDING.get(name)
         if sharding is None:
             return {}
@@ -340,7 +341,7 @@ class _Facts:
         }
 
     def _product(self, width: Width) -> int:
-        """0 for a width that is empty, or whose keys are not there or not whole numbers."""
+        """Return a `Width` as a number; 0 if it is empty, or if its keys are missing or not integers."""
         if not isinstance(width, tuple):
             if (found := width(self.config)) and not is_count(found):
                 raise ValueError(found)
@@ -365,7 +366,7 @@ class _Facts:
 
 
 def stored_bare(names: Iterable[str], layers: str) -> bool:
-    """True when tensors are named as in the model without its output projection: `norm.weight`, not
+    """Return True if tensors have the names of a model without output projection: `norm.weight` instead of
     `model.norm.weight`. `layers` is the family's path of the layers."""
     root, _, inner = layers.partition(".")
     names = list(names)
@@ -373,9 +374,9 @@ def stored_bare(names: Iterable[str], layers: str) -> bool:
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:
-    """Part that a stored tensor belongs to: a layer, the embedding, the head, or the rest (the final norm).
+    """Return the part that a stored tensor belongs to: a layer's number, the embedding, the head, or the rest (final norm).
 
-    None for layers that are not loaded (multi-token prediction).
+    None for tensors that are not loaded (multi-token prediction, vision, audio).
     """
     if _OTHER_SENSES.match(name):
         return None
@@ -391,7 +392,7 @@ def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head",
 
 
 def _bytes(sizes: dict[str, int], count: int, path: Path) -> tuple[tuple[int, ...], int, int, int]:
-    """Stored bytes: per layer, of the embedding, of the rest (the final norm), and of the head (0 if none)."""
+    """Stored bytes: per layer, of the embedding, of the rest (final norm), and of the head (0 if none)."""
     layers, others = [0] * count, {"embed": 0, "rest": 0, "head": 0}
     for name, nbytes in sizes.items():
         part = part_of_tensor(name, count)
@@ -405,7 +406,8 @@ def _bytes(sizes: dict[str, int], count: int, path: Path) -> tuple[tuple[int, ..
 
 
 def _whole_bytes(sizes: dict[str, int], count: int, name: str) -> tuple[int, ...]:
-    """Stored bytes of each layer that tensor parallelism does not divide in layers of type `name`."""
+    """Return the stored bytes of each layer that tensor parallelism replicates, in layers of type `name`; empty if it
+    has no rules."""
     if (sharding := SHARDING.get(name)) is None:
         return ()
     layers: list[dict[str, int]] = [{} for _ in range(count)]
@@ -421,7 +423,7 @@ def _whole_bytes(sizes: dict[str, int], count: int, name: str) -> tuple[int, ...
 
 
 def _stored_dtype(tensors: dict[str, TensorInfo]) -> str:
-    """The embedding's type, which the activations have; where it is packed without float scales, the commonest."""
+    """Return the embedding's type, which activations use; if it is quantised without float scales, the most common type."""
     sizes: dict[str, int] = {}
     for name, info in tensors.items():
         if info.dtype in _FLOATS:

@@ -1,4 +1,4 @@
-"""A model of a type without a row is tried in a child process before anything of it is served. No mlx here."""
+"""Dry run of a model type without a row in `FAMILIES`, in a child process, before it is served. No mlx here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-"""Far more than the seconds that it takes."""
+"""Time limit of a dry run in seconds; usually a few suffice."""
 
 
 def require_dry_run(path: Path, description: ModelDescription) -> None:
-    """Return if the type has a row, or if a tiny random model of its config computes over stages what mlx-lm computes.
+    """Return if the type is listed, or if a tiny random model of its config matches mlx-lm bit for bit when split into
+    stages.
 
-    Raises UnsupportedModel with the line that differed.
+    Raise UnsupportedModel with the difference otherwise.
     """
     if description.family not in FAMILIES:
         log.warning(

@@ -1,7 +1,7 @@
-"""Memory that a model, or a rank's part of it, needs: estimates from headers alone. No mlx.
+"""Memory estimates for a model or a rank's part of it, from headers alone. No mlx.
 
-Whatever plans memory before weights are read asks here: the planner, the budget of several models, and a rank before
-it loads. `item` is always the size in bytes of one number in the type of computation.
+The planner, the budget of several models, and a rank before loading use these. `item` is always the bytes of one number
+in the type of computation.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.protocol.layout import StageSpec
 
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
-"""Prompt tokens in a step, by default."""
+"""Default prompt tokens per step."""
 AHEAD_BYTES = 2**30
-"""Most bytes counted for the layer that a GPU starts before the previous one ends. MLX waits when memory is full."""
+"""Upper limit, in bytes, on activations of the layer that a GPU starts before the previous one ends. MLX waits when
+memory is full."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
-"""Head dimensions for which MLX's GPU attention does not store its scores."""
+"""Head dimensions for which MLX's GPU attention is fused and stores no scores."""
 _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
-"""Bits of scale per group; affine has a scale and a bias of the model's type."""
+"""Bits of scale per group; affine mode has a scale and a bias of the model's type."""
 
 
 def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:
-    """Bytes of a number in the type of computation."""
+    """Return the bytes of a number in the type of computation."""
     kind = dtype if dtype != "auto" else description.dtype if gpu else "float32"
     return 4 if kind == "float32" else 2
 
 
 def dequantizes(dequantize: str, *, gpu: bool) -> bool:
-    """Whether packed weights are expanded at load, by the setting `dequantize` (auto, yes, no)."""
+    """Return whether packed weights are expanded at load, by the setting `dequantize` (auto, yes, no)."""
     return dequantize == "yes" or (dequantize == "auto" and not gpu)
 
 
 def prefill_chunk(chosen: int | None, *, gpu: bool) -> int:
-    """Prompt tokens in a step."""
+    """Return the prompt tokens per step: `chosen`, or the device's default."""
     return chosen or (GPU_PREFILL_CHUNK if gpu else CPU_PREFILL_CHUNK)
 
 
@@ -43,7 +44,7 @@ def prefill_chunk(chosen: int | None, *, gpu: bool) -> int:
 
 
 def param_bytes(description: ModelDescription) -> float:
-    """Bytes that a parameter takes in the files."""
+    """Return the average bytes of a parameter in the files."""
     quantization, plain = description.quantization, 4 if description.dtype == "float32" else 2
     if not quantization:
         return float(plain)
@@ -52,16 +53,16 @@ def param_bytes(description: ModelDescription) -> float:
 
 
 def expansion(description: ModelDescription, dtype: str, dequantize: bool, *, gpu: bool) -> float:
-    """Bytes in memory per byte in the files: not 1 where weights are cast or expanded."""
+    """Return bytes in memory per byte in the files: 1 unless weights are cast or expanded."""
     if description.quantization and not dequantize:
         return 1.0
     return compute_item(description, dtype, gpu=gpu) / param_bytes(description)
 
 
 def stored_bytes(description: ModelDescription, start: int, stop: int, share: float) -> float:
-    """Bytes in the files of a rank's `share` of layers start..stop, with embedding and head at the ends.
+    """Return the bytes in the files of a rank's `share` of layers start..stop, plus embedding or head at the ends.
 
-    The embedding is not divided, nor are the layers' `whole_bytes`.
+    The embedding and the layers' `whole_bytes` are not divided.
     """
     layers, undivided = description.layer_sums, description.whole_sums
     whole = undivided[stop] - undivided[start]
@@ -73,13 +74,13 @@ def stored_bytes(description: ModelDescription, start: int, stop: int, share: fl
 
 
 def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *, gpu: bool) -> int:
-    """Bytes in memory of a rank's `share` of `layers`, with embedding and head at the ends."""
+    """Return the bytes in memory of a rank's `share` of `layers`, plus embedding or head at the ends."""
     stored = stored_bytes(description, layers.start, layers.stop, share)
     return int(stored * expansion(description, dtype, dequantize, gpu=gpu))
 
 
 def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Bytes in memory of all weights of a rank, with those of a draft model if it holds one."""
+    """Return the bytes in memory of all weights of a rank, including a draft model's if it holds one."""
     expand = dequantizes(spec.dequantize, gpu=gpu)
     own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
     if draft is None:
@@ -91,36 +92,36 @@ def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDes
 
 
 def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool, kv_dtype: str = "auto") -> int:
-    """Bytes of the cache of one position in `layers` layers, over all ranks of the stage."""
+    """Return the cache bytes of one position in `layers` layers, over all ranks of the stage."""
     return int(token_bytes(description, compute_item(description, dtype, gpu=gpu), kv_dtype) * layers)
 
 
 def token_bytes(description: ModelDescription, item: int, kv_dtype: str = "auto") -> float:
-    """Bytes of the cache of one position in one layer, on average."""
+    """Return the cache bytes of one position in one layer, averaged over the layers."""
     less = sum(elements * (item - element_bytes(kv_dtype, group, item)) for group, elements in description.kv_groups)
     return token_elements(description) * item - less / description.num_layers
 
 
 def token_elements(description: ModelDescription) -> float:
-    """Elements of the cache of one position in one layer."""
+    """Return the cache elements of one position in one layer, averaged over the layers."""
     if description.token_elements or description.state_elements:
         return description.token_elements
     return 2 * description.num_kv_heads * description.head_dim
 
 
 def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
-    """Bytes that a sequence of any length takes in `layers` layers, over all ranks of the stage."""
+    """Return the bytes of a sequence's recurrent state in `layers` layers, over all ranks of the stage."""
     return int(layer_state_bytes(description, compute_item(description, dtype, gpu=gpu)) * layers)
 
 
 def layer_state_bytes(description: ModelDescription, item: int) -> float:
-    """Bytes of a sequence's state in one layer, on average."""
+    """Return the bytes of a sequence's recurrent state in one layer, averaged over the layers."""
     float32 = description.float32_elements
     return (description.state_elements - float32) * item + float32 * 4
 
 
 def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Bytes of the cache of one position on a rank, with that of a draft model if it holds one."""
+    """Return the cache bytes of one position on a rank, including a draft model's if it holds one."""
     whole = kv_bytes_per_token(description, len(range(*spec.layers)), spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
     shards = plan_shards(
@@ -135,7 +136,7 @@ def rank_position(description: ModelDescription, spec: StageSpec, draft: ModelDe
 
 
 def rank_states(description: ModelDescription, spec: StageSpec, sequences: int, *, gpu: bool) -> int:
-    """Bytes of the recurrent states of `sequences` sequences on a rank."""
+    """Return the bytes of the recurrent states of `sequences` sequences on a rank."""
     return int(sequences * spec.share * state_bytes(description, len(range(*spec.layers)), spec.dtype, gpu=gpu))
 
 
@@ -155,14 +156,15 @@ def activation_bytes(
     gpu: bool,
     alone: bool,
 ) -> float:
-    """Bytes of a layer's activations for `tokens` of a prompt on a rank with `share` of the weights, `kv` of the heads.
+    """Return the bytes of a layer's activations for `tokens` prompt tokens on a rank.
 
-    A GPU is given a layer before the previous one is done, unless that layer is `alone` in its stage.
+    `share` is the rank's fraction of the weights, `kv` its fraction of the heads. A GPU starts a layer before the
+    previous one ends, unless the layer is `alone` in its stage.
     """
-    # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most, with
-    # experts also what was gathered for them, and what they give
+    # Residual, normed input, query, output, and the MLP's gate, up and product are alive together at most; with experts
+    # also their gathered inputs and outputs.
     wide = 4 * description.hidden_size + 3 * share * mlp_width + 2 * experts_used * description.hidden_size
-    # scores, and what they are after a mask; of an index also what they are with its heads' weights
+    # Scores before and after the mask; for an index also those multiplied by its head weights.
     scores = 3.0 * description.index_heads
     if not gpu or description.head_dim not in _FUSED_HEAD_DIMS:
         scores += 2 * description.num_heads * kv

@@ -1,7 +1,7 @@
-"""Types of keys and values: which layers' can be quantised, told from config.json, and what they take. No mlx.
+"""Types of keys and values in the KV cache: which layers can be quantised, from config.json, and bytes per element. No mlx.
 
-A rank sees its own caches, which is exact (`loading/quantized_kv.py`); this is for whoever plans before a rank is
-there, and counts what it does not know as not quantised.
+Used for planning, before a rank exists; a rank inspects its own caches exactly (`loading/quantized_kv.py`). Unknown
+layers count as not quantised.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tandem.json_types import JsonMapping
 from tandem.models.caches import LayerCache
 
 KV_BITS = {"auto": 0, "8bit": 8, "4bit": 4}
-"""Bits of a number by the name of the type; 0: the type of computation."""
+"""Bits per element by name of the type; 0: the type of computation."""
 GROUPS = (64, 32)
-"""Group sizes of MLX's affine format; the first that divides a head is used."""
+"""Group sizes of MLX's affine format, preferred first; the first that divides the head width is used."""
 _LARGEST = {8: 64, 4: 32}
-"""By bits: with 4 a group of 32 loses half as much as one of 64 (docs/kv.md)."""
+"""Largest group size, by bits. At 4 bits a group of 32 halves the loss of a group of 64 (docs/kv.md)."""
 _WINDOWS = frozenset(
     (
         "afmoe",
@@ -49,15 +49,15 @@ _WINDOWS = frozenset(
         "step3p5",
     )
 )
-"""Model types whose windowed layers keep only a window in mlx-lm, if the config has one."""
+"""Model types whose windowed layers cache only the window in mlx-lm, if the config has one."""
 _PLAIN = frozenset(("llama", "mistral3"))
-"""Types of `_WINDOWS` that have no window where the config does not list the layers with one."""
+"""Types of `_WINDOWS` without a window unless the config lists the layers that have one."""
 _EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
-"""Distance of layers without a window, where the config does not give it."""
+"""Every n-th layer is full attention, where the config has no n."""
 
 
 class Described(Protocol):
-    """Fields of a ModelDescription that are needed here; this module helps to make one."""
+    """Fields of `ModelDescription` needed here; a protocol, since description.py imports this module."""
 
     @property
     def family(self) -> str:
@@ -65,33 +65,33 @@ class Described(Protocol):
 
     @property
     def kv_groups(self) -> tuple[tuple[int, float], ...]:
-        """Groups of `kv_groups`, with the elements of a position."""
+        """Per layer: group size (0: not quantised), and cache elements per position."""
 
 
 def group_size(widths: Iterable[int]) -> int:
-    """Group size for heads of these widths; 0 if none divides them."""
+    """Return the group size for heads of these widths; 0 if none divides them all."""
     return next((size for size in GROUPS if all(width % size == 0 for width in widths)), 0)
 
 
 def group_for(bits: int, size: int) -> int:
-    """Group size at `bits` bits, from what `group_size` returned."""
+    """Return the group size at `bits` bits, given the result of `group_size`."""
     return min(size, _LARGEST[bits])
 
 
 def kv_groups(config: JsonMapping, caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
-    """For each layer the size of its groups, 0 for what stays as it is: windows, states, latents, and heads that are
-    not made of whole groups. `width` is that of a head where nothing is special."""
+    """Return the group size of each layer; 0 for layers that cannot be quantised: windows, states, latents, and heads
+    whose width no group divides. `width` is the default head width."""
     return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0 for i, cache in enumerate(caches))
 
 
 def require_quantizable(description: Described, kv_dtype: str) -> None:
-    """Raise UnsupportedModel for a model whose KV cannot be quantised, by its config.json."""
+    """Raise UnsupportedModel if config.json shows that no layer's KV can be quantised."""
     if description.family not in _WINDOWS - _PLAIN and not any(group for group, _ in description.kv_groups):
         raise UnsupportedModel(nothing_to_quantize(kv_dtype, description.family), param="kv_dtype")
 
 
 def nothing_to_quantize(kv_dtype: str, family: str) -> str:
-    """Error text for a model whose KV cannot be quantised."""
+    """Return the error text for a model whose KV cannot be quantised."""
     return (
         f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
         "they are, and so do heads whose width is no multiple of 32; leave it out"
@@ -99,19 +99,19 @@ def nothing_to_quantize(kv_dtype: str, family: str) -> str:
 
 
 def no_disk_blocks(role: str, family: str) -> str:
-    """Error text for a replica with a role that it cannot have."""
+    """Return the error text for a replica `role` (disaggregated prefill) that the model does not support."""
     return f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out"
 
 
 def element_bytes(kv_dtype: str, group: int, item: int) -> float:
-    """Bytes of an element of keys and values; `item`: of a number in the type of computation, as scales and biases
-    are."""
+    """Return the bytes per element of keys and values. `item`: bytes of a number in the type of computation, which
+    scales and biases use."""
     bits = KV_BITS[kv_dtype]
     return bits / 8 + 2 * item / group_for(bits, group) if bits and group else float(item)
 
 
 def kept_by_position(config: JsonMapping, caches: Sequence[LayerCache]) -> bool:
-    """True when config.json describes layers that keep only per-position entries, so that a prefix can be cut into
+    """Return True if config.json describes only layers with per-position entries, so that a prefix can be cut into
     blocks."""
     return config.get("model_type") != "minimax_m3_vl" and not any(
         cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i) for i, cache in enumerate(caches)
@@ -119,7 +119,7 @@ def kept_by_position(config: JsonMapping, caches: Sequence[LayerCache]) -> bool:
 
 
 def _is_plain(config: JsonMapping, i: int, cache: LayerCache) -> bool:
-    """True for a layer with keys and values of all positions by head, in a cache of its own."""
+    """Return True for a layer that caches keys and values of all positions per head, in a single cache."""
     return (
         cache.kind == "positions"
         and not cache.state

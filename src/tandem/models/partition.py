@@ -1,4 +1,4 @@
-"""Division of layers into stages, and the places where they cannot be cut. Pure."""
+"""Split of a model's layers into pipeline stages, and the places where no split is possible. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.errors import LayoutError
 from tandem.json_types import JsonMapping
 
 _SHARED_BY_DEFAULT = {"gemma4": 20, "gemma4_text": 20, "gemma4_unified": 20}
-"""Number of last layers that reuse earlier layers' keys and values, if the config has none."""
+"""Number of last layers that reuse earlier layers' keys and values, if config.json does not give it."""
 
 
 def split_layers(
@@ -20,12 +20,11 @@ def split_layers(
     explicit: Sequence[int] | None = None,
     uncut: frozenset[int] = frozenset(),
 ) -> tuple[range, ...]:
-    """Contiguous ranges, one for each stage, each layer exactly once and no stage empty.
+    """Return one contiguous range of layers per stage; each layer is in exactly one stage, and no stage is empty.
 
-    `explicit` (layers per stage) wins. Otherwise shares of `layer_bytes` (by default all layers alike) follow
-    `memory`, the bytes that each stage has for weights (by default all stages alike). Cuts are placed one after the
-    other where the running sum is nearest to the target. No stage begins at a layer of
-    `uncut`. Raises `LayoutError` naming the flag to change.
+    `explicit` (layers per stage) takes precedence. Otherwise each stage's sum of `layer_bytes` (default: equal) is
+    proportional to its `memory`, the bytes for weights (default: equal). Cuts are chosen in order, each closest to its
+    target. No stage begins at a layer of `uncut`. Raise `LayoutError` naming the flag to change.
     """
     if stages < 1:
         raise LayoutError(f"--pipeline-parallel-size must be at least 1, is {stages}", param="pipeline_parallel_size")
@@ -57,7 +56,7 @@ def split_layers(
 
 
 def _together(uncut: frozenset[int]) -> str:
-    """Words like `layers 13 to 34 share keys and values and stay in one stage`."""
+    """Return a clause for errors: `layers 13 to 34 share keys and values and stay in one stage`."""
     first = min(uncut) - 1
     last = next(i for i in range(first + 1, max(uncut) + 2) if i not in uncut) - 1
     more = ", as others do" if max(uncut) > last else ""
@@ -65,7 +64,7 @@ def _together(uncut: frozenset[int]) -> str:
 
 
 def _nearest(num_layers: int, ends: Sequence[int], uncut: frozenset[int]) -> list[int] | None:
-    """Layers of each stage of a split that is near the one whose stages end at `ends`, and allowed."""
+    """Return layers per stage of an allowed split near the one whose stages end at `ends`; None if there is none."""
     allowed, found = [i for i in range(1, num_layers) if i not in uncut], [0]
     for left, end in zip(range(len(ends) - 2, -1, -1), ends[:-1], strict=True):
         free = [i for i in allowed if i > found[-1]]
@@ -114,7 +113,8 @@ def _proportional(sizes: list[int], shares: list[int]) -> tuple[range, ...]:
 
 
 def _cut(sizes: list[int], start: int, limit: int, target: float) -> int:
-    """End of the range that starts at `start`, has one layer or more, ends by `limit` and sums up closest to target."""
+    """Return the end of the range from `start` whose sum is closest to `target`; at least one layer, at most up to
+    `limit`."""
     stop, total = start + 1, sizes[start]
     while stop < limit and abs(total + sizes[stop] - target) <= abs(total - target):
         total += sizes[stop]
@@ -123,10 +123,10 @@ def _cut(sizes: list[int], start: int, limit: int, target: float) -> int:
 
 
 def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
-    """Layers that must stay in one stage with the layer before them. `config` is that of the text model.
+    """Return the layers that must stay in the stage of the layer before them. `config` is that of the text model.
 
-    These are layers that take keys and values from an earlier one: Gemma 3n and 4 (the last layers, from two before
-    them), and Hunyuan (each from the first of its group).
+    Such layers reuse keys and values of an earlier one. Gemma 3n and 4: all layers after the first one that the last
+    layers read from. Hunyuan: all but the first of each group.
     """
     kind = config.get("model_type")
     shared = config.get("num_kv_shared_layers", _SHARED_BY_DEFAULT.get(str(kind), 0))

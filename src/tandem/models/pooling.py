@@ -1,4 +1,4 @@
-"""Pooling of hidden states into embeddings: its kind, read from the files of sentence-transformers, and scaling to unit
+"""Pooling of hidden states into embeddings: the kind, from the files of sentence-transformers, and scaling to unit
 length. No mlx."""
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
 
 
 def pooling_of(path: Path, chosen: Literal["auto", "last", "mean"] = "auto") -> Pooling | None:
-    """`chosen`, or with `auto` what the model directory `path` says, else `last`.
+    """Return `chosen`; for `auto` the pooling that the model directory `path` configures, by default `last`.
 
-    None, with the reason in the log, when the files ask for what is not supported. Raises `BrokenModel`.
+    None, with a logged reason, if the files configure something unsupported. Raise `BrokenModel` for damaged files.
     """
     if chosen != "auto":
         return chosen
@@ -45,7 +45,7 @@ def pooling_of(path: Path, chosen: Literal["auto", "last", "mean"] = "auto") -> 
 
 
 def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The first `dimensions` numbers of a pooled hidden state (float32, little-endian), scaled to the length 1."""
+    """Return the first `dimensions` numbers of a pooled hidden state (little-endian float32), scaled to length 1."""
     import numpy as np
 
     values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
@@ -58,7 +58,7 @@ def _warn(what: str) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Value of a JSON file, of type `kind`; None if there is no file. Raises `BrokenModel`."""
+    """Return the value of a JSON file, of type `kind`; None if the file does not exist. Raise `BrokenModel`."""
     if not path.is_file():
         return None
     value = read_any_json(path)

@@ -1,7 +1,7 @@
-"""How weights are quantised: in MLX's formats, or in others that are converted at load, as `config.json` says. No mlx.
+"""Quantisation of a model's weights, from `config.json`: MLX's formats, or foreign ones converted at load. No mlx.
 
-Converted are block-scaled and per-channel fp8 (which becomes plain weights, as in mlx-lm), packed integers of
-compressed-tensors, AWQ and GPTQ (which stay packed). Whatever else there is, is refused from config.json alone.
+Converted formats: fp8 with block or channel scales (becomes plain weights, as in mlx-lm), and packed integers of
+compressed-tensors, AWQ and GPTQ (stay packed). Every other format is refused.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
 _PACKED = (2, 4, 8)
-"""Bits of foreign integers that fill whole words as MLX's do."""
+"""Bit widths of foreign integers that divide a 32-bit word, as MLX packs them."""
 _STREAMED = (2, 3, 4, 8)
-"""Bits of integers that follow one another across words, as MLX's do: GPTQ's."""
+"""Bit widths of GPTQ's integers, which may span words, as MLX packs them."""
 _GROUPS = (32, 64, 128)
-"""Columns in a group of MLX's affine format; larger groups are divided."""
+"""Group sizes (columns) of MLX's affine format; larger groups are split."""
 _F8 = ("F8_E4M3", "U8")
 Method = Literal["fp8", "packed", "packed-mxfp4", "awq", "gptq"]
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A format that is converted at load."""
+    """A quantisation format that is converted at load."""
 
     method: Method
     bits: int
     group_size: int
-    """Columns in a group after conversion; 0 where weights become plain."""
+    """Columns per group after conversion; 0 if weights become plain."""
     block: tuple[int, int] = (128, 128)
     """Rows and columns that share a scale, for fp8 in blocks."""
     zero_offset: int = 0
@@ -44,15 +44,16 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantisation of one model."""
+    """Quantisation of one model's weights."""
 
     settings: JsonObject | None = None
-    """MLX's (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
+    """MLX's settings (group_size, bits, mode, per-layer exceptions) after loading; None for plain weights."""
     foreign: Foreign | None = None
 
 
 def read_quantization(config: JsonMapping, name: str) -> Quantization:
-    """Quantisation of a config. Raises `UnsupportedModel` naming the method, or the setting that is in the way."""
+    """Return the quantisation that a config describes. Raise `UnsupportedModel` naming the method or setting that is
+    not supported."""
     settings = config.get("quantization")
     if settings is not None:
         return Quantization(_own(settings, name))
@@ -66,7 +67,7 @@ def read_quantization(config: JsonMapping, name: str) -> Quantization:
         return Quantization(_MXFP8)
     if not isinstance(given, dict) or str(method) not in _READERS:
         if isinstance(given, dict) and {"group_size", "bits"} <= given.keys() and method is None:
-            return Quantization(_own(given, name))  # MLX's settings under the other name
+            return Quantization(_own(given, name))  # MLX's settings under the other key
         _refuse(name, f"quantisation {str(method)[:60]!r}")
     foreign = _READERS[str(method)](given, name)
     if foreign is None:
@@ -79,7 +80,7 @@ def read_quantization(config: JsonMapping, name: str) -> Quantization:
 
 
 def _own(settings: object, name: str) -> JsonObject:
-    """Return MLX's settings (group_size, bits, mode) for all weights, and by path for those that differ."""
+    """Return MLX's settings (group_size, bits, mode) for all weights, with exceptions by path. Raise `UnsupportedModel`."""
     if (
         not isinstance(settings, dict)
         or not {"group_size", "bits"} <= settings.keys()
@@ -100,7 +101,7 @@ def _own(settings: object, name: str) -> JsonObject:
 
 
 def _fp8(given: JsonMapping, name: str) -> Foreign | None:
-    """Return how FP8 weights are converted; None for MLX's own format, powers of two over blocks of 32 by 32."""
+    """Return how fp8 weights are converted; None for MLX's own mxfp8 (power-of-two scales, blocks of 32 by 32)."""
     block = given.get("weight_block_size") or (128, 128)
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         _refuse(name, f"fp8 with weight_block_size {str(block)[:60]}")
@@ -176,8 +177,8 @@ def _refuse(name: str, what: str) -> NoReturn:
 
 
 def loaded_bytes(tensors: Mapping[str, TensorInfo], foreign: Foreign | None) -> dict[str, int]:
-    """Bytes that each stored tensor comes to once it is loaded and before it is cast: what is expanded counts so, and
-    what only helps to convert others counts nothing."""
+    """Return the bytes of each stored tensor after loading, before any cast. Expanded weights count expanded; tensors
+    needed only for the conversion count 0."""
     if foreign is None:
         return {name: info.nbytes for name, info in tensors.items()}
     return {name: _loaded(name, info, tensors, foreign) for name, info in tensors.items()}

@@ -1,4 +1,4 @@
-"""Which part of every layer each rank of a tensor-parallel stage holds. Pure, no mlx."""
+"""Part of every layer that each rank of a tensor-parallel stage holds. Pure, no mlx."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ _PARAM = "tensor_parallel_size"
 _HEADS: tuple[Kind, ...] = ("q", "kv", "qkv_groups", "q_heads", "kv_heads")
 _QUERIES: tuple[Kind, ...] = ("q", "q_heads")
 _WIDTHS: tuple[Kind, ...] = ("mlp", "experts", "shared", "vocab")
-_STEPS = (64, 32, 16, 8, 4, 2)  # widths that matrix kernels like, where nothing else demands a step
+_STEPS = (64, 32, 16, 8, 4, 2)  # widths that suit matrix kernels, if quantisation groups require no step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Part of a stage that one rank holds. The shards of all ranks cover each range once, in the order of the ranks."""
+    """Part of a stage on one rank. The ranks' ranges are consecutive and cover each axis once, but for repeated kv
+    heads."""
 
     rank: int
     size: int
-    """Ranks of the stage."""
+    """Number of ranks in the stage."""
     kv_heads: range
-    """Key and value heads, of `head_units`. Where ranks are more than these, several ranks have the same one."""
+    """Key and value heads, in units of `head_units`. With more ranks than units, several ranks hold the same one."""
     queries: range
-    """Query heads: those of the key and value heads, or some of one head's."""
+    """Query heads: all that read `kv_heads`, or a part of them where ranks share a kv head."""
     states: range
     """Heads, groups of heads or channels of recurrent layers."""
     mlp: range
     """Range of the dense MLP's intermediate width."""
     experts: range
-    """Range of each expert's intermediate width, or with `whole_experts` the experts."""
+    """Range of each expert's intermediate width; with `whole_experts` a range of experts."""
     whole_experts: bool
     shared: range
     """Range of the shared experts' intermediate width."""
     vocab: range
-    """Rows of the head."""
+    """Rows of the output projection (tokens of the vocabulary)."""
     vocab_sizes: tuple[int, ...]
-    """Rows of the head that each rank holds; empty where one rank holds all."""
+    """Rows of the output projection on each rank; empty if one rank holds all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a divided axis that a rank holds: the pieces of `total` elements, in order."""
+    """Elements of a split axis on one rank: `pieces` of `total` elements, in order."""
 
     total: int
     pieces: tuple[range, ...]
@@ -61,14 +62,13 @@ def plan_shards(
     dequantize: bool = False,
     expert_parallel: bool = False,
 ) -> tuple[Shard, ...]:
-    """Divide a model's layers over `size` ranks.
+    """Split a model's layers over `size` ranks.
 
-    `weights` are the ranks' shares (speed or memory, in any unit; by default all alike). Attention is cut between kv
-    heads, as near to the shares as whole heads allow; MLP and expert widths then make up for it, so that each rank's
-    part of a layer's weights is its share. Where weights stay packed (not `dequantize`), cuts through the inputs of a
-    matrix fall between quantisation groups. The head is divided by rows. With `expert_parallel` each rank has some of
-    the routed experts whole, in place of a part of each.
-    Raises `LayoutError` naming the figure in the way and what would work.
+    `weights` are the ranks' shares in any unit, such as speed or memory (default: equal). Attention is split between kv
+    heads, as close to the shares as whole heads allow. MLP and expert widths compensate, so that each rank's part of a
+    layer's weights matches its share. If weights stay packed (not `dequantize`), cuts through a matrix's inputs fall
+    between quantisation groups. The output projection is split by rows. With `expert_parallel` each rank holds whole
+    routed experts instead of a part of each. Raise `LayoutError` with the number in the way and a value that works.
     """
     d = description
     if size < 1:
@@ -113,7 +113,7 @@ def plan_shards(
 
 
 def part_of(cut: Cut, shard: Shard, description: ModelDescription) -> Part:
-    """Part of an axis divided by `cut` that `shard` holds: elements of the expanded matrix."""
+    """Return the elements of an axis split by `cut` that `shard` holds, counted in the unpacked matrix."""
     total, pieces = 0, []
     for kind in cut.kinds:
         count, unit, own = _axis(kind, shard, description)
@@ -123,7 +123,7 @@ def part_of(cut: Cut, shard: Shard, description: ModelDescription) -> Part:
 
 
 def _axis(kind: Kind, shard: Shard, d: ModelDescription) -> tuple[int, int, range]:
-    """Units in all, elements in a unit, and the rank's range of units."""
+    """Return the number of units, elements per unit, and the rank's range of units."""
     if kind in d.axes:
         axis = d.axes[kind]
         owned = {"heads": shard.kv_heads, "queries": shard.queries, "states": shard.states}
@@ -196,7 +196,7 @@ _NAMES = {"heads": "kv heads", "states": "units of recurrent state"}
 
 
 def _kinds(sharding: Sharding) -> dict[str, set[Kind]]:
-    """Kinds of axes that are divided, by rows or columns."""
+    """Return the kinds of split axes, by axis of the cut (rows, columns, ...)."""
     kinds: dict[str, set[Kind]] = {}
     for _, cut in sharding.all_cuts:
         kinds.setdefault(cut.axis, set()).update(cut.kinds)
@@ -204,7 +204,7 @@ def _kinds(sharding: Sharding) -> dict[str, set[Kind]]:
 
 
 def _base(d: ModelDescription, kind: Kind) -> str:
-    """Units that ranks share where an axis of this kind is divided: `heads`, `states`, or its own kind."""
+    """Return what ranks distribute when an axis of this kind is split: `heads`, `states`, `whole`, or the kind itself."""
     base = d.axes[kind].base if kind in d.axes else "heads" if kind in _HEADS else kind
     return "heads" if base == "queries" else base
 
@@ -214,28 +214,28 @@ def _uses(d: ModelDescription, sharding: Sharding, base: str) -> bool:
 
 
 def _count(d: ModelDescription, base: str) -> int:
-    """Units of a base."""
+    """Return the number of units of a base over all ranks."""
     own = next((axis.count for axis in d.axes.values() if axis.base == base), 0)
     return own or (d.num_kv_heads if base == "heads" else 0)
 
 
 def in_heads(d: ModelDescription, kind: Kind) -> bool:
-    """True when an axis of this kind is cut between heads of attention."""
+    """Return True if an axis of this kind is split between attention heads."""
     return _base(d, kind) == "heads"
 
 
 def head_units(d: ModelDescription) -> int:
-    """Places between which attention can be cut: kv heads, or fewer where layers differ in them."""
+    """Return the number of units into which attention can be split: kv heads, or fewer if layers differ in them."""
     return _count(d, "heads")
 
 
 def held_kv_heads(description: ModelDescription, shard: Shard) -> int:
-    """Kv heads of `shard`, counted as the model's config counts them."""
+    """Return the number of the model's kv heads (as config.json counts them) that `shard` holds."""
     return len(shard.kv_heads) * description.num_kv_heads // max(head_units(description), 1)
 
 
 def _divided(d: ModelDescription, sharding: Sharding, shares: Sequence[float], base: str, dequantize: bool) -> tuple[range, ...]:
-    """Each rank's heads, or units of recurrent state; what no layer has is whole on every rank."""
+    """Return each rank's range of kv heads or recurrent units; the full range if no layer has any."""
     size, count, name = len(shares), _count(d, base), _NAMES[base]
     if not _uses(d, sharding, base):
         return (range(count),) * size
@@ -271,8 +271,8 @@ def _divided(d: ModelDescription, sharding: Sharding, shares: Sequence[float], b
 
 
 def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
-    """True when ranks may hold copies of a key and value head, each with some of its query heads: where both are
-    projected apart, and no norm runs over the keys of all heads."""
+    """Return True if several ranks may hold the same kv head, each with some of its query heads. Queries, keys and
+    values must be separate projections, without a norm over all keys."""
     kinds = {kind for found in _kinds(sharding).values() for kind in found if in_heads(d, kind)}
     plain = kinds <= {*_QUERIES, "kv", "kv_heads", "q_gate"} and "kv" in kinds and not sharding.lists
     fits = size % d.num_kv_heads == 0 and d.num_heads % size == 0
@@ -280,7 +280,8 @@ def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
 
 
 def _queries(d: ModelDescription, sharding: Sharding, kv: Sequence[range], group: int) -> tuple[range, ...]:
-    """Each rank's query heads; cuts through the inputs of the output projection fall between groups of so many."""
+    """Return each rank's range of query heads; cuts of the output projection's inputs fall between quantisation groups
+    of `group`."""
     size, units = len(kv), _count(d, "heads")
     if size <= units or not _uses(d, sharding, "heads"):
         each = d.num_heads // max(units, 1)
@@ -312,7 +313,7 @@ def _whole_experts(d: ModelDescription, shares: Sequence[float]) -> tuple[range,
 
 
 def _group(d: ModelDescription, sharding: Sharding, kind: Kind) -> int:
-    """Elements between the places where packed matrices that are divided by columns of `kind` can be cut."""
+    """Return the elements between allowed cuts of packed matrices that are split by columns of `kind`."""
     if d.quantization is None:
         return 1
     default = int(d.quantization["group_size"])
@@ -325,14 +326,14 @@ def _group(d: ModelDescription, sharding: Sharding, kind: Kind) -> int:
 
 
 def _costs(d: ModelDescription, sharding: Sharding) -> dict[str, int]:
-    """Weights of a layer by what divides them, in rows or columns of the hidden size."""
+    """Return a layer's weights per component (attention, mlp, experts, shared), in multiples of the hidden size."""
     whole = _whole(d)
     costs = {"attention": 0, "mlp": 0, "experts": 0, "shared": 0}
     for cut in sharding.cuts.values():
         for kind in cut.kinds:
             base = _base(d, kind)
             if cut.axis not in ("rows", "columns") or base not in ("heads", *_WIDTHS):
-                continue  # recurrent layers take turns with attention, and are shared out like it
+                continue  # recurrent layers replace attention in some layers, and are split in the same shares
             if kind not in ("q_heads", "kv_heads"):  # norms and the like
                 costs["attention" if base == "heads" else base] += part_of(Cut(cut.axis, (kind,)), whole, d).total
     costs["experts"] *= d.num_experts
@@ -340,7 +341,7 @@ def _costs(d: ModelDescription, sharding: Sharding) -> dict[str, int]:
 
 
 def _balanced(shares: Sequence[float], attention: Sequence[float], own: int, mlp: int) -> list[float]:
-    """Shares of the MLP with which each rank gets its share of attention (cost `own`) and MLP (cost `mlp`) together."""
+    """Return MLP shares that give each rank its total share of attention (cost `own`) and MLP (cost `mlp`) weights."""
     if not mlp:
         return list(shares)
     wanted = [max(0.0, s * (own + mlp) - a * own) for s, a in zip(shares, attention, strict=True)]
@@ -348,7 +349,7 @@ def _balanced(shares: Sequence[float], attention: Sequence[float], own: int, mlp
 
 
 def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tuple[range, ...]:
-    """Consecutive ranges of `width` whose lengths are multiples of `step`, as near to `fractions` as that allows."""
+    """Return consecutive ranges of `width` with lengths in multiples of `step`, as close to `fractions` as possible."""
     size = len(fractions)
     if width == 0:
         return (range(0),) * size
@@ -373,7 +374,8 @@ def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tu
 
 
 def _apportion(units: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `units`, at least 1 each, nearest to `shares`; ties go to the lower rank."""
+    """Return integers that sum to `units`, each at least 1, as close to `shares` as possible; ties favour the lower
+    rank."""
     counts = [max(1, math.floor(units * share)) for share in shares]
 
     def surplus(i: int) -> float:

@@ -1,9 +1,9 @@
-"""Partial copies of models on machines that have no copy: fetched part by part, checked, resumed, shared. No mlx.
+"""Partial copies of models on machines without the model files: parts are fetched, verified, resumed, and shared. No mlx.
 
-`<cache>/slices/<fingerprint>/` has config and tokenizer of one model, `headers/` with the header of each of its weight
-files, and `parts/` with the parts that ranks of this machine have needed so far. A part that is under way is
-`NAME.partial`, with a journal of the checksums of the chunks that are in it; whoever fetches it holds a lock on it, so
-that several ranks share the work. It gets its name when it is complete.
+`<cache>/slices/<fingerprint>/` holds one model's config and tokenizer. Its directory `headers/` has the header of each
+weight file, and `parts/` the parts that this machine's ranks have needed. An unfinished part is `NAME.partial`, with a
+journal of checksums of its chunks. The rank that fetches it holds a file lock, so that several ranks share the work. It
+is renamed when complete.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from tandem.models.slices import PartPlan, Span, chunks, plan_parts
 from tandem.protocol.blob_messages import BlobFile, Range
 from tandem.transport.blobs import CHUNK, checksum
 
-"""Called with bytes that are here and bytes in all."""
-
 POLL_S = 0.2
-"""Seconds between looks at what other ranks fetch."""
+"""Seconds between checks whether another rank has finished a part."""
 
 
 class Source(Protocol):
-    """A machine that has the model."""
+    """A remote machine that has the model's files."""
 
     def files(self) -> list[BlobFile]:
-        """Files of the model on that machine."""
+        """List the model's files on that machine."""
         ...
 
     def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
-        """Ranges in any order: index, bytes, checksum."""
+        """Yield (index into `ranges`, bytes, checksum) for each range, in any order."""
         ...
 
 
@@ -57,11 +55,11 @@ def fetch_slice(
     limit: int = CHUNK,
     accept: Callable[[ModelFiles], None] = lambda files: None,
 ) -> ModelFiles:
-    """Bring what a stage with `layers` needs of the model `name` onto this machine, unless it is here already.
+    """Fetch the parts of model `name` that a stage with `layers` needs, unless this machine has them already.
 
-    `limit` is the most bytes to ask for at once; `accept` is called once the headers are here, and may refuse by
-    raising. Raises `BrokenModel` for files that are not a model's, UsageError when they cannot be kept here, and what
-    the source raises.
+    `limit` is the most bytes per request. `accept` is called once the headers are present, and may raise to refuse.
+    Raise `BrokenModel` for files that are not a model's, UsageError if they cannot be stored here, and the source's
+    errors.
     """
     files = source.files()
     for file in files:
@@ -96,7 +94,7 @@ def _fingerprint(weights: Sequence[BlobFile]) -> str:
 
 
 def _fetch_whole(source: Source, files: Sequence[BlobFile], root: Path) -> None:
-    """Config, tokenizer and the like; those of the same size and time are here already."""
+    """Fetch config, tokenizer and other small files, except those with the same size and mtime here."""
     for file in files:
         with suppress(FileNotFoundError):
             status = (root / file.name).stat()
@@ -121,7 +119,7 @@ def _fetch_headers(source: Source, weights: Sequence[BlobFile], directory: Path)
 
 
 def _read(source: Source, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    """Whole ranges (name, offset, length) of any length."""
+    """Return the bytes of each range (name, offset, length); long ranges are read in several chunks."""
     spans = [Span(name, offset, length, index) for index, (name, offset, length) in enumerate(wanted)]
     pieces = [(span.target, piece) for span in spans for piece in chunks([span], CHUNK)]
     found: dict[int, bytes] = {}
@@ -153,7 +151,7 @@ def _fetch_parts(source: Source, plans: Sequence[PartPlan], directory: Path, pro
     add(total - sum(plan.size for plan in waiting))
     _require_space(directory, waiting)
     while waiting:
-        # What another rank of this machine is fetching is left for later; it will be here then.
+        # Parts that another rank of this machine is fetching are retried later.
         waiting = [plan for plan in waiting if not _fetch_part(source, plan, directory, add, limit)]
         if waiting:
             time.sleep(POLL_S)
@@ -182,7 +180,7 @@ def _complete(path: Path, size: int) -> bool:
 
 
 def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[int], None], limit: int) -> bool:
-    """Fetch what is missing of one part; False when another rank is at it."""
+    """Fetch the missing chunks of a part; return False if another rank is fetching it."""
     target, partial = directory / plan.name, directory / f"{plan.name}.partial"
     if _complete(target, plan.size):
         add(plan.size)
@@ -191,7 +189,7 @@ def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[
     if file is None:
         return False
     with file:
-        if _complete(target, plan.size):  # since we looked
+        if _complete(target, plan.size):  # completed since the check above
             partial.unlink()
             add(plan.size)
             return True
@@ -213,7 +211,7 @@ def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[
 
 
 def _claim(path: Path) -> BinaryIO | None:
-    """`path`, made if need be, open and locked; None when another process has it or has just finished it."""
+    """Open and lock `path`, creating it if needed; None if another process holds or has just finished it."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,7 +232,7 @@ def _write_at(file: BinaryIO, data: memoryview, offset: int) -> None:
 
 
 class _ChunksOnDisk:
-    """Which chunks of a part are on disk. What a former run has noted counts only if the bytes still fit."""
+    """Journal of the chunks of a part on disk. Entries of an earlier run count only if the bytes match their checksum."""
 
     def __init__(self, path: Path, plan: PartPlan, file: BinaryIO, limit: int) -> None:
         self._path = path
@@ -261,12 +259,12 @@ class _ChunksOnDisk:
         return {int(entry[0]): entry[1] for entry in entries if len(entry) == 2 and entry[0].isdigit()}
 
     def note(self, span: Span, digest: bytes) -> None:
-        """`span` is written."""
+        """Record that `span` has been written."""
         self._file.write(f"{span.target} {digest.hex()}\n")
         self._file.flush()
 
     def remove(self) -> None:
-        """The part is complete."""
+        """Delete the journal of a complete part."""
         self._path.unlink()
 
     def __enter__(self) -> _ChunksOnDisk:

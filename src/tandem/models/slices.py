@@ -1,7 +1,7 @@
-"""Which files, and which bytes of them, hold the part of a model that a rank needs. No mlx, nothing is read.
+"""Files and byte ranges that hold a rank's part of a model. Reads nothing, no mlx.
 
-The unit in which parts of a model are kept is one layer, the embedding, the head, or the rest (the final norm), so
-that what one layout has brought to a machine serves the next layout too.
+The unit of storage is one layer, the embedding, the head, or the rest (final norm). Parts fetched for one layout
+therefore serve the next one too.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from tandem.models.description import ModelDescription, part_of_tensor
 
 Part = int | Literal["embed", "head", "rest"]
 Headers = Mapping[str, Mapping[str, TensorInfo]]
-"""Tensors by the name of their file."""
+"""Tensors by name, by name of their file."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a weight file, and where they go."""
+    """Bytes of a weight file, and their place in the part's own file."""
 
     file: str
     start: int
     length: int
     target: int
-    """Bytes from the start of the part's own file."""
+    """Offset in the part's own file, in bytes."""
 
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One part of the model as a safetensors file of its own."""
+    """One part of the model, as a safetensors file of its own."""
 
     name: str
     """File name."""
     header: bytes
-    """Start of the file; the spans follow, in the order of `target`, without gaps."""
+    """Safetensors header, at the start of the file; the spans follow without gaps, in the order of `target`."""
     spans: tuple[Span, ...]
     size: int
     """Bytes of the file."""
 
 
 def owned_parts(layers: range, description: ModelDescription) -> list[Part]:
-    """Parts that a stage with `layers` loads, in the order in which they are needed."""
+    """Return the parts that a stage with `layers` loads, in the order of need."""
     first, last = layers.start == 0, layers.stop == description.num_layers
     tied = description.tied_head
     parts: list[Part] = ["embed"] if first or (last and tied) else []
@@ -54,7 +54,7 @@ def owned_parts(layers: range, description: ModelDescription) -> list[Part]:
 
 
 def owned_files(headers: Headers, layers: range, description: ModelDescription) -> list[str]:
-    """Weight files that hold a tensor of the stage with `layers`, in ascending order."""
+    """Return the weight files with a tensor of the stage with `layers`, sorted by name."""
     wanted = set(owned_parts(layers, description))
     return sorted(
         file
@@ -64,7 +64,7 @@ def owned_files(headers: Headers, layers: range, description: ModelDescription) 
 
 
 def plan_parts(headers: Headers, layers: range, description: ModelDescription) -> list[PartPlan]:
-    """The parts of the stage with `layers`, each byte of each tensor once; parts without tensors are left out."""
+    """Plan the parts of the stage with `layers`, with each byte of each tensor once; parts without tensors are omitted."""
     where = {name: (file, info) for file in sorted(headers) for name, info in headers[file].items()}
     members: dict[Part, list[str]] = {part: [] for part in owned_parts(layers, description)}
     for name in where:
@@ -75,7 +75,7 @@ def plan_parts(headers: Headers, layers: range, description: ModelDescription) -
 
 
 def _plan(part: Part, tensors: Mapping[str, tuple[str, TensorInfo]]) -> PartPlan:
-    # In the order of the source, so that tensors which are neighbours there are read at one go.
+    # In the order of the source, so that adjacent tensors are read together.
     order = sorted(tensors, key=lambda name: (tensors[name][0], tensors[name][1].offset, name))
     placed: dict[str, TensorInfo] = {}
     size = 0
@@ -96,7 +96,7 @@ def _plan(part: Part, tensors: Mapping[str, tuple[str, TensorInfo]]) -> PartPlan
 
 
 def chunks(spans: Iterable[Span], limit: int) -> list[Span]:
-    """Spans of at most `limit` bytes that cover the same bytes, in order."""
+    """Split spans into spans of at most `limit` bytes that cover the same bytes, in order."""
     return [
         Span(span.file, span.start + at, min(limit, span.length - at), span.target + at)
         for span in spans

@@ -1,8 +1,8 @@
 """Predicted memory and time of layouts: a roofline for each machine, an alpha-beta model for each link. Pure.
 
-*Roofline* (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009): work takes as long as the slower of reading its
-bytes and doing its arithmetic. A decode step of a layer with b rows at context c reads its weights once and the rows'
-KV, and does 2 b FLOP a parameter plus 4 b c FLOP per query head and head dimension in attention:
+*Roofline* (Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009): the time of work is the larger of reading its
+bytes and doing its arithmetic. A decode step of a layer with b rows at context c reads its weights once, and the rows'
+KV. It takes 2 b FLOP per parameter, plus 4 b c FLOP per query head and head dimension in attention:
 
     t_layer = max(bytes / bandwidth, flop / rate) + overhead
 
@@ -10,10 +10,12 @@ KV, and does 2 b FLOP a parameter plus 4 b c FLOP per query head and head dimens
 bytes over n ranks (Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005):
 
     ring:  2 (n - 1) alpha + 2 (n - 1) / n * m / beta
-    mesh:  alpha + (n - 1) m / beta      every rank sends all of it to every other at once; the lesser of the two
+    mesh:  alpha + (n - 1) m / beta      every rank sends everything to every other at once; the smaller is used
 
-and all-gather of m bytes in all, for the logits that the ranks of the last stage share: (n - 1) alpha + (n - 1) / n *
-m / beta in a ring, alpha + (n - 1) / n * m / beta in a mesh.
+All-gather of m bytes in all, for the logits that the last stage's ranks share:
+
+    ring:  (n - 1) alpha + (n - 1) / n * m / beta
+    mesh:  alpha + (n - 1) / n * m / beta
 
 Mixture of experts: b rows that choose k of E experts independently touch E (1 - (1 - k / E)^b) of them.
 """
@@ -32,27 +34,27 @@ from tandem.planner.hardware import Link, Machine, Network
 from tandem.planner.types import Experts, Request
 
 BANDWIDTH_EFFICIENCY = 0.80
-"""Share of the nominal memory bandwidth that decoding reaches (docs/planning.md, Calibration)."""
+"""Fraction of the nominal memory bandwidth that decoding reaches (docs/planning.md, Calibration)."""
 FLOPS_EFFICIENCY = 0.65
-"""Share of the nominal FLOP/s that prefill reaches."""
+"""Fraction of the nominal FLOP/s that prefill reaches."""
 EXPERT_OVERHEAD = 2.5
-"""A layer with experts launches more kernels: factor on a machine's overhead per layer."""
+"""Factor on a machine's overhead per layer for layers with experts, which launch more kernels."""
 RUNTIME_BYTES = 512 * 2**20
-"""Python, MLX and compiled kernels of a rank."""
+"""Memory of Python, MLX and compiled kernels per rank, in bytes."""
 _LARGEST = {2: 0.564, 3: 0.846, 4: 1.029, 5: 1.163, 6: 1.267, 7: 1.352, 8: 1.424}
-"""How far the largest of so many normal deviates lies above their average, on average."""
+"""Expected largest of n standard normal samples, by n."""
 
 
 class RankShare(NamedTuple):
-    """Part of a stage that one rank holds."""
+    """Part of a stage on one rank."""
 
     machine: int
     share: float
-    """Share of the layers' weights, and of the head."""
+    """Fraction of the layers' weights and of the head."""
     kv: float
-    """Share of the kv heads."""
+    """Fraction of the kv heads."""
     sharing: int = 1
-    """Ranks that share out experts whole; 1 where experts are divided, or the stage has one rank."""
+    """Ranks among which whole experts are distributed; 1 if each expert is split, or the stage has one rank."""
 
 
 class _Changes(TypedDict, total=False):
@@ -64,7 +66,7 @@ class _Changes(TypedDict, total=False):
 
 
 class Costs:
-    """Bytes and seconds of parts of one model on given machines. Sums over ranges of layers are looked up."""
+    """Memory and time of parts of one model on the given machines. Sums over ranges of layers are cached."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Costs:
         self._reads: dict[int, list[float]] = {}
 
     def changed(self, **changes: Unpack[_Changes]) -> Costs:
-        """Return costs with some inputs changed."""
+        """Return costs with some inputs replaced."""
         return Costs(
             changes.get("description", self.model),
             changes.get("machines", self.machines),
@@ -106,46 +108,48 @@ class Costs:
 
     @property
     def layers_alike(self) -> bool:
-        """True when all layers have the same bytes."""
+        """True if all layers have the same number of bytes."""
         experts = self.experts.layer_bytes if self.experts else ()
         return len(set(self.model.layer_bytes)) == 1 and len(set(experts)) <= 1
 
     # ---- the model in memory
 
     def item(self, machine: int) -> int:
-        """Bytes of one activation or KV element."""
+        """Return the bytes of one activation or KV element."""
         return self._items[machine]
 
     @cached_property
     def stored_param_bytes(self) -> float:
-        """Bytes that a parameter takes in the files."""
+        """Average bytes of a parameter in the files."""
         return footprint.param_bytes(self.model)
 
     def factor(self, machine: int) -> float:
-        """Bytes in memory per byte in the files: not 1 where weights are cast or expanded."""
+        """Return bytes in memory per byte in the files: 1 unless weights are cast or expanded."""
         return self._factors[machine]
 
     def kv_bytes(self, part: RankShare) -> float:
-        """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
-        engine's budget."""
+        """Return a rank's average KV bytes of one token in one layer. Windowed layers count as full attention, as in
+        the engine's budget."""
         return self._token_bytes[part.machine] * self.model.cache_share(part.kv)
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
-        """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""
+        """Return a rank's bytes of recurrent state for `streams` sequences; split over ranks even if a latent cache is
+        replicated."""
         return footprint.layer_state_bytes(self.model, self.item(part.machine)) * part.kv * layers * streams
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
-        """Bytes of a rank's weights: its share of layers start..stop and of the head, and what each rank has whole."""
+        """Return the bytes of a rank's weights: its share of layers start..stop and of the head, plus replicated
+        weights."""
         return footprint.stored_bytes(self.model, start, stop, part.share) * self.factor(part.machine)
 
     def kv(self, part: RankShare, layers: int, streams: int) -> float:
-        """Bytes of KV for `streams` of the wanted context, and of their recurrent state."""
+        """Return a rank's bytes of KV and recurrent state for `streams` sequences of the requested context."""
         return self.kv_bytes(part) * layers * streams * self.context + self.state(part, layers, streams)
 
     def headroom(self, part: RankShare, streams: int, *, last: bool, alone: bool = False) -> float:
-        """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits.
+        """Return the bytes besides weights and KV: runtime, activations of a prefill chunk, and a batch's logits.
 
-        A GPU is given a layer before it is done with the previous one, unless that is `alone` in its stage.
+        A GPU starts a layer before the previous one ends, unless the layer is `alone` in its stage.
         """
         activations = footprint.activation_bytes(
             self.model,
@@ -162,22 +166,22 @@ class Costs:
         return RUNTIME_BYTES + activations + (2 * streams * self.model.vocab_size * 4 if last else 0)
 
     def chunk(self, machine: int) -> int:
-        """Prompt tokens in a prefill step."""
+        """Return the prompt tokens per prefill step."""
         return min(footprint.prefill_chunk(self.request.prefill_chunk, gpu=self.machines[machine].gpu), self.context)
 
     def budget(self, machine: int) -> int:
-        """Bytes that may be planned with."""
+        """Return the bytes available to the plan."""
         return int(self.machines[machine].memory * self.request.memory_fraction)
 
     @cached_property
     def _attending(self) -> float:
-        """Share of the layers that attend: others keep a state instead, and add nothing to the cache of a token."""
+        """Fraction of the layers with attention; recurrent layers add nothing to a token's cache."""
         full = 2 * self.model.num_kv_heads * self.model.head_dim
         return 1.0 if self.model.replicated_cache else min(1.0, footprint.token_elements(self.model) / full)
 
     @cached_property
     def _mlp_width(self) -> float:
-        """Columns of the MLP that a token passes through; where the description has none, from a layer's bytes."""
+        """MLP columns that a token uses; if the description has none, estimated from a layer's bytes."""
         model = self.model
         known = max(model.mlp_width, model.expert_width * self._used + model.shared_width)
         if known:
@@ -188,9 +192,10 @@ class Costs:
     # ---- time
 
     def rank_time(self, part: RankShare, start: int, stop: int, rows: int, *, prefill: bool = False) -> float:
-        """Seconds of one rank's part in a step: decode of `rows`, or prefill of a chunk of `rows`. Without waiting."""
+        """Return the seconds of one rank's part in a step, without waiting: decode of `rows`, or prefill of `rows`
+        prompt tokens."""
         model, machine, layers = self.model, part.machine, stop - start
-        context = self.context / 2 if prefill else self.context  # the average over a prompt; the end of an answer
+        context = self.context / 2 if prefill else self.context  # average over a prompt; for decode the end of an answer
         kv = self.kv_bytes(part) * layers * context * (1 if prefill else rows)
         kv += self.state(part, layers, 1 if prefill else rows)
         read = self._range(self._touched(rows), start, stop) * part.share * self.factor(machine) + kv
@@ -209,7 +214,7 @@ class Costs:
         return sums[stop] - sums[start]
 
     def _touched(self, rows: int) -> list[float]:
-        """Running sums over the layers: stored bytes that a step of `rows` reads."""
+        """Return running sums over the layers of the stored bytes that a step with `rows` reads."""
         if rows not in self._reads:
             touched = 1 - (1 - self._used_share) ** rows
             each = (n - (1 - touched) * self._expert_bytes(i) for i, n in enumerate(self.model.layer_bytes))
@@ -218,26 +223,26 @@ class Costs:
 
     @cached_property
     def _routed(self) -> list[float]:
-        """Running sums over the layers: stored bytes of routed experts."""
+        """Running sums over the layers of the routed experts' stored bytes."""
         return list(accumulate((self._expert_bytes(i) for i in range(self.model.num_layers)), initial=0.0))
 
     def _fullest(self, ranks: int, rows: int) -> float:
-        """Experts that the rank with the most of them reads, as a multiple of the average rank's.
+        """Return the experts that the busiest rank reads, as a multiple of the average rank's.
 
-        Choices fall on ranks independently: with m of them a rank, numbers spread by about sqrt(m), and the largest of
-        n normal deviates is c_n of them above the average (Tippett, Biometrika 17, 1925), at most all m n.
+        Choices fall on ranks independently. With m choices per rank, counts deviate by about sqrt(m). The largest of n
+        normal samples is c_n deviations above the mean (Tippett, Biometrika 17, 1925); at most all m n.
         """
         each = max(self._used * rows / ranks, 1e-9)
         return min(1 + _LARGEST.get(ranks, math.sqrt(2 * math.log(ranks))) / math.sqrt(each), float(ranks))
 
     @cached_property
     def _active(self) -> list[float]:
-        """Running sums over the layers: parameters that a token passes through."""
+        """Running sums over the layers of the parameters that a token uses."""
         each = (n - (1 - self._used_share) * self._expert_bytes(i) for i, n in enumerate(self.model.layer_bytes))
         return [n / self.stored_param_bytes for n in accumulate(each, initial=0.0)]
 
     def all_reduce(self, machines: Sequence[int], rows: int) -> float:
-        """Seconds to sum the hidden states of `rows` over the ranks of a stage; 0 for one rank, inf if not joined."""
+        """Return the seconds to all-reduce the hidden states of `rows` in a stage; 0 for one rank, inf without a link."""
         n = len(machines)
         if n == 1:
             return 0.0
@@ -250,7 +255,7 @@ class Costs:
         return self._fence(link, machines) + (min(ring, mesh) if link.mesh else ring)
 
     def gather_logits(self, machines: Sequence[int], rows: int) -> float:
-        """Seconds in which the ranks of the last stage put their parts of the logits of `rows` together."""
+        """Return the seconds to all-gather the logits of `rows` among the last stage's ranks."""
         n = len(machines)
         link = self.network.worst(machines) if n > 1 else None
         if link is None:
@@ -263,7 +268,7 @@ class Costs:
         return link.fence if link.fence is not None else max(self.machines[machine].fence for machine in machines)
 
     def hop(self, source: Sequence[int], target: Sequence[int], rows: int) -> float:
-        """Seconds to hand the hidden states of `rows` from one stage to the next; inf if they are not joined."""
+        """Return the seconds to send the hidden states of `rows` to the next stage; inf without a link."""
         links = [self.network.between(a, b) for a in source[:1] for b in target]
         known = [x for x in links if x is not None]
         if len(known) < len(links):

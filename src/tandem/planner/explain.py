@@ -1,4 +1,4 @@
-"""Words about a plan: why a layout won or lost, what would make a model fit, and what to type to serve it. Pure."""
+"""Explanations of a plan as text: reasons for a layout, remedies if nothing fits, and commands to serve it. Pure."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from tandem.planner.types import Candidate, Goal, Layout, LayoutPlan, MachineMem
 from tandem.system.metal import gpu_memory
 
 TOLERANCE: dict[Goal, float] = {"latency": 0.05, "throughput": 0.02, "capacity": 0.02}
-"""Advantages below this are less than the estimates are worth: the layout with fewer machines is taken."""
+"""Advantages below this fraction are within the estimates' error; the layout with fewer machines is then chosen."""
 _MUCH = 0.25
-"""Share of a step from which the network counts as the reason."""
+"""Fraction of a step from which the network is named as the reason."""
 _BITS = (8, 4)
 _GROUP = 64
 _SIZES = (8, 16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)
-"""GiB of memory that machines are sold with."""
+"""Common memory sizes of machines in GiB."""
 _MOST_MACHINES = 8
 _FEW = 4
-"""Layouts tried, those that are least short."""
+"""Number of layouts tried for remedies: those with the least shortage."""
 _MOST_MEMORY = 0.95
 _STEP = 256
-"""Suggested contexts are multiples of this many tokens."""
+"""Granularity of suggested contexts in tokens."""
 _ANY_LINK = Link(name="any", latency=0.0, bandwidth=1e9)
-"""Memory does not depend on the link."""
+"""Assumed link of added machines; memory does not depend on it."""
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB, or MiB when few."""
+    """Format bytes in GiB, or in MiB below half a GiB."""
     return f"{count / 2**30:.1f} GiB" if abs(count) >= 2**30 / 2 else f"{count / 2**20:.0f} MiB"
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it."""
+    """Format a time in us, ms or s."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def rate(value: float) -> str:
-    """Tokens a second."""
+    """Format tokens per second."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def shortage(candidate: Candidate, machines: Sequence[Machine]) -> str:
-    """`does not fit: b short of 3.2 GiB (needs 57.6 GiB of 54.4 GiB)`."""
+    """Return `does not fit: b short of 3.2 GiB (needs 57.6 GiB of 54.4 GiB)`, for up to two machines."""
     memory = candidate.prediction.memory if candidate.prediction else ()
     short = [m for m in memory if m.short]
     parts = [
@@ -64,7 +64,7 @@ def shortage(candidate: Candidate, machines: Sequence[Machine]) -> str:
 def why_won(
     chosen: Candidate, fitting: Sequence[Candidate], machines: Sequence[Machine], goal: Goal, streams: int
 ) -> tuple[str, ...]:
-    """Sentences about the layout that was chosen."""
+    """Return sentences that justify the chosen layout."""
     found = chosen.prediction
     assert found is not None
     measure = {
@@ -103,7 +103,7 @@ def _fullest(memory: Sequence[MachineMemory], machines: Sequence[Machine]) -> st
 
 
 def why_lost(candidate: Candidate, chosen: Candidate, goal: Goal) -> str:
-    """Why a layout that fits was not chosen."""
+    """Return the reason why a layout that fits was not chosen."""
     layout, loser, winner = candidate.layout, candidate.prediction, chosen.prediction
     assert layout is not None and loser is not None and winner is not None
     behind = advantage(chosen, candidate, goal)
@@ -120,7 +120,7 @@ def why_lost(candidate: Candidate, chosen: Candidate, goal: Goal) -> str:
 
 
 def _cause(layout: Layout, loser: Prediction) -> str:
-    """Name what holds a layout back, from its shape and its time on the network."""
+    """Return the bottleneck of a layout, from its shape and its time on the network; empty if none stands out."""
     stages = layout.replicas[0]
     if loser.collectives and loser.communication > _MUCH * loser.step_single:
         return (
@@ -145,7 +145,7 @@ def _compare(behind: float) -> str:
 
 
 def advantage(a: Candidate, b: Candidate, goal: Goal) -> float:
-    """How many times better `a` is than `b`."""
+    """Return how many times better `a` is than `b` for the goal."""
     assert a.prediction is not None and b.prediction is not None
     if goal == "latency":
         return b.prediction.step_single / a.prediction.step_single
@@ -154,11 +154,11 @@ def advantage(a: Candidate, b: Candidate, goal: Goal) -> float:
     return (a.prediction.capacity + 1) / (b.prediction.capacity + 1)
 
 
-# ---- what would fit
+# ---- remedies
 
 
 def refusal(answer: LayoutPlan) -> str:
-    """Error for a model that fits nowhere: the closest layout, and what would fit."""
+    """Return the error text for a model that fits nowhere: the closest layout, and remedies."""
     closest = answer.candidates[0]
     ways = "; ".join(answer.remedies) or "no single change that the planner knows is enough"
     asked = f"{answer.context:,} tokens of context for {answer.streams} stream{'s' if answer.streams > 1 else ''}"
@@ -166,7 +166,7 @@ def refusal(answer: LayoutPlan) -> str:
 
 
 def remedies(costs: Costs, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-    """Single changes that would make a layout fit, or what is missing if none does."""
+    """Return single changes that would each make a layout fit; empty if none is found."""
     close = sorted((c for c in candidates if c.layout), key=lambda c: c.short)[:_FEW]
     layouts = [c.layout for c in close if c.layout]
     fixed = all(c.manual for c in close)
@@ -181,7 +181,7 @@ def remedies(costs: Costs, candidates: Sequence[Candidate]) -> tuple[str, ...]:
 
 
 def _fits(solver: Solver, layouts: Sequence[Layout], fixed: bool) -> bool:
-    """Whether any of the arrangements fits, with layers and heads as they are (`fixed`) or placed anew."""
+    """Return whether any layout fits, with its layers and heads unchanged (`fixed`) or placed again."""
     streams = solver.costs.request.streams
     for layout in layouts:
         if fixed:
@@ -195,7 +195,7 @@ def _fits(solver: Solver, layouts: Sequence[Layout], fixed: bool) -> bool:
 
 
 def _smaller_request(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
-    """Less context, and fewer streams."""
+    """Return the largest context, and the most streams, that would fit."""
     asked = costs.request
     steps = _largest(
         lambda n: fits(costs.changed(request=replace(asked, context=n * _STEP))), ((asked.context or 1) - 1) // _STEP
@@ -238,7 +238,7 @@ def _more_memory_share(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]
 
 def _more_machines(costs: Costs, layouts: Sequence[Layout], fits: Callable[[Costs, Sequence[Layout]], bool]
                    ) -> list[str]:  # fmt: skip
-    """More pipeline stages: one of the least memory that is enough, else several of the largest."""
+    """Suggest more pipeline stages: one machine with the least sufficient memory, else several of the largest size."""
     like, first = max(costs.machines, key=lambda m: m.memory), len(costs.machines)
     links = costs.links if any(x.between is None for x in costs.links) else (*costs.links, _ANY_LINK)
     for count, size in [(1, s) for s in _SIZES] + [(n, _SIZES[-1]) for n in range(2, _MOST_MACHINES + 1)]:
@@ -252,14 +252,16 @@ def _more_machines(costs: Costs, layouts: Sequence[Layout], fits: Callable[[Cost
 
 
 def _longer(layout: Layout, first: int, count: int) -> Layout:
-    """The layout with single machines as further stages; only its arrangement counts."""
+    """Return the layout with `count` single machines, from number `first`, as further stages; only its arrangement is
+    used."""
     last = layout.replicas[0][-1]
     extra = tuple(replace(last, machines=(first + i,), kv_heads=last.kv_heads[:1], shares=(1.0,)) for i in range(count))
     return Layout(replicas=((*layout.replicas[0], *extra),))
 
 
 def _largest(enough: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` for which `enough` holds (it does for all below), else 0."""
+    """Return the largest number in 1..`most` for which `enough` holds, by binary search; 0 if none. `enough` is
+    monotonic."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -267,12 +269,12 @@ def _largest(enough: Callable[[int], bool], most: int) -> int:
     return low
 
 
-# ---- what to type
+# ---- commands
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """How the user named model and machines, by the flags of `tandem plan`."""
+    """Model and machines as named by the user in the flags of `tandem plan`."""
 
     model: str
     revision: str | None = None
@@ -283,7 +285,7 @@ class Named:
 
 
 def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
-    """Flags of `tandem serve` for the chosen layout."""
+    """Return the flags of `tandem serve` for the chosen layout."""
     assert plan.chosen is not None
     layout, prediction = plan.chosen.layout, plan.chosen.prediction
     assert layout is not None and prediction is not None
@@ -309,7 +311,7 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
             if plan.streams > 1 and prediction.micro_batches != len(stages)
             else []
         )
-    flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
+    flags += ["--max-context", str(plan.context)]  # by default the engine reserves memory for the model's full context
     flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
     default = Request()
     for name in ("dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction"):
@@ -319,7 +321,7 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
 
 
 def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], named: Named) -> list[str]:
-    """Lines to type so that the chosen machines, in their order, serve the model."""
+    """Return the shell commands that serve the model on the chosen machines, in the layout's order."""
     chosen, where = list(layout.machines), []
     serve = ["tandem serve", shlex.quote(named.model)]
     serve += ["--revision", shlex.quote(named.revision)] if named.revision else []
@@ -338,7 +340,7 @@ def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], 
 
 
 def caveats(layout: Layout, machines: Sequence[Machine]) -> list[str]:
-    """Sentences about what the flags leave out."""
+    """Return sentences about properties of the layout that the flags do not express."""
     lines = []
     if len(layout.machines) > 1:
         lines.append(f"Ranks in order: {', '.join(machines[i].name for i in layout.machines)}.")
@@ -352,7 +354,7 @@ def caveats(layout: Layout, machines: Sequence[Machine]) -> list[str]:
 
 
 def _shares(layout: Layout) -> tuple[float, ...] | None:
-    """The shares that all stages have in common, if they are uneven."""
+    """Return the shares of all stages if they are equal across stages but uneven within; else None."""
     first, *others = {s.shares for stages in layout.replicas for s in stages}
     return first if not others and _is_uneven(first) else None
 
@@ -362,7 +364,7 @@ def _is_uneven(shares: Sequence[float]) -> bool:
 
 
 def plan_json(plan: LayoutPlan, machines: Sequence[Machine]) -> dict[str, object]:
-    """The plan in types that JSON has: seconds, bytes, tokens a second."""
+    """Return the plan as JSON-compatible data, in seconds, bytes and tokens per second."""
     return {
         "goal": plan.goal,
         "context": plan.context,

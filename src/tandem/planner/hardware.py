@@ -1,7 +1,7 @@
-"""Machines and links as the planner sees them, with presets. Pure.
+"""Machines and links for the planner, with presets. Pure.
 
-Bandwidth and FLOP/s of the presets are nominal: published or commonly reported peaks, never reached in practice, which
-is why the cost model scales them (`planner_cost`). docs/planning.md names where each figure comes from.
+Bandwidth and FLOP/s of presets are nominal: published or commonly reported peaks, not reached in practice. The cost
+model therefore scales them (`cost.py`). docs/planning.md names the source of each figure.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from tandem.system.metal import gpu_memory
 
 GIB = 2**30
 METAL_FENCE, FAST_METAL_FENCE = 180e-6, 4e-6
-"""Seconds that a collective on a Mac waits beside its link, for its GPU, with the fences that MLX has by default, and
-with its fast ones (mlx#4438)."""
+"""Seconds per collective, beyond the link, that a Mac's GPU synchronisation takes: with MLX's default fences, and with
+its fast ones (mlx#4438)."""
 GPU_RUNTIME_OVERHEAD = 60e-6
-"""Seconds a layer and step that a GPU spends on launches instead of reading weights."""
+"""Seconds per layer and step of a GPU for kernel launches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,40 +26,41 @@ class Machine:
 
     name: str
     memory: int
-    """Bytes that MLX may use for weights and KV; on Apple silicon less than is installed (`gpu_memory`)."""
+    """Bytes available to MLX for weights and KV; on Apple silicon less than installed (`gpu_memory`)."""
     bandwidth: float
-    """Memory bandwidth in bytes a second."""
+    """Memory bandwidth in bytes per second."""
     flops: float
-    """Matrix multiplication rate in FLOP/s, in the type that the model computes in."""
+    """Matrix multiplication rate in FLOP/s, in the type of computation."""
     gpu: bool = True
-    """Computes on a GPU: half precision and quantised products are fast there, and slow on a CPU."""
+    """Whether MLX computes on a GPU, where half precision and quantised products are fast; they are slow on a CPU."""
     fence: float = 0.0
-    """Seconds that a collective waits for its GPU, beside the link."""
+    """Seconds per collective, beyond the link, that GPU synchronisation takes."""
     layer_overhead: float = GPU_RUNTIME_OVERHEAD
     """Seconds per layer and step besides reading and multiplying (kernel launches)."""
     measured: bool = False
-    """Bandwidth and FLOP/s were measured with MLX, so they are not scaled down."""
+    """Whether bandwidth and FLOP/s were measured with MLX, and are not scaled down."""
     chip: str = ""
-    """Preset that the figures come from, if any."""
+    """Preset of the figures; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Connection of machines: time of a message = latency + bytes / bandwidth."""
+    """Link between machines: time of a message = latency + bytes / bandwidth."""
 
     name: str
     latency: float
-    """Seconds that a small message takes, software included."""
+    """Seconds of a small message, software included."""
     bandwidth: float
-    """Bytes a second in one direction."""
+    """Bytes per second in one direction."""
     mesh: bool = False
-    """Every pair of machines has a direct link and uses it at once (MLX's jaccl); else collectives run in a ring."""
+    """Whether every pair of machines has a direct link, all used at once (MLX's jaccl); otherwise collectives run in a
+    ring."""
     between: tuple[str, str] | None = None
-    """The two machines that it joins; None: any two that no other link names."""
+    """Names of the two machines it connects; None: default for all pairs without a link of their own."""
     fence: float | None = None
-    """Seconds that a collective over it waits for GPUs besides, if that was measured; None: what its machines have."""
+    """Measured seconds per collective, beyond the link, of GPU synchronisation; None: the machines' `fence`."""
     hop_latency: float | None = None
-    """Seconds of a small message from stage to stage, where it was measured; None: `latency`."""
+    """Measured seconds of a small message from stage to stage; None: `latency`."""
     hop_bandwidth: float | None = None
 
 
@@ -68,15 +69,15 @@ class Chip:
     """Nominal figures of a chip in its largest version."""
 
     bandwidth: float
-    """GB/s (10**9 bytes)."""
+    """Memory bandwidth in GB/s (10**9 bytes)."""
     tflops: float
     gpu: bool = True
     layer_overhead: float = GPU_RUNTIME_OVERHEAD
     apple: bool = True
     inferred: str = ""
-    """Source of figures that nobody has published; empty for others."""
+    """Derivation of figures that are not published; empty if they are."""
     rdma: bool = False
-    """Machines with it have Thunderbolt 5, over which macOS does RDMA."""
+    """Whether machines with this chip have Thunderbolt 5, over which macOS supports RDMA."""
 
 
 CHIPS: dict[str, Chip] = {
@@ -103,8 +104,8 @@ CHIPS: dict[str, Chip] = {
     "h200": Chip(bandwidth=4800, tflops=989.0, layer_overhead=36e-6, apple=False),
     "cpu": Chip(bandwidth=20, tflops=0.1, gpu=False, layer_overhead=500e-6, apple=False),
 }
-"""By the name that `--hosts` takes. GPU FLOP/s of Apple chips are reported ones; `cpu` is a coarse guess for a few
-cores with a fast BLAS."""
+"""Chips by name in `--hosts`. GPU FLOP/s of Apple chips are reported ones; `cpu` is a coarse guess for a few cores with
+a fast BLAS."""
 
 LINKS: dict[str, Link] = {
     "thunderbolt5-rdma": Link(name="thunderbolt5-rdma", latency=25e-6, bandwidth=8.0e9, mesh=True),
@@ -116,16 +117,16 @@ LINKS: dict[str, Link] = {
     "loopback": Link(name="loopback", latency=70e-6, bandwidth=2.0e9),
     "nvlink": Link(name="nvlink", latency=60e-6, bandwidth=100e9, mesh=True),
 }
-"""By the name that `--link` takes."""
+"""Links by name in `--link`."""
 
 
 def chip_of(text: str) -> str:
-    """Return the name under which `CHIPS` may have what a machine calls its chip, such as `Apple M4 Max`."""
+    """Return the name in `CHIPS` for a device name such as `Apple M4 Max`; it may not exist there."""
     return text.strip().lower().removeprefix("apple ").replace(" ", "-")
 
 
 def machine(name: str, installed: int, chip: str) -> Machine:
-    """A machine with `installed` bytes of memory and a preset's figures. Raises `LayoutError` for an unknown chip."""
+    """Return a machine with `installed` bytes of memory and a preset's figures. Raise `LayoutError` for an unknown chip."""
     preset = CHIPS.get(chip.lower())
     if preset is None:
         raise LayoutError(f"{name}: chip {chip!r} is not one of {', '.join(CHIPS)}", param="hosts")
@@ -142,9 +143,9 @@ def machine(name: str, installed: int, chip: str) -> Machine:
 
 
 def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine], str]:
-    """Machines with the chosen fences, except where the user gave one, and a note about what is counted.
+    """Return machines with MLX's default or `fast` fences, unless set by the user, and a note about the assumption.
 
-    The note is empty where fences make no difference.
+    The note is empty if fences make no difference.
     """
     if not any(m.fence == METAL_FENCE for m in machines) or len(machines) == 1:
         return list(machines), ""
@@ -158,7 +159,7 @@ def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine],
 
 
 def link(name: str) -> Link:
-    """A preset link. Raises `LayoutError` for an unknown name."""
+    """Return a preset link. Raise `LayoutError` for an unknown name."""
     preset = LINKS.get(name.lower())
     if preset is None:
         raise LayoutError(f"--link {name}: is not one of {', '.join(LINKS)}", param="link")
@@ -166,10 +167,10 @@ def link(name: str) -> Link:
 
 
 class Network:
-    """The link between any two machines, by their positions."""
+    """Links between machines, by the machines' indices."""
 
     def __init__(self, machines: Sequence[Machine], links: Sequence[Link]) -> None:
-        """Raises `LayoutError` for a link that names an unknown machine."""
+        """Index the links. Raise `LayoutError` for a link that names an unknown machine."""
         names = [m.name for m in machines]
         default = None
         self._pairs: dict[frozenset[int], Link] = {}
@@ -184,14 +185,15 @@ class Network:
         self._default = default
         facts = [(m.memory, m.bandwidth, m.flops, m.gpu, m.layer_overhead, m.measured) for m in machines]
         self.kinds = list(range(len(machines))) if self._pairs else [facts.index(f) for f in facts]
-        """Number per machine; equal for machines that differ only in name, when all links are equal."""
+        """A number per machine, equal for machines that differ only in name. All differ if any link is specific to a
+        pair."""
 
     def between(self, a: int, b: int) -> Link | None:
-        """The link of two machines; None if they are not joined."""
+        """Return the link between two machines; None if there is none."""
         return self._pairs.get(frozenset((a, b)), self._default)
 
     def worst(self, group: Sequence[int]) -> Link | None:
-        """The slowest properties found on any link inside a group of two or more; None if a pair is not joined."""
+        """Return a link with the worst properties of all links in a group of two or more; None if a pair has no link."""
         found = [self.between(a, b) for i, a in enumerate(group) for b in group[i + 1 :]]
         known = [x for x in found if x is not None]
         if len(known) < len(found):

@@ -1,4 +1,5 @@
-"""Machines and links to plan for, in words: of `tandem plan` and the page, a hosts file of MLX, or this machine."""
+"""Machines and links to plan for: from the text form of `tandem plan` and the web page, from an MLX hosts file, or this
+machine."""
 
 from __future__ import annotations
 
@@ -24,21 +25,20 @@ _BACKEND_LINKS = {"jaccl": "thunderbolt5-rdma", "jaccl-ring": "thunderbolt5-rdma
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """Machines to plan for, the link that their hosts file implies, and what had to be assumed."""
+    """Machines to plan for, the link that their hosts file implies, and notes about assumptions."""
 
     machines: list[Machine]
     notes: list[str] = field(default_factory=list)
     link: str | None = None
     backend: str | None = None
-    """Backend of the collectives, as the hosts file names it."""
+    """Backend of the collectives in the hosts file; None if not given."""
 
 
 def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | None = None) -> Hosts:
-    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`.
+    """Return the machines of a hosts file, if given, completed and extended by the specifications in `--hosts`.
 
-    The profile gives the memory of the machines that it lists.
-
-    Raises ConfigError naming the host, the value and what is expected.
+    The profile supplies the memory of machines without one. Raise ConfigError naming the host, the value and what is
+    expected.
     """
     facts: dict[str, dict[str, str]] = {}
     backend = None
@@ -58,12 +58,13 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
 
 
 def host_specs(texts: Sequence[str]) -> list[str]:
-    """Specifications of single machines in texts that may hold several, with commas between them."""
+    """Split texts with comma-separated host specifications into single ones."""
     return [part for text in texts for part in text.split(",") if part]
 
 
 def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = None) -> tuple[list[Link], list[str]]:
-    """Links of `--link`, else of the hosts file, else a default, and a note where one is assumed without a profile."""
+    """Return the links of `--link`, else of the hosts file, else a default, and a note if one is assumed without
+    measurements."""
     links = [_parse_link(text) for text in texts]
     notes = []
     if not any(x.between is None for x in links) and len(hosts.machines) > 1:
@@ -89,7 +90,7 @@ def cluster_of(
     profile: Profile | None = None,
     source: str = "The profile",
 ) -> Cluster:
-    """Machines and links as they were named, with the profile's figures, or else with the chosen fences."""
+    """Return machines and links with the profile's figures, or without a profile with default or `fast` fences."""
     joined, notes = read_links(links, hosts, profile)
     cluster = with_profile(
         hosts.machines, joined, profile, description=description, request=request, fast=fast, backend=hosts.backend, source=source
@@ -98,12 +99,12 @@ def cluster_of(
 
 
 def this_name() -> str:
-    """Name of this machine in plans and profiles."""
+    """Return this machine's name in plans and profiles: the host name up to the first dot."""
     return socket.gethostname().split(".")[0] or "this machine"
 
 
 def this_machine() -> Hosts:
-    """The machine that this runs on, as MLX sees it."""
+    """Return the machine this process runs on, as MLX reports it."""
     name, device = this_name(), this_device()
     chip = device.name.lower().removeprefix("apple ").replace(" ", "-")
     known = chip if chip in CHIPS else next((name for name in ("h200", "gb10") if name in chip), None)
@@ -191,7 +192,7 @@ def _parse_link(text: str) -> Link:
 
 
 def _number(text: str, label: str, key: str) -> float:
-    """A figure in SI units. Raises ConfigError."""
+    """Parse a figure into SI units. Raise ConfigError."""
     try:
         value = float(text)
     except ValueError:
@@ -202,7 +203,7 @@ def _number(text: str, label: str, key: str) -> float:
 
 
 def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
-    """Known facts of each host. Raises ConfigError for a host that is listed twice."""
+    """Return known facts per host. Raise ConfigError for a duplicate host."""
     facts = {host.ssh: dict(host.facts) for host in hostfile.hosts}
     if len(facts) < len(hostfile.hosts):
         names = [host.ssh for host in hostfile.hosts]

@@ -1,6 +1,6 @@
 """Enumeration of arrangements of machines: all candidates, or those of a manual layout. Pure.
 
-What is enumerated does not depend on the machines' memory, so that more memory only ever adds layouts that fit.
+The enumeration does not depend on the machines' memory, so more memory only adds layouts that fit.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from tandem.planner.hardware import Machine, Network
 from tandem.planner.types import Layout, ManualLayout
 
 MAX_TENSOR_PARALLEL = 8
-"""Most ranks of MLX's RDMA mesh."""
+"""Largest size of MLX's RDMA mesh in ranks."""
 _EXHAUSTIVE = 5
-"""Machines up to which every subset and every sequence of stage sizes is tried."""
+"""Most machines for which every subset and every sequence of stage sizes is tried."""
 _LOPSIDED = 1e9
 _KEYS = ("tp", "pp", "dp", "layers", "split", "machines")
 
 Allowed = Callable[[tuple[int, ...]], bool]
-"""Whether the model can be divided into stages of these sizes."""
+"""Predicate: True if the model can be split into stages of these sizes."""
 Groups = tuple[tuple[int, ...], ...]
-"""Machines of each stage of one replica."""
+"""Machines (indices) of each stage of one replica."""
 Arrangement = tuple[Groups, ...]
-"""Machines of each stage of each replica."""
+"""Machines (indices) of each stage of each replica."""
 
 
 class _Division(NamedTuple):
-    """One way to divide a layer among ranks."""
+    """Result of splitting a layer over ranks."""
 
     heads: tuple[int, ...] | None = None
-    """Kv heads of each rank; None where the layer cannot be divided so."""
+    """Kv heads of each rank; None if the layer cannot be split this way."""
     whole_experts: bool = False
-    """Experts are too narrow to be divided, so ranks hold them whole."""
+    """Whether ranks hold whole experts, which are too narrow to be split."""
     refusal: str | None = None
 
 
 class Divider:
-    """How the machines of a stage can divide its layers: the answers of `plan_shards`, cached."""
+    """Cached results of `plan_shards`: how a layer can be split over the machines of a stage."""
 
     def __init__(self, description: ModelDescription, *, dequantize: bool) -> None:
         self._description, self._dequantize = description, dequantize
@@ -52,23 +52,23 @@ class Divider:
         least = self.heads((1.0, _LOPSIDED))
         step = least[0] if least else 0
         self.step = step if step and description.num_kv_heads % step == 0 else 0
-        """Kv heads between places where attention can be cut; 0 where it cannot, or not evenly."""
+        """Granularity in kv heads at which attention can be split; 0 if it cannot be split evenly."""
 
     def heads(self, shares: Sequence[float]) -> tuple[int, ...] | None:
-        """Kv heads of each machine with these shares; None where the layers cannot be divided so."""
+        """Return the kv heads of each machine with these shares; None if the layers cannot be split this way."""
         return self._divided(len(shares), tuple(shares)).heads
 
     def refusal(self, size: int) -> str | None:
-        """Why `size` machines cannot share a layer, or None if they can."""
+        """Return the reason why `size` machines cannot share a layer; None if they can."""
         if size > MAX_TENSOR_PARALLEL:
             return f"tensor parallel goes up to {MAX_TENSOR_PARALLEL} machines"
         uneven = None if self.step else "attention cannot be cut evenly between its kv heads"
         return self._divided(size).refusal or uneven
 
     def whole_experts(self, size: int) -> bool:
-        """Whether experts are too narrow to be divided among `size` machines, which then hold them whole.
+        """Return whether `size` machines hold whole experts, which are too narrow to be split over them.
 
-        Where their width can be cut that is faster: all machines then read the same number of bytes.
+        Splitting each expert's width is faster, since all machines then read equally many bytes.
         """
         return self.refusal(size) is None and self._divided(size).whole_experts
 
@@ -88,7 +88,7 @@ class Divider:
 
 
 def arrangements(layers: int, divider: Divider, machines: Sequence[Machine], network: Network) -> Iterator[Arrangement]:
-    """All arrangements to be compared, each once: machines that are alike are not exchanged for one another."""
+    """Yield all arrangements to compare, without duplicates that only exchange equal machines."""
 
     def allowed(sizes: tuple[int, ...]) -> bool:
         return len(sizes) <= layers and not any(s > 1 and divider.refusal(s) for s in sizes)
@@ -105,13 +105,14 @@ def arrangements(layers: int, divider: Divider, machines: Sequence[Machine], net
 
 
 def kind_of(arrangement: Arrangement, network: Network) -> object:
-    """Key that is equal for arrangements which differ in the order of machines and stages only."""
+    """Return a key that is equal for arrangements that differ only in the order of machines and stages."""
     members = tuple(sorted(network.kinds[i] for groups in arrangement for g in groups for i in g))
     return len(arrangement), tuple(sorted(len(g) for g in arrangement[0])), members
 
 
 def label(layout: Layout, machines: Sequence[Machine]) -> str:
-    """Name of a layout, as `DP 2 x TP 2 (a + b ; c + d)`: + joins machines of a stage, | stages, ; replicas."""
+    """Return a layout's name, such as `DP 2 x TP 2 (a + b ; c + d)`: + separates machines of a stage, | stages, ;
+    replicas."""
     names = " ; ".join(
         " | ".join(" + ".join(machines[i].name for i in stage.machines) for stage in stages) for stages in layout.replicas
     )
@@ -126,7 +127,7 @@ def label(layout: Layout, machines: Sequence[Machine]) -> str:
 
 
 def _replicated(allowed: Allowed, machines: Sequence[Machine]) -> Iterator[Arrangement]:
-    """Replicas of equal shape over machines in the given order, and from fast to slow."""
+    """Yield replicas of equal shape, over machines in the given order and from fast to slow."""
     count = len(machines)
     for size in range(1, count // 2 + 1):
         for replicas in range(2, count // size + 1):
@@ -159,7 +160,7 @@ def _shapes(allowed: Allowed, subset: tuple[int, ...], machines: Sequence[Machin
 
 
 def _compositions(allowed: Allowed, count: int) -> Iterator[tuple[int, ...]]:
-    """Stage sizes that add up to `count` and that the model allows; beyond a few machines only equal ones."""
+    """Yield allowed sequences of stage sizes with sum `count`; above `_EXHAUSTIVE` machines only equal sizes."""
     for cuts in range(2 ** (count - 1)) if count <= _EXHAUSTIVE else ():
         ends = [i + 1 for i in range(count - 1) if cuts >> i & 1] + [count]
         sizes = tuple(b - a for a, b in zip([0, *ends], ends, strict=False))
@@ -185,14 +186,15 @@ def _joined(groups: Groups, network: Network) -> bool:
     return inside and all(network.between(a[0], i) is not None for a, b in zip(ring, ring[1:], strict=False) if a != b for i in b)
 
 
-# ---- arrangements that somebody asks for
+# ---- manual layouts
 
 
 def parse_layout(text: str) -> ManualLayout:
-    """Read `single`, `tp=2`, `pp=2 layers=20,16`, `tp=2,1` (sizes per stage), `dp=2 tp=2`, `machines=b,a` ...
+    """Parse a manual layout: `single`, `tp=2`, `pp=2 layers=20,16`, `tp=2,1` (sizes per stage), `dp=2 tp=2`,
+    `machines=b,a` ...
 
-    Words are separated by spaces. `tp` is one size or one per stage; `split` is the share of each machine of a
-    stage, as for --tensor-split. Raises `LayoutError` naming the word.
+    Words are separated by spaces. `tp` is one size or one per stage. `split` has the share of each machine of a stage,
+    as in --tensor-split. Raise `LayoutError` naming the word.
     """
     values: dict[str, str] = {}
     for word in text.split():
@@ -235,7 +237,7 @@ def parse_layout(text: str) -> ManualLayout:
 
 
 def arrangement_of(manual: ManualLayout, model: ModelDescription, divider: Divider, machines: Sequence[Machine]) -> Arrangement:
-    """The machines of each stage of each replica. Raises `LayoutError` for what the model or the hosts rule out."""
+    """Return the machines of each stage of each replica. Raise `LayoutError` for a layout that model or hosts rule out."""
     size = sum(manual.stages)
     order = _order(manual, machines)
     if min(manual.stages) < 1 or manual.replicas < 1:

@@ -1,8 +1,8 @@
-"""The partition planner: which machines hold which part of a model, before anything is loaded. Pure.
+"""Partition planner: decides, before loading, which machines hold which part of a model. Pure.
 
-`plan` enumerates arrangements of the machines (`layouts`), places layers and kv heads in each at least cost
-(`solve`), predicts memory and time (`cost`), ranks what fits for a goal, and says why or what would fit
-(`explain`). Predictions are estimates, good for comparing layouts.
+`plan` enumerates arrangements of machines (`layouts`) and places layers and kv heads at least cost (`solve`). It then
+predicts memory and time (`cost`), ranks layouts for a goal, and explains the result (`explain`). Predictions are
+estimates, meant for comparing layouts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def plan(
 ) -> LayoutPlan:
     """Choose a layout for `machines`, or check those of `request.layouts`. Deterministic.
 
-    Of layouts that are within a few percent of the best, the one with the fewest machines is taken. Raises
-    `NothingFits` (an OutOfMemory with the plan and what would work) when no layout has enough memory, `LayoutError`
-    when a manual layout suits neither model nor machines, `ConfigError` for a request that makes no sense.
+    Among layouts within a few percent of the best, the one with the fewest machines is chosen. Raise `NothingFits` (an
+    OutOfMemory with the plan and remedies) if no layout has enough memory. Raise `LayoutError` for a manual layout that
+    does not suit model or machines, `ConfigError` for an invalid request.
     """
     request = _complete(request, description)
     _check(machines, request)
@@ -92,7 +92,7 @@ def _manual(manual: ManualLayout, solver: Solver, goal: Goal) -> Candidate:
 
 
 def _search(solver: Solver, goal: Goal) -> list[Candidate]:
-    """The best candidate of each kind, and a note for each size of tensor parallelism that the model rules out."""
+    """Return the best candidate of each kind, and a note for each tensor-parallel size that the model rules out."""
     costs = solver.costs
     model, network, machines = costs.model, costs.network, costs.machines
     best: dict[object, Candidate] = {}
@@ -120,7 +120,7 @@ def _candidate(solver: Solver, layout: Layout) -> Candidate:
 
 
 def _order(candidate: Candidate, goal: Goal) -> tuple[float, ...]:
-    """Sort key: layouts that fit by the goal, then the others by the bytes they lack, then impossible ones."""
+    """Return a sort key: layouts that fit, by the goal; then the rest, by missing bytes; then impossible ones."""
     if candidate.prediction is None or candidate.layout is None:
         return (2,)
     if not candidate.fits:
@@ -155,13 +155,13 @@ def _judge(candidates: list[Candidate], costs: Costs, goal: Goal) -> LayoutPlan:
 
 
 def _simplest(fitting: Sequence[Candidate], goal: Goal) -> Candidate:
-    """The best, or one as good within the estimates' accuracy with fewer machines, or smaller replicas."""
+    """Return the best layout, or one within tolerance of it with fewer machines or smaller replicas."""
     near = [c for c in fitting if advantage(fitting[0], c, goal) <= 1 + TOLERANCE[goal]]
     return min(near, key=lambda c: (*_size(c), _order(c, goal)))
 
 
 def _size(candidate: Candidate) -> tuple[int, int]:
-    """Machines in all, and in one replica."""
+    """Return the number of machines in all, and per replica."""
     if candidate.layout is None:
         return 0, 0
     count = len(candidate.layout.machines)

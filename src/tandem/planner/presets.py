@@ -1,7 +1,6 @@
-"""Models to plan for: those whose files are here, and presets that need none, counted from their config.json. No mlx.
+"""Models to plan for: from local files, or presets that need no files. No mlx.
 
-`scripts/presets` makes the rows of `presets.json`: numbers of weights by layer and cache elements by layer, counted on
-mlx-lm's own modules.
+`scripts/presets` generates `presets.json`: weights and cache elements per layer, counted on mlx-lm's own modules.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.planner.types import Experts
 
 _PLAIN = 16
-"""Bits of a weight that is not packed."""
+"""Bits of an unquantised weight."""
 _AFFINE_SCALE = 32
-"""Bits of scale and bias of a group, in MLX's affine format."""
+"""Bits of scale and bias together per group, in MLX's affine format."""
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
-"""Paths of routed experts, as they are stored and as mlx-lm joins them."""
+"""Path components of routed experts, as stored and as stacked by mlx-lm."""
 
 
 class Preset(msgspec.Struct, frozen=True):
-    """One model."""
+    """One model, counted in numbers of weights and cache elements."""
 
     family: str
     hidden: int
@@ -46,31 +45,31 @@ class Preset(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     latent: bool
-    """The cache is one latent for all heads: each rank of a tensor-parallel stage holds it whole."""
+    """Whether the cache is a latent shared by all heads, which every rank of a tensor-parallel stage replicates."""
     native: tuple[int, int, int] | None
-    """Bits, group size and bits of scale of routed experts that are published packed."""
+    """Bits, group size and bits of scale of routed experts that are published quantised; None if they are not."""
     context: int
     experts: tuple[int, int]
-    """Routed experts of a layer, and how many of them a token passes through; 0 for a dense model."""
+    """Routed experts per layer, and experts per token; 0 for a dense model."""
     widths: tuple[int, int, int]
-    """Widths of the dense MLP, of an expert, of the shared experts together."""
+    """Intermediate widths of the dense MLP, of one expert, and of the shared experts together."""
     layers: list[tuple[int, int, int, int]]
-    """(layers, quantisable weights of each, other weights, weights of routed experts)."""
+    """(number of layers, quantisable weights of each, other weights, weights of routed experts)."""
     embed: int
     head: int
-    """Weights of the head; 0 where the embedding is used."""
+    """Weights of the head; 0 if it reuses the embedding."""
     norm: int
     cache: list[tuple[int, int, int, int]]
-    """(caches, elements per token, elements per sequence of any length, those of the latter that are float32)."""
+    """(number of caches, elements per token, elements per sequence, float32 elements of the latter)."""
     axes: dict[str, tuple[Base, int, int]] = {}
-    """The family's own kinds of divided axes -> (what ranks share, units, elements of a unit)."""
+    """The family's own kinds of split axes, as arguments of `Axis`: (base, units, elements per unit)."""
     index_heads: int = 0
     whole: int = 0
-    """Cache elements of a token, over all layers, that every rank of a stage holds beside its heads'."""
+    """Cache elements per token, over all layers, that every rank of a stage replicates."""
 
 
 class Packing(NamedTuple):
-    """How quantised weights are stored."""
+    """Storage format of quantised weights."""
 
     bits: int
     group_size: int
@@ -79,7 +78,7 @@ class Packing(NamedTuple):
 
     @property
     def each(self) -> float:
-        """Bits of one weight, its part of the scales included."""
+        """Bits per weight, including its part of the scales."""
         return self.bits + self.scale_bits / self.group_size
 
 
@@ -91,29 +90,29 @@ QUANTS: Mapping[str, Packing | None] = {
     "nvfp4": Packing(4, 16, 8, "nvfp4"),
     "mxfp8": Packing(8, 32, 8, "mxfp8"),
 }
-"""Values of `--quant`. native: 16 bits, except for experts that are published packed."""
+"""Values of `--quant`. native: 16 bits, except for experts that are published quantised."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A model as the planner takes it."""
+    """A model in the form that the planner needs."""
 
     description: ModelDescription
     experts: Experts | None
     note: str = ""
     copy: str = ""
-    """Hub id of a copy with its weights stored so, where the published one has them otherwise."""
+    """Conventional hub id of a copy with these weights, if they differ from the published ones; else empty."""
 
 
 @cache
 def presets() -> Mapping[str, Preset]:
-    """All presets by their hub id."""
+    """Return all presets by hub id."""
     text = resources.files("tandem.planner").joinpath("presets.json").read_bytes()
     return msgspec.json.decode(text, type=dict[str, Preset])
 
 
 def find(name: str) -> tuple[str, Preset] | None:
-    """A preset and its id, by the id or its last part, in any case."""
+    """Return a preset's hub id and the preset, by the id or its last part, ignoring case; None if there is none."""
     wanted = name.lower()
     for known, preset in presets().items():
         if wanted in (known.lower(), known.lower().partition("/")[2]):
@@ -122,7 +121,7 @@ def find(name: str) -> tuple[str, Preset] | None:
 
 
 def planned(name: str, preset: Preset, quant: str) -> Planned:
-    """The model with its weights stored as `quant` says. Raises ConfigError for an unknown `quant`."""
+    """Return the model with weights in format `quant`. Raise ConfigError for an unknown format."""
     if quant not in QUANTS:
         raise ConfigError(f"--quant {quant}: is not one of {', '.join(QUANTS)}", param="quant")
     packing = QUANTS[quant]
@@ -207,17 +206,17 @@ def _words(quant: str, packing: Packing | None, expert: Packing | None) -> str:
     return f"16 bits and experts of {expert.bits}" if expert is not None else "16 bits"
 
 
-# ---- models whose files are here
+# ---- models with local files
 
 
 def planned_files(files: ModelFiles) -> Planned:
-    """A model of which headers are here. Raises `BrokenModel`, `UnsupportedModel`."""
+    """Describe a model from its local headers. Raise `BrokenModel`, `UnsupportedModel`."""
     description = describe(files)
     return Planned(description, read_experts(files, description))
 
 
 def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
-    """The routed experts of a model, None for a dense one. Raises `BrokenModel`."""
+    """Return a model's routed experts; None for a dense model. Raise `BrokenModel`."""
     config = text_config(read_config(files.path))
     count, used = _first(config, _COUNT), _first(config, _USED)
     if not count or not used or used > count:

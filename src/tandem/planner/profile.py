@@ -1,6 +1,6 @@
-"""Measured speeds: the file of `tandem bench comm --write-profile`, and its figures in place of assumed ones.
+"""Measured speeds: the file of `tandem bench comm --write-profile`, and its use in place of assumed figures.
 
-Pure, but for the file.
+Pure, except for reading the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.system.files import BY_HAND, read_regular
 
 VERSION: Final = 1
 MOST_HOSTS: Final = 64
-"""Limit on machines: a plan takes time that grows with their square."""
+"""Most machines in a profile; planning time grows with their square."""
 Weights = Literal["float32", "bfloat16", "float16", "8bit", "4bit"]
 Backend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -32,28 +32,28 @@ Time = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Step(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a machine computes layers whose weights are kept in this type."""
+    """Speed of a machine's layers with weights of one type."""
 
     weights: Weights
     gb_per_s: Speed
-    """10**9 bytes of weights a second, in steps of one token."""
+    """10**9 bytes of weights per second, in steps of one token."""
     tflops: Speed
-    """10**12 FLOP a second, in chunks of a prompt."""
+    """10**12 FLOP per second, in prefill chunks."""
     layer_us: Time
-    """Microseconds that a layer takes besides, in a step."""
+    """Microseconds per layer and step besides reading and multiplying."""
 
 
 class HostProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine, by the name that a hosts file has for it (`ssh`)."""
+    """Measurements of one machine, by its name (`ssh`) in a hosts file."""
 
     name: Name
     device: str
-    """Device that MLX computed on."""
+    """Name of the device that MLX computed on."""
     gpu: bool
     metal: bool
-    """The GPU is a Mac's."""
+    """Whether the GPU is a Mac's."""
     memory_bytes: Annotated[int, Meta(gt=0)]
-    """Memory that MLX may use."""
+    """Memory available to MLX in bytes."""
     steps: Annotated[list[Step], Meta(min_length=1)]
 
 
@@ -62,39 +62,40 @@ class Sum(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     bytes: Annotated[int, Meta(gt=0)]
     alone_us: Time
-    """Time for an array that is already computed."""
+    """Time for an already computed array, in microseconds."""
     between_us: Time
-    """Between two operations of the device, as a layer has it."""
+    """Time between two operations of the device, as in a layer, in microseconds."""
 
 
 class LinkProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Link of two machines, or of two ranks of one. Latencies in microseconds, rates in 10**9 bytes a second."""
+    """Measurements between two machines, or two ranks of one. Latencies in microseconds, rates in 10**9 bytes per
+    second."""
 
     hosts: tuple[Name, Name]
     backend: Backend
     fast_sync: bool
-    """Metal's fast fences were on."""
+    """Whether Metal's fast fences were on."""
     sum_us: Speed
-    """A small all_sum between two operations of the device, the fence included."""
+    """Time of a small all_sum between two operations of the device, fence included."""
     fence_us: Time
-    """Part of `sum_us` in which the CPU waited for the device, or the device for the CPU."""
+    """Part of `sum_us` in which CPU and device wait for each other."""
     sum_gb_per_s: Speed
-    """Rate by which larger sums take longer."""
+    """Rate at which time grows with the size of larger sums."""
     hop_us: Speed
-    """A small message from stage to stage."""
+    """Time of a small message from stage to stage."""
     hop_gb_per_s: Speed
     sums: list[Sum]
 
 
 class Versions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Versions that the figures were measured with."""
+    """Versions of the software used for the measurements."""
 
     tandem: str
     mlx: str
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """Content of a profile file."""
 
     tandem_profile: Literal[1]
     """Version of the format."""
@@ -103,25 +104,25 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     links: list[LinkProfile]
 
     def host(self, name: str) -> HostProfile | None:
-        """The machine of that name."""
+        """Return the measurements of the machine with this name; None if there are none."""
         return next((host for host in self.hosts if host.name == name), None)
 
     def joining(self, a: str, b: str, backend: str) -> list[LinkProfile]:
-        """Measurements between two machines, with either kind of fences."""
+        """Return the measurements between two machines, with either kind of fences."""
         return [link for link in self.links if sorted(link.hosts) == sorted((a, b)) and link.backend == backend]
 
     @property
     def backend(self) -> str:
-        """Backend of the links to use where nothing names one: ring, unless only others were measured."""
+        """Default backend of the links: ring, unless only other backends were measured."""
         backends = [link.backend for link in self.links]
         return "ring" if "ring" in backends or not backends else sorted(backends)[0]
 
     def knows(self, names: Sequence[str], backend: str | None) -> bool:
-        """True when every two of these machines have a link."""
+        """Return True if every pair of these machines was measured over `backend`."""
         return all(self.joining(a, b, backend or self.backend) for a, b in combinations(names, 2))
 
     def merged(self, other: Profile) -> Profile:
-        """Return a profile with all of `other`, and what is only in this one."""
+        """Return a profile with all of `other`, plus entries only in this one."""
         names = {host.name for host in other.hosts}
         links = {_key(link) for link in other.links}
         return Profile(
@@ -137,7 +138,7 @@ class _Head(Struct):
 
 
 def read_profile(path: str, flag: str = "--profile") -> Profile:
-    """Read and check. Raises ConfigError, in one line that names flag, file, field and remedy."""
+    """Read and check a profile. Raise ConfigError, in one line that names flag, file, field and remedy."""
     where = f"{flag} {path}"
     param = flag.removeprefix("--").replace("-", "_")
     try:
@@ -164,17 +165,17 @@ def read_profile(path: str, flag: str = "--profile") -> Profile:
 
 
 def rounded(value: float) -> float:
-    """To four digits: more were never measured."""
+    """Round to four digits, the precision of measurements."""
     return float(f"{value:.4g}")
 
 
 def encode_profile(profile: Profile) -> str:
-    """The file's text."""
+    """Return the file's text."""
     return msgspec.json.format(msgspec.json.encode(profile), indent=2).decode() + "\n"
 
 
 def _trouble(profile: Profile) -> str:
-    """Return the error in a profile's names, or an empty text."""
+    """Return the first error in a profile's hosts and links; empty if there is none."""
     names = [host.name for host in profile.hosts]
     if len(names) > MOST_HOSTS:
         return f"has {len(names)} hosts; leave all out but the {MOST_HOSTS} that are wanted"
@@ -200,10 +201,10 @@ def _key(link: LinkProfile) -> tuple[str, ...]:
     return (*sorted(link.hosts), link.backend, str(link.fast_sync))
 
 
-# ---- in place of assumed figures
+# ---- use in place of assumed figures
 
 _SHOWN = 6
-"""Names in a sentence."""
+"""Most names listed in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,7 @@ class Cluster:
     machines: list[Machine]
     links: list[Link]
     notes: list[str]
-    """Which figures were measured, and which were assumed, in sentences."""
+    """Sentences that state which figures were measured, and which were assumed."""
 
 
 def with_profile(
@@ -228,11 +229,11 @@ def with_profile(
     names: Sequence[str] = (),
     source: str = "The profile",
 ) -> Cluster:
-    """Machines and links with the profile's figures; without one, with the fences that ranks shall have (`fast`).
+    """Return machines and links with the profile's figures; without a profile, with default or `fast` fences.
 
-    Figures that somebody gave by hand for a machine (`Machine.measured`) or for two machines (`Link.between`) stay.
-    `backend` is that of the collectives, by default `Profile.backend`. `names` are what the profile calls the machines,
-    by default their own; several ranks of a machine may have one name. `source` begins the notes.
+    Figures that the user gave for a machine (`Machine.measured`) or for two machines (`Link.between`) take precedence.
+    `backend` is that of the collectives, by default `Profile.backend`. `names` are the machines' names in the profile,
+    by default their own; several ranks of a machine may share one. `source` is the subject of the notes.
     """
     fenced, counted = with_fences(machines, fast)
     if profile is None:
@@ -263,7 +264,7 @@ def with_profile(
 
 
 def measured_machine(host: HostProfile) -> Machine:
-    """Machine made of its profile alone."""
+    """Return a machine with the figures of its profile alone."""
     step = host.steps[0]
     return Machine(
         name=host.name,
@@ -295,7 +296,7 @@ def _computing(
 
 
 def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
-    """Type of the weights in memory."""
+    """Return the type of the weights in memory."""
     if description.quantization and not dequantizes(request.dequantize, gpu=gpu):
         return f"{description.quantization['bits']}bit"
     if compute_item(description, request.dtype, gpu=gpu) == 4:
@@ -304,7 +305,7 @@ def _weights(description: ModelDescription, request: Request, gpu: bool) -> str:
 
 
 def _nearest(host: HostProfile, wanted: str) -> Step:
-    """The step measured with this type, else with one whose products are computed alike."""
+    """Return the step measured with weights of type `wanted`, else of a type with similar products."""
     quantised = wanted.endswith("bit")
     alike = ("8bit", "4bit") if wanted in ("6bit", "8bit") else ("4bit", "8bit")
     order = (wanted, *(alike if quantised else ("bfloat16", "float16", "float32")))
@@ -314,7 +315,7 @@ def _nearest(host: HostProfile, wanted: str) -> Step:
 def _joined(
     machines: Sequence[Machine], links: Sequence[Link], profile: Profile, backend: str, fast: bool, names: Sequence[str]
 ) -> tuple[list[Link], list[str]]:
-    """Links, with a measured one for each pair that was not given by hand, and notes about them."""
+    """Return the links, plus a measured one for each pair without a link from the user, and notes about them."""
     by_hand = {frozenset(link.between) for link in links if link.between}
     found, ways, others = [], [], []
     for a, b in combinations(range(len(machines)), 2):
@@ -343,7 +344,7 @@ def _joined(
 
 
 def _link(figures: LinkProfile) -> Link:
-    """Link of a profile: a sum of two ranks takes two messages in a ring, and one in a mesh."""
+    """Convert measurements to a link: a sum over two ranks takes two messages in a ring, and one in a mesh."""
     mesh = figures.backend in ("jaccl", "nccl")
     rest = max(figures.sum_us - figures.fence_us, 0.1)
     return Link(

@@ -1,4 +1,4 @@
-"""The best split of layers and kv heads for a given arrangement of machines, and what it would do. Pure."""
+"""Optimal split of layers and kv heads for a given arrangement of machines, and its predicted performance. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INFEASIBLE = float("inf")
 def share_heads(
     heads: int, ranks: int, cost: Callable[[int, int], float], fits: Callable[[int, int], bool]
 ) -> tuple[int, ...] | None:
-    """Kv heads of each rank, at least one, so that the costliest rank costs least; None if memory does not allow it.
+    """Return kv heads per rank, at least one each, with the least maximal cost; None if memory does not suffice.
 
-    `cost(rank, heads)` and the memory behind `fits(rank, heads)` grow with the heads, so it is optimal to give each
-    next head to the rank that is cheapest with it.
+    `cost(rank, heads)`, and the memory behind `fits(rank, heads)`, grow with the heads. Giving each further head to the
+    rank with the lowest resulting cost is therefore optimal.
     """
     counts = [1] * ranks
     if ranks > heads or not all(fits(rank, 1) for rank in range(ranks)):
@@ -41,10 +41,11 @@ def split(
     combine: Literal["sum", "max"],
     uncut: frozenset[int] = frozenset(),
 ) -> tuple[tuple[int, int], ...] | None:
-    """(start, stop) of each stage, contiguous and at least one layer each, with the least sum or maximum of costs.
+    """Return (start, stop) of each stage, contiguous and non-empty, with the least sum or maximum of costs; None if
+    infeasible.
 
-    `cost(stage, start, stop)` is INFEASIBLE where the range does not fit, and stays so as the range grows. No stage
-    starts in `uncut`. Dynamic programming over (stages placed, layers placed); exact. None if no split is feasible.
+    `cost(stage, start, stop)` is INFEASIBLE if the range does not fit, as are then all longer ranges. No stage starts
+    in `uncut`. Exact dynamic programming over (stages placed, layers placed).
     """
     if stages > layers:
         return None
@@ -73,7 +74,7 @@ def _key(entry: tuple[float, float, tuple[tuple[int, int], ...]], combine: str) 
 
 @dataclass(frozen=True)
 class _Objective:
-    """Quantity that a split minimises."""
+    """Quantity that a split minimises, and how it is combined over stages."""
 
     kind: Literal["time", "capacity", "short"]
     combine: Literal["sum", "max"]
@@ -85,14 +86,14 @@ _SINGLE = _Objective("time", "sum")
 
 
 class _Placed(NamedTuple):
-    """Layers on a group of machines at least cost; no stage where they do not fit."""
+    """Least-cost placement of layers on a group of machines; `stage` is None if they do not fit."""
 
     cost: float = INFEASIBLE
     stage: Stage | None = None
 
 
 class Solver:
-    """Places layers and heads by the cost model, and predicts. Deterministic."""
+    """Places layers and heads by the cost model, and predicts performance. Deterministic."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
@@ -106,14 +107,15 @@ class Solver:
     # ---- splits
 
     def replica(self, groups: Groups, streams: int, goal: Goal) -> tuple[Stage, ...]:
-        """Stages over `groups` for `streams` streams: the best that fits, else the one that is least short."""
+        """Return stages over `groups` for `streams` sequences: the best split that fits, else the one with the least
+        shortage."""
         found = [s for o in _objectives(goal, len(groups), streams) if (s := self._split(groups, streams, o))]
         if not found:
             return self._split(groups, streams, _SHORT) or ()
         return min(found, key=lambda stages: score(self.predict(Layout(replicas=(stages,)), streams), goal))
 
     def least_short(self, groups: Groups, streams: int) -> float:
-        """Bytes missing on the worst machine with the split that is least short; not positive if it fits."""
+        """Return the bytes missing on the worst machine in the split with the least shortage; 0 or less if it fits."""
         stages = self._split(groups, streams, _SHORT)
         if not stages:
             return INFEASIBLE
@@ -122,7 +124,7 @@ class Solver:
     def fixed(
         self, groups: Groups, streams: int, layers: Sequence[int] | None, shares: Sequence[float] | None, goal: Goal
     ) -> tuple[Stage, ...]:
-        """Stages with `layers` per stage or `shares` of the machines of a stage given, the rest chosen."""
+        """Return stages with `layers` per stage, or `shares` of each stage's machines, as given; the rest is chosen."""
         counts = list(layers) if layers else [s.layers for s in self.replica(groups, streams, goal)]
         options = (*_objectives(goal, len(groups), streams), _SHORT)
         stages: list[Stage] = []
@@ -150,7 +152,8 @@ class Solver:
         return tuple(stage for stage in placed if stage is not None)
 
     def _placed(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
-        """Layers start..stop on `group`. Ranges in the middle of layers that are alike differ in length only."""
+        """Return the placement of layers start..stop on `group`. For equal layers, middle ranges of one length share a
+        cache entry."""
         if self._alike and start and stop < self._layers:
             start, stop = 1, 1 + stop - start
         key = (group, start, stop, streams, objective)
@@ -166,7 +169,8 @@ class Solver:
         return None if stage is None else replace(stage, start=start, stop=stop)
 
     def _options(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> Iterator[_Placed]:
-        """Whole kv heads as memory allows, and shares by what each machine can do alone."""
+        """Yield placements that fit: kv heads distributed greedily by cost, and shares in proportion to each machine's
+        speed."""
 
         def cost(part: RankShare) -> float:
             return self._cost(part, start, stop, streams, objective)
@@ -202,7 +206,7 @@ class Solver:
         return self._short(part, start, stop, streams)
 
     def _waiting(self, group: tuple[int, ...], start: int, stop: int, objective: _Objective) -> float:
-        """Seconds that the machines of a stage spend on one another in a step."""
+        """Return the seconds of all-reduces, and of gathering logits, in a stage's step; 0 for other objectives."""
         if objective.kind != "time" or len(group) == 1:
             return 0.0
         seconds = 2 * (stop - start) * self.costs.all_reduce(group, objective.rows)
@@ -232,7 +236,7 @@ class Solver:
         )
 
     def _capacity(self, part: RankShare, start: int, stop: int, streams: int) -> float:
-        """KV tokens that a rank can hold beside its weights."""
+        """Return the KV tokens that fit on a rank besides its weights."""
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
         free -= self._headroom(part, start, stop, streams)
         free -= self.costs.state(part, stop - start, streams)
@@ -243,10 +247,10 @@ class Solver:
         sharing = len(stage.machines) if stage.whole_experts else 1
         return [RankShare(machine, share, heads / self._heads, sharing) for machine, share, heads in ranks]
 
-    # ---- what a layout would do
+    # ---- predictions
 
     def predict(self, layout: Layout, streams: int) -> Prediction:
-        """Estimates for `streams` streams spread evenly over the replicas."""
+        """Predict performance and memory for `streams` sequences, spread evenly over the replicas."""
         replicas = layout.replicas
         each = [streams // len(replicas) + (i < streams % len(replicas)) for i in range(len(replicas))]
         reserved = max(each)
@@ -273,14 +277,14 @@ class Solver:
         )
 
     def _stage_time(self, stage: Stage, rows: int, *, prefill: bool = False) -> float:
-        """A stage waits for its slowest rank, and twice a layer for the sum over all of them."""
+        """Return the seconds of a stage's step: its slowest rank, plus two all-reduces per layer."""
         slowest = max(self.costs.rank_time(p, stage.start, stage.stop, rows, prefill=prefill) for p in self._parts(stage))
-        if prefill:  # only a prompt's last token goes through the head
+        if prefill:  # only a prompt's last token passes through the head
             return slowest + 2 * stage.layers * self.costs.all_reduce(stage.machines, rows)
         return slowest + self._waiting(stage.machines, stage.start, stage.stop, _Objective("time", "sum", rows))
 
     def _pass(self, stages: tuple[Stage, ...], rows: int) -> float:
-        """Seconds of a decode step from the first stage through the last and back."""
+        """Return the seconds of a decode step from the first stage through the last and back."""
         return sum(self._stage_time(s, rows) for s in stages) + self._hops(stages, rows)
 
     def _hops(self, stages: tuple[Stage, ...], rows: int) -> float:
@@ -291,9 +295,10 @@ class Solver:
         return seconds + (back.hop_latency or back.latency if back else INFEASIBLE)
 
     def _batch(self, stages: tuple[Stage, ...], streams: int) -> tuple[float, int]:
-        """Seconds of a step, and micro-batches: one batch in turn through the stages, or one per stage, whichever is faster.
+        """Return the seconds of a step, and the number of micro-batches: one, or one per stage, whichever is faster.
 
-        With several micro-batches a token takes a whole pass, or the busiest stage's work for all micro-batches if that is more.
+        With several micro-batches a step takes a whole pass, or the busiest stage's work for all of them if that is
+        longer.
         """
         options = []
         for micro_batches in sorted({1, min(len(stages), streams)}):
@@ -303,7 +308,7 @@ class Solver:
         return min(options)
 
     def _prompt(self, stages: tuple[Stage, ...]) -> float:
-        """Seconds to compute a prompt of the wanted context: chunks follow one another through the stages."""
+        """Return the seconds to prefill a prompt of the requested context, with chunks pipelined through the stages."""
         chunk = min(self.costs.chunk(m) for s in stages for m in s.machines)
         times = [self._stage_time(s, chunk, prefill=True) for s in stages]
         return sum(times) + self._hops(stages, chunk) + (self.costs.context / chunk - 1) * max(times)
@@ -313,7 +318,7 @@ class Solver:
 
 
 def score(prediction: Prediction, goal: Goal) -> float:
-    """Quantity that the goal minimises."""
+    """Return the quantity that the goal minimises."""
     if goal == "latency":
         return prediction.step_single
     return -prediction.tokens if goal == "throughput" else -float(prediction.capacity)
@@ -330,7 +335,7 @@ def _objectives(goal: Goal, stages: int, streams: int) -> tuple[_Objective, ...]
 
 
 def _in_proportion(costs: Sequence[float], objective: _Objective) -> tuple[float, ...]:
-    """Shares by speed, or equal ones where the cost of all of a stage does not tell how to share it."""
+    """Return shares in proportion to speed; equal shares if the objective is not time."""
     if objective.kind != "time":
         return (1 / len(costs),) * len(costs)
     speeds = [1 / c for c in costs]

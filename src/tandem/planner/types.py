@@ -1,4 +1,4 @@
-"""Questions to the planner and its answers, as plain data. Pure."""
+"""Requests to the planner and its results, as plain data. Pure."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ GOALS: tuple[Goal, ...] = ("latency", "throughput", "capacity")
 
 @dataclass(frozen=True, kw_only=True)
 class ManualLayout:
-    """Layout given by the user; the planner chooses what it leaves open."""
+    """Layout given by the user; the planner chooses all fields left open."""
 
     stages: tuple[int, ...]
-    """Machines of each stage: (1,) one machine, (2,) tensor parallel 2, (1, 1) two stages, (2, 1) unequal stages."""
+    """Number of machines per stage: (1,) one machine, (2,) tensor parallel 2, (1, 1) two stages, (2, 1) unequal stages."""
     replicas: int = 1
     layers: tuple[int, ...] | None = None
-    """Layers of each stage."""
+    """Number of layers per stage."""
     split: tuple[int, ...] | None = None
-    """Shares of the machines of every stage, in any unit."""
+    """Shares of the machines within every stage, in any unit."""
     machines: tuple[str, ...] | None = None
-    """Machines in order, replica after replica; by default as they were given."""
+    """Names of machines in order, replica after replica; by default in the given order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Work that a layout must carry."""
+    """Workload that a layout must support."""
 
     context: int | None = None
-    """Tokens of prompt and output together that every stream may have; by default the model's limit, at most 8192."""
+    """Tokens of prompt and output together per stream; by default the model's limit, at most 8192."""
     streams: int = 1
-    """Requests that are answered at once."""
+    """Number of concurrent requests."""
     goal: Goal | None = None
-    """latency: a single stream's time per token; throughput: tokens/s of all streams together; capacity: most KV
+    """latency: time per token of a single stream. throughput: tokens/s of all streams together. capacity: most KV
     tokens. By default latency for one stream, else throughput."""
     dtype: str = "auto"
     dequantize: str = "auto"
     kv_dtype: str = "auto"
     prefill_chunk: int | None = None
-    """Prompt tokens computed at once; by default 512 on a GPU and 192 on a CPU."""
+    """Prompt tokens per prefill step; by default 512 on a GPU and 192 on a CPU."""
     memory_fraction: float = 0.85
-    """Share of each machine's memory that may be planned with."""
+    """Fraction of each machine's memory available to the plan."""
     layouts: tuple[ManualLayout, ...] = ()
     """Layouts to check instead of searching."""
 
@@ -53,28 +53,28 @@ class Experts:
     """Routed experts of a mixture-of-experts model."""
 
     count: int
-    """Routed experts of a layer."""
+    """Routed experts per layer."""
     used: int
-    """Experts that one token passes through."""
+    """Routed experts per token."""
     layer_bytes: tuple[int, ...]
     """Stored bytes of the routed experts, per layer; 0 for a dense layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive layers on one machine, or on several that share them by kv heads (tensor parallel)."""
+    """Consecutive layers on one machine, or on several that split them tensor-parallel."""
 
     machines: tuple[int, ...]
-    """Positions in the list of machines."""
+    """Indices in the list of machines."""
     start: int
     stop: int
     kv_heads: tuple[int, ...]
-    """Kv heads of each machine; together all of the model's, or more where several machines hold the same one."""
+    """Kv heads of each machine. Their sum is the model's number, or more if several machines hold the same head."""
     shares: tuple[float, ...]
-    """Share of each machine in the layers' weights; together 1. Near the kv heads' shares, but not bound to whole
-    heads: the MLP is divided more finely."""
+    """Fraction of the layers' weights on each machine, with sum 1. Not bound to whole heads, since the MLP is split
+    more finely."""
     whole_experts: bool = False
-    """Machines each hold some experts whole (`--expert-parallel`), since these are too narrow to be divided."""
+    """Whether machines hold whole experts (`--expert-parallel`), which are too narrow to be split."""
 
     @property
     def layers(self) -> int:
@@ -84,13 +84,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Replicas of stages."""
+    """Replicas, each with its stages."""
 
     replicas: tuple[tuple[Stage, ...], ...]
 
     @property
     def machines(self) -> tuple[int, ...]:
-        """Positions of all machines used, in order of ranks."""
+        """Indices of all machines used, in order of ranks."""
         return tuple(i for stages in self.replicas for stage in stages for i in stage.machines)
 
 
@@ -101,15 +101,15 @@ class MachineMemory:
     machine: int
     weights: int
     kv: int
-    """Reserve for the wanted context and streams."""
+    """KV and recurrent state for the requested context and streams."""
     headroom: int
-    """Activations of a prefill chunk, logits, and the runtime itself."""
+    """Activations of a prefill chunk, logits, and the runtime."""
     budget: int
     """Memory times `memory_fraction`."""
 
     @property
     def needed(self) -> int:
-        """Sum of all that must be there at once."""
+        """Weights, KV and headroom together."""
         return self.weights + self.kv + self.headroom
 
     @property
@@ -120,28 +120,28 @@ class MachineMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Estimates for one layout, in seconds, tokens a second and bytes. They are not measurements."""
+    """Estimates (not measurements) for one layout, in seconds, tokens per second and bytes."""
 
     step_single: float
     """Seconds per token of a single stream."""
     tokens_single: float
-    """Tokens a second of a single stream."""
+    """Tokens per second of a single stream."""
     step: float
-    """Seconds in which every wanted stream gets one token."""
+    """Seconds in which every requested stream gets one token."""
     tokens: float
-    """Tokens a second of all wanted streams together."""
+    """Tokens per second of all requested streams together."""
     prefill: float
-    """Prompt tokens a second, of all replicas that have a stream."""
+    """Prompt tokens per second, of all replicas with a stream."""
     first_token: float
-    """Seconds until the first token of a prompt as long as the context, with nothing else running."""
+    """Seconds to the first token of a prompt as long as the context, on idle machines."""
     capacity: int
     """KV tokens that fit, over all streams."""
     micro_batches: int
-    """Batches in flight with which `tokens` was computed."""
+    """Micro-batches in flight for which `tokens` is predicted."""
     collectives: int
-    """All-reduces in a decode step of a single stream."""
+    """All-reduces per decode step of a single stream."""
     collective: float
-    """Seconds of one of them."""
+    """Seconds per all-reduce."""
     communication: float
     """Seconds of `step_single` spent on the network."""
     memory: tuple[MachineMemory, ...]
@@ -149,47 +149,47 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout that was looked at."""
+    """A layout that was considered."""
 
     label: str
-    """Name, as `TP 2 (a + b)`."""
+    """Name, such as `TP 2 (a + b)`."""
     layout: Layout | None
-    """None where the model rules it out."""
+    """None if the model rules the layout out."""
     prediction: Prediction | None
     reason: str = ""
-    """Why it won, or why it did not."""
+    """Reason why it was chosen, or was not."""
     manual: bool = False
 
     @property
     def fits(self) -> bool:
-        """True when every machine has enough memory."""
+        """True if every machine has enough memory."""
         return self.prediction is not None and not any(m.short for m in self.prediction.memory)
 
     @property
     def short(self) -> int:
-        """Bytes missing on the machine that lacks most."""
+        """Bytes missing on the machine with the largest shortage."""
         return max((m.short for m in self.prediction.memory), default=0) if self.prediction else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPlan:
-    """All layouts considered, best first, and the one to use."""
+    """Result of planning: all layouts considered, best first, and the chosen one."""
 
     goal: Goal
     context: int
     streams: int
     candidates: tuple[Candidate, ...]
-    """Layouts that fit, best first, then the others, the least short first."""
+    """Layouts that fit, best first; then the others, by least shortage."""
     chosen: Candidate | None
-    """None when nothing fits."""
+    """Layout to use; None if nothing fits."""
     reasons: tuple[str, ...] = field(default=())
-    """Why, in sentences."""
+    """Sentences that justify the choice."""
     remedies: tuple[str, ...] = field(default=())
-    """Changes that would make the model fit, when nothing does."""
+    """Single changes that would make the model fit, if nothing does."""
 
 
 class NothingFits(OutOfMemory):
-    """No layout has enough memory. `plan` holds the layouts considered and what would work."""
+    """Raised if no layout has enough memory. `plan` has the layouts considered and the remedies."""
 
     def __init__(self, message: str, plan: LayoutPlan) -> None:
         super().__init__(message, param="hosts")

@@ -1,4 +1,4 @@
-"""Tokenizers that are a tokenizer.json, through the tokenizers library; the bytes that tokens stand for."""
+"""Tokenizers from a tokenizer.json, through the tokenizers library, and the bytes of their tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _BYTE = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (openai/gpt-2 `encoder.py`, bytes_to_unicode), reversed."""
+    """Return GPT-2's printable characters for bytes, mapped to the bytes (openai/gpt-2 `encoder.py`, bytes_to_unicode,
+    reversed)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
@@ -33,33 +34,33 @@ _ALPHABET = _byte_alphabet()
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How vocabulary entries become bytes."""
+    """Mapping from vocabulary entries to bytes."""
 
     kind: str
-    """`byte_level` (GPT-2's alphabet), `spaces` (SentencePiece: U+2581 for a space, <0xNN> for bytes), or `library`
-    (tokens have no bytes of their own; the library decodes)."""
+    """`byte_level` (GPT-2's alphabet), `spaces` (SentencePiece: U+2581 for a space, <0xNN> for bytes), or `library` (a
+    token's bytes depend on its neighbours; the library decodes)."""
     strips_first_space: bool = False
-    """One space at the start of a text is an artefact of encoding and is left out."""
+    """Whether one space at the start of a decoded text is an artefact of encoding, to be removed."""
     byte_fallback: bool = False
     added: Mapping[int, str] = field(default_factory=dict)
-    """Added tokens, which stand for themselves."""
+    """Texts of added tokens, by id."""
 
     @property
     def alphabet(self) -> Mapping[str, int]:
-        """Stand-ins for the 256 bytes, in the kind `byte_level`."""
+        """Characters for the 256 bytes in the kind `byte_level`, mapped to the bytes."""
         return _ALPHABET
 
     @property
     def has_bytes(self) -> bool:
-        """True when each token stands for fixed bytes, independent of its neighbours."""
+        """True if each token has fixed bytes, independent of its neighbours."""
         return self.kind != "library"
 
     def is_added(self, token: int) -> bool:
-        """True for an added token, which stands for its own text."""
+        """Return True for an added token, whose entry is its text."""
         return token in self.added
 
     def piece_bytes(self, piece: str, *, added: bool) -> bytes:
-        """Bytes of a vocabulary entry."""
+        """Return the bytes of the vocabulary entry `piece`; `added`: the entry of an added token."""
         if self.kind == "byte_level":
             if not added and all(c in _ALPHABET for c in piece):
                 return bytes(_ALPHABET[c] for c in piece)
@@ -70,7 +71,7 @@ class Scheme:
 
 
 def scheme_of(decoder: object, added: Mapping[int, str]) -> Scheme:
-    """The scheme of tokenizer.json's `decoder` section."""
+    """Return the scheme for the `decoder` section of a tokenizer.json."""
     steps = _decoder_steps(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -96,16 +97,16 @@ def _decoder_steps(decoder: object) -> list[JsonObject]:
 
 
 _SHORTENS = {"NFC": 4, "NFKC": 4, "NFKD": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1}
-"""By how much these make a text shorter at most, in bytes: the letter A of four bytes becomes one of one byte."""
+"""Largest factor by which each normaliser shortens a text in bytes: a letter A of four bytes can become one byte."""
 _RARE = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
-"""Bytes that some vocabularies lack: of control characters, of planes without characters, and of no UTF-8 at all. A
-text that is made of them is held to be as long as any other."""
+"""Bytes that some vocabularies lack: control characters, unassigned planes, and bytes invalid in UTF-8. A text of these
+counts as long as any other."""
 _KEEPS_ALL = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts", "FixedLength"))
-"""Steps before tokenising that drop nothing."""
+"""Pre-tokenisation steps that drop no text."""
 
 
 def longest_token(tokenizer: JsonMapping, scheme: Scheme, pieces: Iterable[str]) -> int | None:
-    """Bytes, for the content of tokenizer.json and the entries of its vocabulary; None where there is no bound."""
+    """Return the most bytes of text per token, from tokenizer.json's content and the vocabulary; None if unbounded."""
     shortens = 1
     for step in _steps(tokenizer.get("normalizer"), "normalizers"):
         kind = step.get("type")
@@ -124,7 +125,7 @@ def longest_token(tokenizer: JsonMapping, scheme: Scheme, pieces: Iterable[str])
     known = set(pieces)
     if not known or not _knows_all_bytes(tokenizer.get("model", {}), scheme, known):
         return None
-    # Upper bounds: the mark for a space counts as the three bytes that it has, a byte's stand-in as its two.
+    # Upper bounds: the space mark counts as three bytes, a byte's character as two.
     return shortens * max(len(piece.encode("utf-8", "replace")) for piece in known)
 
 
@@ -132,7 +133,7 @@ _SPLITS = frozenset(("Split", behaviour) for behaviour in ("Isolated", "MergedWi
 
 
 def _knows_all_bytes(model: JsonMapping, scheme: Scheme, known: set[str]) -> bool:
-    """True when the vocabulary covers all bytes, so that no text becomes an unknown token."""
+    """Return True if the vocabulary covers all bytes, so that no text becomes an unknown token."""
     if model.get("type") not in ("BPE", "Unigram"):
         return False
     if scheme.kind == "byte_level":
@@ -174,32 +175,32 @@ class FastBackend:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Raises ServerError where the library fails on it."""
-        # Lone surrogates, which JSON can smuggle in, are not text that the library takes.
+        """Return the token ids of a text. Raise ServerError if the library fails."""
+        # JSON can contain lone surrogates, which the library rejects.
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         with _failures():
-            # Unlike `encode`, this lets other threads run meanwhile: a long prompt must not stop the event loop.
+            # Unlike `encode`, this releases the GIL: a long prompt must not block the event loop.
             [encoding] = self._tokenizer.encode_batch_fast([clean], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's entry, None for an id that is not in use."""
+        """Return the vocabulary entry of an id; None for an unused id."""
         return self._tokenizer.id_to_token(token) if token < self.vocab_size else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of token ids, by the library's decoder. Raises ServerError where that fails."""
+        """Return the text of token ids, from the library's decoder. Raise ServerError if the library fails."""
         with _failures():
             return self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens)
 
 
 def _is_the_librarys(error: BaseException) -> bool:
-    """Return whether the library raised it: its panics are no Exception, nor is the end of this process."""
+    """Return whether the library raised `error`: any Exception, or its panic, a BaseException recognised by name."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn what the library raises into ServerError. Its words may quote a prompt: they are neither logged nor sent."""
+    """Convert the library's errors to ServerError. Their texts may quote a prompt, so they are neither logged nor sent."""
     try:
         yield
     except BaseException as error:

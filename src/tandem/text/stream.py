@@ -1,4 +1,4 @@
-"""Text of a growing token sequence, cut at stop strings. Pure bookkeeping on top of a `Tokenizer`."""
+"""Incremental detokenisation with stop strings, on top of a `Tokenizer`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from tandem.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns tokens into text as they come.
+    """Converts a stream of tokens to text incrementally.
 
-    What `push` and `finish` return adds up to the plain decode of all tokens, cut at the first stop string, however
-    the tokens are split into pushes. Text is held back while it is an incomplete character or could be the start of
-    a stop string. The first stop string is the one that is complete first; of several that end there, the longest.
+    Results of `push` and `finish` add up to the decoded text of all tokens, cut at the first stop string. How tokens
+    are divided into pushes makes no difference. Text is held back while it ends in an incomplete character or a
+    possible start of a stop string. The first stop string is the one that ends first; of several that end together, the
+    longest.
 
-    With `continues` the text goes on from a prompt, so that a leading space, which some tokenizers drop at the start of
-    a text, is kept. Special tokens are skipped, but for those whose ids are `shown`.
+    With `continues` the text follows a prompt, so a leading space, which some tokenizers remove, is kept. Special
+    tokens are skipped except for the ids in `shown`.
     """
 
     def __init__(
@@ -30,18 +31,18 @@ class TextStream:
         self._stop = tuple(s for s in stop if s)
         self._held = ""
         self.stopped = False
-        """True after a stop string; no more text follows."""
+        """True after a stop string; later calls return an empty text."""
         self.matched: str | None = None
-        """Stop string that ended the text."""
+        """Stop string that ended the text; None if there is none."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that is now safe to show, perhaps empty."""
+        """Add tokens; return the new text that cannot change any more, possibly empty."""
         if self.stopped:
             return ""
         return self._scan(self._pieces.push(token_ids))
 
     def finish(self) -> str:
-        """Return the rest of the text, incomplete characters as U+FFFD."""
+        """Return the rest of the text, with incomplete characters as U+FFFD."""
         if self.stopped:
             return ""
         text = self._scan(self._pieces.finish())
@@ -60,7 +61,8 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Start and text of the stop string whose first occurrence ends first (the longest of those)."""
+        """Return start and text of the stop string that ends first in `text` (of several, the longest); None if there
+        is none."""
         starts = ((text.find(stop), stop) for stop in self._stop)
         occurrences = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
         if not occurrences:
@@ -70,7 +72,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop` but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -78,7 +80,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class _Bytes:
-    """Text of tokens that stand for bytes: an incremental UTF-8 decoder."""
+    """Decoder for tokens with fixed bytes: incremental UTF-8."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], *, strip: bool) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -100,10 +102,10 @@ class _Bytes:
 
 
 class _Library:
-    """Text by the library's decoder, for tokenizers whose tokens have no bytes of their own.
+    """Decoder for tokens without fixed bytes, through the library.
 
-    Decodes a window of recent tokens twice, with and without the new ones, and returns the difference (the way of
-    text-generation-inference). A text that ends in U+FFFD may be incomplete and is held back.
+    Decodes a window of recent tokens with and without the new ones, and returns the difference (as
+    text-generation-inference does). A text that ends in U+FFFD may be incomplete and is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

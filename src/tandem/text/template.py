@@ -1,4 +1,4 @@
-"""Rendering of chat templates: Jinja in a sandbox, with what transformers offers to templates. No transformers, no mlx.
+"""Rendering of chat templates: sandboxed Jinja with transformers' extensions. No transformers, no mlx.
 
 Follows `transformers.utils.chat_template_utils` (version 5): same environment, filters and functions.
 """
@@ -23,11 +23,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """A compiled chat template. `variables` are its special tokens (bos_token ...)."""
+    """A compiled chat template. `variables` are the model's special tokens (bos_token ...). Raises `BrokenModel` if
+    invalid."""
 
     def __init__(self, source: str, variables: Mapping[str, str], *, origin: str) -> None:
         self.source = source
-        """The template's text."""
+        """Jinja source of the template."""
         self._environment = environment = LimitedEnvironment()
         environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise
@@ -35,18 +36,18 @@ class ChatTemplate:
         self._variables = dict(variables)
         try:
             self._template = environment.from_string(source)
-        # Beside TemplateError: what Python's own compiler refuses of the code that Jinja has made.
+        # Besides TemplateError: errors of Python's compiler for the code that Jinja generates.
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BrokenModel(f"{origin}: not a valid chat template: {error}", param="chat_template") from error
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """Names of the variables that it looks at, and does not set before."""
+        """Names of variables that the template reads without setting them."""
         return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Texts that are written out in its expressions."""
+        """String constants in the template's expressions."""
         constants = self._environment.parse(self.source).find_all(nodes.Const)
         return frozenset(node.value for node in constants if isinstance(node.value, str))
 
@@ -59,10 +60,10 @@ class ChatTemplate:
         variables: JsonMapping | None = None,
         quick: bool = False,
     ) -> str:
-        """The prompt's text; `variables` are the template's own. Raises `RequestError` with the template's own words
-        when it refuses the messages, and when it takes more time or memory than `template_sandbox` allows.
+        """Return the prompt's text; `variables` are extra variables for the template.
 
-        With `quick`, where others wait meanwhile, raises TooExpensive when it takes more than a moment.
+        Raise `RequestError` with the template's message if it rejects the messages, or if it exceeds the limits of
+        `template_sandbox`. With `quick`, on the event loop, raise TooExpensive above the small limits `QUICK_*`.
         """
         context = {
             **self._variables,
@@ -83,7 +84,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: JsonMapping) -> JsonObject:
-    """Templates read a message's reasoning under several names: offer it under the two that are in use."""
+    """Return a message with its reasoning under both names that templates read."""
     copy = dict(message)
     reasoning = next((copy[name] for name in _REASONING if copy.get(name)), None)
     if reasoning is not None:

@@ -1,10 +1,9 @@
-"""Limits on what a chat template may compute. Templates come with models, from strangers: a sandbox keeps them from the
-machine, but not from its time and memory. No transformers, no mlx.
+"""Limits on the computation of a chat template. Templates come with untrusted models; Jinja's sandbox protects the
+machine, but not its time and memory. No transformers, no mlx.
 
-Jinja compiles a template to Python, so nothing outside can stop one. Instead every construct that can repeat or grow
-something is charged to the budget of its rendering: each turn of a loop and call of a macro, each operator, call,
-filter and written-out list by the size of what comes of it, and each text that is put out. What multiplies sizes is
-charged before it is computed.
+Jinja compiles a template to Python, which cannot be interrupted from outside. Every construct that can repeat or grow
+is therefore charged to a budget. Charged are loop iterations and macro calls; operators, calls, filters and literal
+lists, by the size of their result; and all output. Operations that multiply sizes are charged before they run.
 """
 
 from __future__ import annotations
@@ -27,46 +26,47 @@ from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 10.0
 MAX_STEPS = 2_000_000
-"""Turns of loops, calls, operators, filters."""
+"""Most loop iterations, calls, operators and filters together."""
 MAX_SIZE = 128 * 1024 * 1024
-"""Characters, and `ITEM` for each item of a container, of all intermediate results and the output together; `PER_INPUT`
-more for each of what is rendered."""
+"""Most characters of all intermediate results and output together, where a container's item counts `ITEM`. `PER_INPUT`
+is allowed in addition per unit of the input's size."""
 PER_INPUT = 16
 ITEM = 16
 MAX_DEPTH = 100
-"""Levels of containers within containers."""
+"""Deepest nesting of containers."""
 MAX_BITS = 65536
-"""Most bits of a whole number."""
+"""Most bits of an integer."""
 
 QUICK_SECONDS, QUICK_STEPS, QUICK_SIZE = 0.05, 20_000, 1024 * 1024
-"""Limits of a rendering on the event loop, which delays all other requests."""
+"""Limits for rendering on the event loop, which delays all other requests."""
 
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
-"""Multiply their input, and no chat template is known to use them."""
+"""Filters that multiply their input, and that no known chat template uses."""
 _TO_ITEMS = frozenset(("list", "sort", "unique", "map", "select", "reject", "selectattr", "rejectattr", "groupby",
                        "dictsort", "min", "max", "sum"))  # fmt: skip
-"""Filters that take a text apart into its characters."""
+"""Filters that split a text into its characters."""
 _REFUSED_METHODS = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "encode"))
 _WIDE = re.compile(r"\{[^{}]*(\d{4}|\{)|%(\([^)]{0,100}\))?[^a-zA-Z%]*(\d{4}|\*)")
-"""A format with a width of four digits or more, or one that is taken from an argument."""
+"""Format with a width of four digits or more, or with a width from an argument."""
 Result = TypeVar("Result")
 _budget: ContextVar[Budget] = ContextVar("budget")
 
 
 class TooExpensive(SecurityError):
-    """The template asks for more time or memory than a prompt can need."""
+    """Raised when a template needs more time or memory than a prompt can require."""
 
 
 class Budget:
-    """Time, steps and sizes left to one rendering. As a context manager it has the environment's operations charged."""
+    """Remaining time, steps and size of one rendering. As a context manager, it is charged by the environment's
+    operations."""
 
     def __init__(self, *inputs: object, quick: bool = False) -> None:
-        """`inputs`: what the template works on. `quick`: others wait meanwhile."""
+        """Set the limits. `inputs`: values that the template receives. `quick`: use the small limits."""
         self._seconds = QUICK_SECONDS if quick else MAX_SECONDS
         self._deadline = time.monotonic() + self._seconds
         self._steps = self._most_steps = QUICK_STEPS if quick else MAX_STEPS
         self._known: dict[int, tuple[object, int, int]] = {}
-        """By id: a container, its `deep` size and its depth. It is kept alive, so that the id stays its own."""
+        """Container, its `deep` size and its depth, by id. The reference keeps the id from being reused."""
         self._limit = (QUICK_SIZE if quick else MAX_SIZE) + PER_INPUT * sum(map(self.deep, inputs))
         self._size = self._limit
 
@@ -77,7 +77,7 @@ class Budget:
         _budget.reset(self._token)
 
     def step(self, size: int = 0) -> None:
-        """Charge one step and `size`. Raises TooExpensive."""
+        """Charge one step and `size`. Raise TooExpensive."""
         self._steps -= 1
         self._size -= size
         if self._size < 0:
@@ -86,12 +86,13 @@ class Budget:
             raise TooExpensive(f"it takes more than {self._most_steps} steps or {self._seconds:g} s")
 
     def result(self, value: Result) -> Result:
-        """Charge a result, which is returned."""
+        """Charge a result and return it."""
         self.step(self.size(value))
         return value
 
     def size(self, value: object) -> int:
-        """Size of a value without what its items hold; refuses containers that unfold to too much."""
+        """Return the size of a value without its items' contents. Raise TooExpensive for containers too large when
+        expanded."""
         if isinstance(value, str):
             return len(value)
         if isinstance(value, list | tuple | dict):
@@ -100,7 +101,7 @@ class Budget:
         return 0
 
     def deep(self, value: object) -> int:
-        """Size of a value when it is written out, in which shared parts count as often as they occur."""
+        """Return the size of a value as text; shared parts count once per occurrence."""
         return self._deep(value, 0)[0]
 
     def _deep(self, value: object, level: int) -> tuple[int, int]:
@@ -127,17 +128,17 @@ def _parts(value: list[object] | tuple[object, ...] | dict[object, object]) -> I
 
 
 class _Charges(jinja2.ext.Extension):
-    """Rewrites a parsed template: charges stand where loops turn and values are made."""
+    """Jinja extension that inserts charges into a parsed template, at loops, macros and literals."""
 
     tags = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        """`{% generation %}` blocks mark answers for training; here they are rendered as what is in them."""
+        """Parse a `{% generation %}` block, which marks answers for training, as its contents."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def rewrite(self, template: nodes.Template) -> nodes.Template:
-        """Insert the charges; returns the template."""
+        """Insert the charges; return the template."""
         for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
             text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             turn = nodes.ExprStmt(self.call_to("turn", [nodes.Const(text)], node.lineno), lineno=node.lineno)
@@ -146,23 +147,23 @@ class _Charges(jinja2.ext.Extension):
         return rewritten.set_environment(self.environment)  # type: ignore[return-value]
 
     def call_to(self, method: str, arguments: list[nodes.Expr], line: int) -> nodes.Expr:
-        """Return an expression that calls a method below, independent of the template's names."""
+        """Return an expression that calls a method of this class, whatever names the template defines."""
         return self.call_method(method, arguments, lineno=line)
 
     @staticmethod
     def turn(text: int) -> str:
-        """A turn of a loop, or a call of a macro, which puts out up to `text` constant characters."""
+        """Charge a loop iteration or macro call that outputs up to `text` constant characters."""
         _budget.get().step(text)
         return ""
 
     @staticmethod
     def made(value: Result) -> Result:
-        """A list, tuple or dict that is written out in the template, a slice, or a comparison."""
+        """Charge a literal list, tuple or dict, a slice, or a comparison; return it."""
         return _budget.get().result(value)
 
     @staticmethod
     def joined(*values: object) -> str:
-        """The operator ~."""
+        """Evaluate the operator ~ (string concatenation), charged beforehand."""
         texts = [_text(value) for value in values]
         _budget.get().step(sum(map(len, texts)))
         return "".join(texts)
@@ -187,12 +188,12 @@ class _Rewriter(NodeTransformer):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which rendering, done within a `Budget`, ends with TooExpensive rather than go on and on."""
+    """Jinja sandbox whose rendering, within a `Budget`, raises TooExpensive at the limits."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
-        """With the block settings and extensions that transformers gives chat templates."""
+        """Configure the block settings and extensions that transformers uses for chat templates."""
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Charges, jinja2.ext.loopcontrols], finalize=_output)
         del self.globals["lipsum"]
         self.globals["namespace"] = _Opaque
@@ -202,7 +203,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.add_filter(name, function)
 
     def add_filter(self, name: str, function: Callable[..., object]) -> None:
-        """Add a filter, or replace one; it is charged like the others."""
+        """Add or replace a filter, with charges."""
         self.filters[name] = _charged(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -211,15 +212,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return charges.rewrite(super()._parse(source, name, filename))
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """Refuse methods of strings with unbounded results, and all methods of numbers."""
+        """Refuse string methods with unbounded results, and all methods of numbers."""
         if isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in _REFUSED_METHODS):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Charge an operator before it is computed."""
+        """Evaluate an operator, charged before it is computed."""
         budget = _budget.get()
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # what templates do most
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # the most frequent case
             budget.step(len(left) + len(right))
             return left + right
         size = budget.size(left) + budget.size(right)
@@ -235,7 +236,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.result(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's stand-in for `str.format`, charged."""
+        """Return the sandbox's replacement of `str.format`, with charges; None for other methods."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -247,7 +248,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return run
 
     def call(self, context: Context, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        """Charge a call's result, and the result of a string method before the call."""
+        """Call a function and charge its result; string methods are charged before the call."""
         if getattr(function, "__qualname__", "").startswith("_Charges."):
             return function(*args)
         text = getattr(function, "__self__", None)
@@ -257,23 +258,23 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Opaque(Namespace):
-    """Written out, it does not unfold what it holds."""
+    """Jinja's namespace object, whose text does not include its contents."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 def _text(value: object) -> str:
-    """`str(value)`, charged before it is made."""
+    """Return `str(value)`, charged beforehand."""
     if isinstance(value, str):
         return value
     _budget.get().step(_budget.get().deep(value))
     return str(value)
 
 
-@jinja2.pass_context  # so that Jinja does not call it while it compiles
+@jinja2.pass_context  # so that Jinja does not call this at compile time
 def _output(_: object, value: object) -> object:
-    """Jinja's `finalize`: a value that is put out."""
+    """Charge a value that is output, as Jinja's `finalize`."""
     if not isinstance(value, jinja2.Undefined):
         value = _text(value)
         _budget.get().step(len(value))
@@ -281,7 +282,7 @@ def _output(_: object, value: object) -> object:
 
 
 def _before_text(name: str, text: str, args: tuple[object, ...]) -> None:
-    """Charge what a method or filter makes of a text."""
+    """Charge the result of a string method or filter before the call."""
     budget = _budget.get()
     size = len(text)
     if name == "replace" and len(args) > 1:
@@ -298,7 +299,7 @@ def _before_text(name: str, text: str, args: tuple[object, ...]) -> None:
 
 
 def _charged(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """The filter, charged for what it is given and for what it makes."""
+    """Wrap a filter so that its input and its result are charged."""
     position = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja passes a context or environment first
 
     @wraps(function)
@@ -336,7 +337,7 @@ def _before_filter(name: str, value: object, more: tuple[object, ...]) -> None:
 
 
 def _counted(values: Iterator[Result]) -> Iterator[Result]:
-    """Charges each item for what it holds."""
+    """Yield the items, charging each for its contents."""
     budget = _budget.get()
     for value in values:
         budget.step(ITEM + budget.deep(value))

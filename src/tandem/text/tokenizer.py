@@ -1,7 +1,7 @@
-"""Text to tokens and back, and chat templates. No mlx, and no transformers for models with tokenizer.json.
+"""Tokenizer of a model, and its chat template. No mlx, and no transformers for models with tokenizer.json.
 
-Importing transformers takes more than a second, so it is used only where a model has no tokenizer.json or its
-tokenizer is Python code.
+Importing transformers takes more than a second. It is used only if a model has no tokenizer.json, or a tokenizer in
+Python code.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 class Backend(Protocol):
-    """Interface of the library below `Tokenizer`."""
+    """Interface of the library that `Tokenizer` uses."""
 
     vocab_size: int
-    """One more than the largest id."""
+    """Largest id plus 1."""
     special_ids: frozenset[int]
     scheme: Scheme
     longest_token: int | None
-    """Most bytes of a text that one token can stand for; None where that has no bound."""
+    """Most bytes of text per token; None if unbounded."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
     def piece(self, token: int) -> str | None:
-        """The vocabulary's entry, None for an id that is not in use."""
+        """Return the vocabulary entry of an id; None for an unused id."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text, for schemes whose tokens have no bytes of their own."""
+        """Return the text of token ids, for schemes in which tokens have no fixed bytes."""
 
 
 class Tokenizer:
-    """A model's tokenizer. Threads may share one."""
+    """A model's tokenizer. Thread-safe."""
 
     def __init__(
         self,
@@ -60,65 +60,65 @@ class Tokenizer:
         closing: int | None = None,
         config: JsonMapping | None = None,
     ) -> None:
-        """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself.
-        `config`: what tokenizer_config.json says."""
+        """Store the parts. `closing`: token to append to a text for embedding, if the tokenizer does not add it; else
+        None. `config`: content of tokenizer_config.json."""
         self._backend = backend
         self._template = template
         self.chat_template = template.source if template is not None else ""
         """Source of the chat template; empty if there is none."""
         self.eos_token_ids = eos
-        """Ids that end an answer."""
+        """Ids of tokens that end an answer."""
         self.vocab_size = backend.vocab_size
-        """One more than the largest id that stands for a text."""
+        """Largest id plus 1."""
         self.special_ids = backend.special_ids
-        """Ids that `skip_special_tokens` leaves out."""
+        """Ids that `skip_special_tokens` omits."""
         self.scheme = backend.scheme
         self.longest_token = backend.longest_token
-        """Most bytes of a text that one token can stand for; None where that has no bound."""
+        """Most bytes of text per token; None if unbounded."""
         self._bos, self._add_bos, self._closing = bos, add_bos, closing
         self._config = dict(config or {})
-        # Bytes of a token are asked for at every step of every stream.
+        # Called for each token at every step of every stream.
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
         self.special_ids_of = lru_cache(maxsize=64)(self._special_ids_of)
 
     @property
     def has_chat_template(self) -> bool:
-        """True when the model has a chat template, its own or a given one."""
+        """True if there is a chat template, the model's or the user's."""
         return self._template is not None
 
     @property
     def info(self) -> JsonObject:
-        """Content of tokenizer_config.json, special tokens as plain texts (None for one that is not there), with the
-        chat template that is in use."""
+        """Content of tokenizer_config.json, with special tokens as plain texts (None if missing) and the chat template
+        in use."""
         names = {name: _token_string(self._config.get(name)) for name in _NAMES}
         return {**self._config, **names, "chat_template": self.chat_template or None}
 
     @property
     def template_reads(self) -> frozenset[str]:
-        """Names of the variables that the chat template looks at."""
+        """Names of variables that the chat template reads."""
         return self._template.reads if self._template is not None else frozenset()
 
     @property
     def template_words(self) -> frozenset[str]:
-        """Texts that are written out in its expressions."""
+        """String constants in the chat template's expressions."""
         return self._template.words if self._template is not None else frozenset()
 
     def has_special(self, text: str) -> bool:
-        """True when `text` contains a special token, or is one token that looks like one."""
+        """Return True if `text` contains a special token, or is a single token of the form <|...|>."""
         if self.special_ids_of((text,)):
             return True
         return _CONTROL.fullmatch(text) is not None and len(self.encode(text, False)) == 1
 
     def _special_ids_of(self, texts: tuple[str, ...]) -> list[int]:
-        """Ids of those special tokens that stand in one of `texts`."""
+        """Return the ids of special tokens that occur in any of `texts`."""
         known = ((token, self.token_text(token)) for token in sorted(self.special_ids))
         return [token for token, name in known if name and any(name in text for text in texts)]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with `add_special_tokens` as the model wants a text to begin (BOS)."""
+        """Return the token ids of a text; with `add_special_tokens` including the model's prefix (BOS)."""
         ids = self._backend.encode(text, add_special_tokens)
         if add_special_tokens and self._bos is not None and self._add_bos is not None:
-            # `add_bos_token` of tokenizer_config.json outweighs tokenizer.json's post-processor.
+            # `add_bos_token` of tokenizer_config.json takes precedence over tokenizer.json's post-processor.
             starts = ids[:1] == [self._bos]
             if self._add_bos and not starts:
                 return [self._bos, *ids]
@@ -127,13 +127,13 @@ class Tokenizer:
         return ids
 
     def encode_closed(self, text: str) -> list[int]:
-        """Token ids of a text that is to be embedded: as `encode`, and with EOS at its end where the model wants it
-        (`add_eos_token` of tokenizer_config.json)."""
+        """Return the token ids of a text for embedding: as `encode`, plus EOS if tokenizer_config.json has
+        `add_eos_token`."""
         ids = self.encode(text)
         return [*ids, self._closing] if self._closing is not None and ids[-1:] != [self._closing] else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Invalid UTF-8 becomes U+FFFD; ids that are not in use have no text."""
+        """Return the text of token ids. Invalid UTF-8 becomes U+FFFD; unused ids yield no text."""
         if not self.scheme.has_bytes:
             return self._backend.decode(ids, skip_special_tokens)
         special = self.special_ids if skip_special_tokens else frozenset()
@@ -141,12 +141,13 @@ class Tokenizer:
         return text.removeprefix(" ") if self.scheme.strips_first_space else text
 
     def render_chat(self, messages: Sequence[JsonMapping]) -> list[int]:
-        """Token ids of a conversation. Raises `RequestError` when there is no template or it refuses the messages."""
+        """Return the token ids of a conversation. Raise `RequestError` without a template, or if it rejects the
+        messages."""
         return self._backend.encode(self.template.render(messages), False)
 
     @property
     def template(self) -> ChatTemplate:
-        """The chat template. Raises RequestError when there is none."""
+        """The chat template. Raises RequestError if there is none."""
         if self._template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
@@ -155,7 +156,7 @@ class Tokenizer:
         return self._template
 
     def token_text(self, token: int) -> str:
-        """Text of one token alone, special ones included; U+FFFD where it is a part of a character."""
+        """Return the text of one token, special or not; U+FFFD for part of a character."""
         if self.scheme.has_bytes:
             return self.token_bytes(token).decode("utf-8", errors="replace")
         return self._backend.decode([token], False)
@@ -172,10 +173,10 @@ class Tokenizer:
 def load_tokenizer(
     files: ModelFiles, *, chat_template_file: str | Path | None = None, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer of a model directory.
+    """Load the tokenizer of a model directory.
 
-    `chat_template_file` replaces the model's chat template. Raises `BrokenModel` when the tokenizer's files are
-    missing or damaged, `UsageError` when the template file cannot be read.
+    `chat_template_file` replaces the model's chat template. Raise `BrokenModel` for missing or damaged tokenizer files,
+    `UsageError` for an unreadable template file.
     """
     config = _config(files.path)
     backend: Backend
@@ -209,7 +210,7 @@ def load_tokenizer(
 
 
 def _config(path: Path) -> JsonObject:
-    """tokenizer_config.json, completed by special_tokens_map.json of older models."""
+    """Return tokenizer_config.json, with missing entries from the special_tokens_map.json of older models."""
     merged: JsonObject = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (path / name).exists():
@@ -228,7 +229,7 @@ def _only_id(backend: Backend, text: str) -> int | None:
 
 
 def check_template_file(file: str | Path) -> None:
-    """Raise UsageError for a file of `--chat-template` that cannot be read, BrokenModel for one that is no template."""
+    """Raise UsageError for an unreadable file of `--chat-template`, BrokenModel for an invalid template."""
     ChatTemplate(_read_template(file), {}, origin=_flag(file))
 
 

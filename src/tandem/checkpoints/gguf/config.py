@@ -1,4 +1,4 @@
-"""config.json of a GGUF file, from its metadata. No mlx."""
+"""Derivation of config.json from a GGUF file's metadata. No mlx."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MODELS = {
     "granite": ("granite", "GraniteForCausalLM"),
     "smollm3": ("smollm3", "SmolLM3ForCausalLM"),
 }
-"""`general.architecture` to model_type, and the class that transformers, and hence vLLM, looks for. deepseek2 may also
-be deepseek_v2, mistral3 ministral3. Qwen3-Next has the parameters of Qwen3.5, which the file has one by one too."""
+"""`general.architecture` to model_type, and the class name in transformers, which vLLM looks for. deepseek2 may also be
+deepseek_v2, and mistral3 ministral3. Qwen3-Next maps to Qwen3.5, whose parameters the file stores separately too."""
 _WITH_EXPERTS = ("qwen3moe", "qwen3next", "qwen35moe", "gemma4", "gpt-oss", "deepseek2", "glm4moe")
 _PARTLY_ROTATED = ("phi3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "glm4moe")
 _LLAMA3_CONTEXT = 8192
@@ -47,12 +47,12 @@ class _Metadata:
         self.shapes, self.factors, self._metadata, self._source = shapes, factors, metadata, source
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The entry, or `default`. Raises KeyError where there is neither."""
+        """Return the entry, or `default`. Raise KeyError without either."""
         name = f"{self.arch}.{key}"
         return self._metadata[name] if default is None else self._metadata.get(name, default)
 
     def need(self, key: str) -> Any:
-        """A positive number: of entries for each layer the largest."""
+        """Return a positive number; for an entry with one value per layer the largest. Raise `BrokenModel`."""
         value = self._metadata.get(f"{self.arch}.{key}")
         largest = max(value, default=0) if isinstance(value, list) else value
         if not isinstance(largest, (int, float)) or largest <= 0:
@@ -66,10 +66,10 @@ class _Metadata:
 
 
 def model_config(metadata: JsonObject, shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> JsonObject:
-    """config.json as a dict, without quantisation.
+    """Return config.json as a dict, without quantisation.
 
-    `factors` are the tensors of rotary factors that there are, by name. Raises `UnsupportedModel` for an architecture
-    or rotary scaling that is not supported, `BrokenModel` for metadata that is missing.
+    `factors` are the file's tensors of rotary factors, by name. Raise `UnsupportedModel` for an architecture or rotary
+    scaling that is not supported, `BrokenModel` for missing metadata.
     """
     file = _Metadata(metadata, shapes, factors, source)
     arch, experts = file.arch, bool(metadata.get(f"{file.arch}.expert_count", 0))
@@ -126,7 +126,7 @@ def _qwen3moe(file: _Metadata, config: JsonObject) -> JsonObject:
 
 
 def _qwen35(file: _Metadata, config: JsonObject) -> JsonObject:
-    """Linear attention, with a layer of full attention now and then."""
+    """Return the entries for linear attention with full attention every n layers, and for experts."""
     values = int(file.get("ssm.time_step_rank"))
     own = {
         "linear_num_value_heads": values, "linear_num_key_heads": int(file.get("ssm.group_count")),
@@ -144,8 +144,8 @@ def _qwen35(file: _Metadata, config: JsonObject) -> JsonObject:
 
 
 def _gemma(file: _Metadata, config: JsonObject) -> JsonObject:
-    """Add what queries are scaled by, which the file lacks: the head width, or hidden size by heads in the largest
-    model of a generation. Add the windows and soft caps too."""
+    """Return windows, soft caps, and the query scale. The file lacks the scale: it is the head width, or for the
+    largest model of a generation the hidden size per head."""
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.arch]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     own = {"query_pre_attn_scalar": scalar, "sliding_window": int(file.get("attention.sliding_window", 0))}
@@ -164,7 +164,7 @@ def _gemma(file: _Metadata, config: JsonObject) -> JsonObject:
 
 
 def _gemma4(file: _Metadata, config: JsonObject) -> JsonObject:
-    """Add the entries of layers with a window, and of those with wider heads that are rotated in part."""
+    """Return the entries for windowed layers, and for full-attention layers with wider, partly rotated heads."""
     windows = [bool(window) for window in file.get("attention.sliding_window_pattern")]
     count = config["num_hidden_layers"]
     kv_heads = np.broadcast_to(file.get("attention.head_count_kv"), count).tolist()
@@ -213,7 +213,7 @@ def _gpt_oss(file: _Metadata, config: JsonObject) -> JsonObject:
 
 
 def _routed(file: _Metadata) -> JsonObject:
-    """Experts of DeepSeek's kind."""
+    """Return the entries for experts as in DeepSeek."""
     return {
         "n_routed_experts": int(file.get("expert_count")), "num_experts_per_tok": int(file.get("expert_used_count")),
         "n_shared_experts": int(file.get("expert_shared_count", 0)) or None,
@@ -226,7 +226,7 @@ def _routed(file: _Metadata) -> JsonObject:
 
 
 def _deepseek2(file: _Metadata, config: JsonObject) -> JsonObject:
-    """DeepSeek V2, and V3 with its sigmoid gates: latent attention, cut into heads in the file or not."""
+    """Return the entries of DeepSeek V2, or V3 with sigmoid gates; the file stores latent attention whole or per head."""
     own = _routed(file)
     if file.get("expert_gating_func", 1) == 2:
         own["topk_method"] = "noaux_tc"
@@ -251,7 +251,7 @@ def _glm4moe(file: _Metadata, config: JsonObject) -> JsonObject:
 
 
 def _mistral3(file: _Metadata, config: JsonObject) -> JsonObject:
-    """Mistral Small 3, or Ministral 3, whose queries grow with their positions."""
+    """Return the entries of Ministral 3, which scales queries by position; none for Mistral Small 3."""
     if not (growth := file.get("attention.temperature_scale", 0.0)):
         return {}
     scale = float(file.get("rope.scaling.yarn_log_multiplier", 1.0))
@@ -325,7 +325,7 @@ def _rope_scaling(file: _Metadata, base: float, dim: int) -> JsonObject:
 
 
 def _llama3_scaling(file: _Metadata, base: float, dim: int) -> JsonObject:
-    """The file has the factors alone; Llama 3's settings are the ones known to make such factors."""
+    """Return Llama 3's scaling settings if they yield the factors stored in the file. Raise `UnsupportedModel`."""
     factors = file.factors["rope_freqs.weight"]
     settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}
     settings |= {"high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
@@ -335,7 +335,7 @@ def _llama3_scaling(file: _Metadata, base: float, dim: int) -> JsonObject:
 
 
 def _llama3(factor: float, base: float, dim: int) -> np.ndarray:
-    """Divisors of the rotary frequencies, as llama.cpp's converter computes them for Llama 3."""
+    """Return the divisors of the rotary frequencies, as llama.cpp's converter computes them for Llama 3."""
     wavelength = 2 * math.pi * base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     smooth = np.clip((_LLAMA3_CONTEXT / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     return 1 / ((1 - smooth) / factor + smooth)

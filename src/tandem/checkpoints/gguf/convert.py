@@ -1,8 +1,8 @@
-"""GGUF files, converted into MLX model directories. No mlx.
+"""Conversion of GGUF files to MLX model directories. No mlx.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What MLX can hold stays packed, other quantisations
-are expanded (`tensors.py`). What llama.cpp stores in another way is put back: the order of rows (`names.py`), Gemma's
-norms, which are one larger, and the decays of linear attention.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Formats that MLX supports stay packed; others are
+expanded (`tensors.py`). Changes that llama.cpp's converter makes are reverted: the order of rows (`names.py`), the 1
+added to Gemma's norms, and the transformed decays of linear attention.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 from tandem.json_types import JsonObject
 
-_FORMAT = 4  # raised when converted directories from before must not be used any more
+_FORMAT = 4  # raised when older converted directories become unusable
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
-"""Kernels for each channel, which MLX has with one input each."""
+"""Convolution kernels per channel, which in MLX have an extra last axis of one input."""
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress | None = None) -> None:
-    """Write `source`, with the other parts of its model if it is one, as an MLX model into `directory`, which is empty.
+    """Convert `source`, and the other parts of its model if it is split, to an MLX model in the empty `directory`.
 
-    `progress` gets bytes done and in all. Peak memory is about one tensor. Raises `UnsupportedModel` for an
+    `progress` is called with bytes done and in all. Peak memory is about one tensor. Raise `UnsupportedModel` for an
     architecture, tensor type or tokenizer that is not supported, `BrokenModel` for a damaged file.
     """
     try:
@@ -52,7 +52,7 @@ def convert_gguf(source: Path, directory: Path, progress: Progress | None = None
     except (ModelError, OSError):
         raise
     except Exception as error:
-        # Metadata can be wrong in more ways than are worth a check each, and tokenizers raises plain Exception.
+        # Metadata can be wrong in more ways than are checked, and tokenizers raises plain Exception.
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise BrokenModel(f"{source}: metadata or tensors contradict one another ({text})", param="model") from error
 
@@ -95,24 +95,24 @@ def _plain(data: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
 
 
 class _Writer:
-    """Plan of the tensors to write; converts each when its turn comes."""
+    """Plan of the tensors to write; each is converted when it is written."""
 
     def __init__(
         self, data: Mapping[str, np.ndarray], architecture: str, config: JsonObject, progressed: Callable[[int], None]
     ) -> None:
         self._data = data
-        """The file that a tensor is in, by its name."""
+        """Contents of the file that holds a tensor, by the tensor's name."""
         self.architecture = architecture
         self._gemma = architecture.startswith("gemma")
-        # Gemma's activations are too large for float16, and the embedding's type is that of the activations.
+        # Gemma's activations overflow float16, and they have the embedding's type.
         self._dtype = "BF16" if self._gemma else "F16"
         self._config = config.get("text_config", config)
         self._progressed = progressed
         self.packed: dict[str, int] = {}
-        """Type numbers of what stays packed, by module path."""
+        """ggml type numbers of tensors that stay packed, by module path."""
 
     def parts(self, tensor: GGUFTensor) -> Iterator[PendingTensor]:
-        """Tensors to write for a tensor of the file."""
+        """Yield the MLX tensors to write for one tensor of the GGUF file."""
         axis = max(len(tensor.shape) - 2, 0)
         names = list(mlx_names(tensor.name, self.architecture, tensor.shape[axis], self._config))
         for name, order in names:
@@ -160,7 +160,7 @@ class _Writer:
         return converted(data, tensor.kind, tensor.shape, self._dtype)
 
     def _restored(self, name: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Values and columns as mlx-lm has them."""
+        """Return the arrays with llama.cpp's changes to values, shape and columns reverted."""
         if name.endswith("linear_attn.A_log"):
             return {"weight": np.log(-parts["weight"])}
         if name.endswith((*_CONVOLUTIONS, "shared_expert_gate.weight")) and len(parts) == 1:
@@ -180,7 +180,7 @@ class _Writer:
 
 
 class _Once:
-    """Converts a tensor when its first part is written and forgets it after the last."""
+    """Converter of one tensor into parts: it runs when the first part is written, and frees each part once taken."""
 
     def __init__(self, convert: Callable[[], dict[str, np.ndarray]]) -> None:
         self._convert = convert
@@ -196,7 +196,7 @@ class _Once:
 
 
 def _quantization(packed: dict[str, int]) -> JsonObject:
-    """MLX's settings: the commonest for all, exceptions by path."""
+    """Return MLX's quantisation settings: the most common ones, with exceptions by path."""
     numbers = list(packed.values())
     common = max(set(numbers), key=numbers.count)
     usual = settings_of(common)
@@ -205,8 +205,7 @@ def _quantization(packed: dict[str, int]) -> JsonObject:
 
 
 def convert_cached(source: Path, progress: Progress | None = None) -> Path:
-    """The MLX directory of a GGUF file, or of all parts of its model, in the cache directory; converted unless it is
-    there already."""
+    """Return the MLX directory of a GGUF file, or of all parts of its model, in the cache; converted if not present."""
     found = [(part, part.stat()) for part in parts_of(source)]
     key = ":".join([str(_FORMAT), *(f"{part.resolve()}:{one.st_size}:{one.st_mtime_ns}" for part, one in found)])
     target = cache_dir() / "gguf" / f"{model_stem(source)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"

@@ -1,7 +1,7 @@
-"""Headers of GGUF files. No mlx.
+"""Reader of GGUF headers. No mlx.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. They are read here and not by the gguf package, whose
-reader follows announced counts beyond the end of a file.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package is not used, since its reader
+follows declared counts beyond the end of a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 MAX_DIMENSIONS = 4
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
-"""Stem of a part's name, as llama.cpp's gguf-split gives it."""
+"""Stem of a part's file name, as written by llama.cpp's gguf-split."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GGUFTensor:
     kind: int
     """ggml type number."""
     offset: int
-    """Bytes from the start of the file."""
+    """Offset from the start of the file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class GGUFFile:
 
 
 def model_stem(path: Path) -> str:
-    """Name of the model that is in the file, or in it and the other parts."""
+    """Return the name of the model in a file, without the number of a part."""
     part = _PART.fullmatch(path.stem)
     return part[1] if part else path.stem
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The file, or all parts of the model of which it is one, by their names. Raises `BrokenModel` if one is not there."""
+    """Return the file, or all parts of its split model in order. Raise `BrokenModel` if one is missing."""
     part = _PART.fullmatch(path.stem)
     if part is None:
         return [path]
@@ -71,7 +71,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_parts(path: Path) -> list[GGUFFile]:
-    """The file, or all parts of its model. Raises as `read_gguf`, and `BrokenModel` where parts are missing."""
+    """Read the file, or all parts of its model. Raise the errors of `read_gguf`, and `BrokenModel` if parts are missing."""
     files = [read_gguf(one) for one in parts_of(path)]
     count = files[0].metadata.get("split.count", 0)
     if count not in (0, len(files)):
@@ -84,9 +84,9 @@ def read_parts(path: Path) -> list[GGUFFile]:
 
 
 class _Reader:
-    """Values of a GGUF header in turn. Raises EOFError when the file ends within it.
+    """Sequential reader of a GGUF header. Raises EOFError if the file ends within it.
 
-    Every value takes bytes of the file, so that no announced count makes it loop or allocate beyond the file's size.
+    Every value consumes bytes of the file, so a forged count cannot cause loops or allocations beyond the file's size.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -119,7 +119,7 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the header of a GGUF file (version 2 or 3, little-endian). Raises `BrokenModel`, `UnsupportedModel`."""
+    """Read the header of a GGUF file (version 2 or 3, little-endian). Raise `BrokenModel`, `UnsupportedModel`."""
     data = _mapped(path)
     if bytes(data[:4]) != b"GGUF":
         raise BrokenModel(f"{path}: is not a GGUF file", param="model")
@@ -155,12 +155,12 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
-    """Does a tensor of a supported type have a shape, and lie within the file's `size` bytes?"""
+    """Raise `BrokenModel` unless a tensor of a supported type has a valid shape and lies within the file's `size` bytes."""
     if not 1 <= len(tensor.shape) <= MAX_DIMENSIONS or 0 in tensor.shape:
         raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}", param="model")
     kind = kinds().get(tensor.kind)
     if kind is None:
-        return  # refused by name, once it is known what the file is
+        return  # refused later, with its name
     if tensor.shape[-1] % kind.block:
         raise BrokenModel(
             f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "

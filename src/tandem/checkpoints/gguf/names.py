@@ -1,4 +1,4 @@
-"""Tensors of GGUF files as mlx-lm's models have them: their names, and the order of their rows. No mlx."""
+"""Mapping of GGUF tensors to mlx-lm's models: names, and the order of rows. No mlx."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ _BARE = {
     "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
 }  # fmt: skip
-"""Parameters that are no module's weight or bias."""
+"""Parameters that are not a module's weight or bias."""
 _FUSED = {
     "ffn_gate_up_exps.weight": ("ffn_gate_exps", "ffn_up_exps"), "ssm_ba.weight": ("ssm_beta", "ssm_alpha"),
     "ssm_in.weight": ("attn_qkv", "attn_gate"),
 }  # fmt: skip
-"""Tensors that hold the rows of two."""
+"""Tensors that hold the rows of two modules."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)", re.DOTALL)
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 PAIRS = ("llama", "mistral3", "smollm3", "granite")
-"""Architectures whose rows of queries and keys llama.cpp stores in the order of its own rotary embedding."""
+"""Architectures whose query and key rows llama.cpp stores in the order of its own rotary embedding."""
 
 
 def mlx_names(name: str, architecture: str, rows: int, config: JsonObject) -> Iterator[tuple[str, np.ndarray | None]]:
-    """MLX's names of what is in a tensor of `rows` rows, each with its rows in MLX's order (None: all, as they are).
+    """Yield the MLX name of each parameter in a tensor of `rows` rows, with its rows in MLX's order (None: unchanged).
 
-    There are none of rotary factors, which become part of the config, nor of layers that mlx-lm leaves out.
+    Yields nothing for rotary factors, which become config entries, and for layers that mlx-lm does not load.
     """
     if name in _IN_CONFIG:
         return
@@ -87,7 +87,7 @@ def mlx_names(name: str, architecture: str, rows: int, config: JsonObject) -> It
     if match is None:
         base, _, last = name.rpartition(".")
         known = own.get(base) or _GLOBAL.get(base)
-        yield f"{root}{known}.{last}" if known else name, None  # what is unknown is refused when it is loaded
+        yield f"{root}{known}.{last}" if known else name, None  # an unknown name is refused at load
         return
     layer, inner = int(match[1]), match[2]
     if layer >= config["num_hidden_layers"]:
@@ -107,7 +107,7 @@ def mlx_names(name: str, architecture: str, rows: int, config: JsonObject) -> It
 
 
 def _first_shared(config: JsonObject) -> int:
-    """The first layer that takes keys and values from an earlier one."""
+    """Return the number of the first layer that reuses keys and values of an earlier one."""
     return int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers", 0))
 
 
@@ -127,16 +127,17 @@ def _order(inner: str, architecture: str, rows: int, config: JsonObject) -> np.n
 
 
 def grouped(size: int, config: JsonObject) -> np.ndarray:
-    """Place in the file of each of `size` rows or columns of values.
+    """Return, for each of `size` rows or columns of values in MLX's order, its position in the file.
 
-    MLX has the heads of one key one after the other, and llama.cpp the first heads of all keys before the second ones.
+    MLX stores all value heads of one key head together; llama.cpp stores the first value heads of all key heads, then
+    the second ones.
     """
     keys = config["linear_num_key_heads"]
     return np.arange(size).reshape(config["linear_num_value_heads"] // keys, keys, -1).swapaxes(0, 1).ravel()
 
 
 def _apart(inner: str, rows: int, config: JsonObject) -> tuple[np.ndarray, ...]:
-    """Rows of the two tensors that one holds: halves, or both in turn for each key's head."""
+    """Return the rows of each of the two fused tensors: halves, or interleaved per key head."""
     if inner == "ffn_gate_up_exps.weight":
         return tuple(np.split(np.arange(rows), 2))
     keys, width = config["linear_num_key_heads"], config["linear_key_head_dim"]

@@ -1,8 +1,8 @@
-"""Tensors of GGUF files: block formats, and their repacking for MLX (numpy and the gguf package, no mlx).
+"""GGUF tensor formats and their repacking for MLX (numpy and the gguf package, no mlx).
 
-Block formats: ggml `ggml-common.h`. What MLX can hold stays packed: blocks of 32 weights of 4, 5 or 8 bits become
-affine groups, element i of a row at bit i * bits of consecutive uint32 words and w = scale * q + bias; MXFP4 is the
-same in both. Other formats are expanded to 16 bits by the gguf package.
+Block formats: ggml `ggml-common.h`. Blocks of 32 weights with 4, 5 or 8 bits become affine groups of MLX: element i of
+a row is at bit i * bits of consecutive uint32 words, and w = scale * q + bias. MXFP4 is the same in both. The gguf
+package expands all other formats to 16 bits.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import numpy as np
 from tandem.json_types import JsonObject
 
 GROUP = 32
-"""Weights of a group in MLX."""
+"""Weights per MLX group."""
 PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-"""ggml type number to safetensors' name."""
+"""ggml type numbers of unquantised types, with safetensors' names."""
 _AFFINE = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}
 _CHUNK = 1 << 22
-"""Weights that are expanded at once: the gguf package needs several times their size."""
+"""Weights to expand at once; the gguf package needs several times their size in memory."""
 
 
 @dataclass(frozen=True)
 class GGMLType:
-    """A ggml type."""
+    """Block format of a ggml type."""
 
     name: str
     block: int
-    """Weights of a block."""
+    """Weights per block."""
     nbytes: int
-    """Bytes of a block."""
+    """Bytes per block."""
     bits: int = 0
-    """Bits of a weight that stays packed; 0 for others."""
+    """Bits per weight for types that stay packed; 0 for other types."""
     mode: str = "affine"
 
 
 @cache
 def kinds() -> dict[int, GGMLType]:
-    """All types that can be read, by number."""
-    import gguf.quants  # a sixth of a second, which other models need not wait for
+    """Return all supported types by ggml number."""
+    import gguf.quants  # takes a sixth of a second, only for GGUF models
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found = {}
     for kind in GGMLQuantizationType:
-        if int(kind) in PLAIN or hasattr(gguf.quants, kind.name):  # a class for each type that it can expand
+        if int(kind) in PLAIN or hasattr(gguf.quants, kind.name):  # gguf.quants has a class for each type that it can expand
             packed = 4 if kind.name == "MXFP4" else _AFFINE.get(kind.name, 0)
             mode = "mxfp4" if kind.name == "MXFP4" else "affine"
             block, nbytes = GGML_QUANT_SIZES[kind]
@@ -55,7 +55,7 @@ def kinds() -> dict[int, GGMLType]:
 
 
 def kind_name(number: int) -> str:
-    """ggml's name of the type, for messages."""
+    """Return ggml's name of a type, for messages."""
     from gguf.constants import GGMLQuantizationType
 
     try:
@@ -65,22 +65,23 @@ def kind_name(number: int) -> str:
 
 
 def stored_bytes(number: int, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a type that can be read, in the file."""
+    """Return the bytes of a tensor in the file, for a supported type."""
     kind = kinds()[number]
     return math.prod(shape) // kind.block * kind.nbytes
 
 
 def settings_of(number: int) -> JsonObject:
-    """MLX's quantisation settings of a type that stays packed."""
+    """Return MLX's quantisation settings for a type that stays packed."""
     kind = kinds()[number]
     return {"group_size": GROUP, "bits": kind.bits, **({} if kind.mode == "affine" else {"mode": kind.mode})}
 
 
 def converted(data: np.ndarray, number: int, shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
-    """Bytes of a tensor as MLX's arrays: `weight`, and for packed types `scales` and, unless mxfp4, `biases` (float16).
+    """Convert a tensor's bytes to MLX arrays: `weight`, and for packed types `scales` and, except mxfp4, `biases`
+    (float16).
 
-    `weight` is uint32 [..., columns * bits / 32] for packed types, the array as stored for plain ones (bfloat16 as
-    uint16), else float16 or bfloat16 as `dtype` (F16 or BF16) says. Scales and biases are [..., columns / 32].
+    `weight` is uint32 [..., columns * bits / 32] for packed types. Plain types keep their type (bfloat16 as uint16).
+    Others become float16 or bfloat16, by `dtype` (F16 or BF16). Scales and biases are [..., columns / 32].
     """
     kind = kinds()[number]
     if number in PLAIN:
@@ -101,7 +102,7 @@ def converted(data: np.ndarray, number: int, shape: tuple[int, ...], dtype: str)
 
 
 def expanded(data: np.ndarray, number: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """A tensor of any type that can be read, in 16 bits if it is quantised."""
+    """Return a tensor of any supported type as an unpacked array: 16 bits by `dtype` if it is quantised."""
     if number in PLAIN:
         return converted(data, number, shape, dtype)["weight"]
     kind = kinds()[number]
@@ -121,13 +122,13 @@ def _expanded(blocks: np.ndarray, number: int, kind: GGMLType, dtype: str) -> np
 
 
 def bfloat16(array: np.ndarray) -> np.ndarray:
-    """float32 as the bits of bfloat16, rounded to nearest, ties to even."""
+    """Return float32 values as the bits of bfloat16 (uint16), rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _numbers(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Whole numbers [groups, 32], and scale and bias of each group."""
+    """Unpack blocks: return integers [groups, 32], and scale and bias of each group."""
     if name.endswith("_K"):
         return _k_numbers(blocks, name)
     scales = blocks[:, 0:2].copy().view(np.float16)
@@ -144,7 +145,7 @@ def _numbers(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _k_numbers(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Super-blocks of eight groups, whose scales and minima are whole numbers of 6 bits."""
+    """Unpack K-quant super-blocks of eight groups, whose scales and minima are 6-bit integers."""
     from gguf.quants import Q4_K
 
     count = len(blocks)
@@ -160,7 +161,7 @@ def _k_numbers(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
-    """Byte j holds number j (low half) and number j + 16 (high half)."""
+    """Unpack 4-bit values: byte j holds value j (low half) and value j + 16 (high half)."""
     return np.concatenate([data & 15, data >> 4], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata (tokenizers library, no mlx)."""
+"""Conversion of a GGUF file's tokenizer to tokenizer.json and tokenizer_config.json (tokenizers library, no mlx)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _PATTERNS = {
     "qwen35": (_WORDS % "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
     "gpt-4o": _O200K,
 }
-"""How llama.cpp's names of pre-tokenisers split text into words."""
+"""Regular expressions that split text into words, by llama.cpp's pre-tokeniser names."""
 _DIGITS = ("smollm", "refact", "starcoder")
 _PLAIN = ("gpt-2", "default")
 _MAX_TOKEN = 1024  # characters; deriving merges takes time that grows with the square of a token's length
 
 
 def write_tokenizer(metadata: JsonObject, directory: Path, source: str) -> None:
-    """Write both files. Raises `UnsupportedModel` for a tokenizer model or pre-tokeniser that is not known."""
+    """Write both files. Raise `UnsupportedModel` for an unknown tokenizer model or pre-tokeniser, `BrokenModel` without
+    tokens."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise BrokenModel(f"{source}: has no tokenizer (tokenizer.ggml.tokens)", param="model")
@@ -87,8 +88,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: JsonObject, tokens: list[str]) -> Tokenizer:
-    """SentencePiece BPE: where merges are not given, their order follows from the scores (as transformers' converter
-    derives it)."""
+    """Build a SentencePiece BPE tokenizer; missing merges are derived from the scores, as in transformers' converter."""
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])] or _merges(metadata, tokens, vocab)
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]

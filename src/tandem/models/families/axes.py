@@ -1,7 +1,7 @@
-"""Units of divided axes, in families whose layers are not those of plain attention. From config.json, no mlx.
+"""Kinds of split axes in families whose layers are not standard attention. Computed from config.json, no mlx.
 
-Each function takes a config (of the text model, with the family's defaults) and gives the family's own kinds of axes by
-the names under which `sharding.py` cuts them. Figures that a config lacks count as 0: such a model is refused.
+Each function takes the text model's config with the family's defaults. It returns an `Axis` for each own kind that
+`sharding.py` uses. A number that the config lacks counts as 0, and `plan_shards` then refuses the model.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from tandem.checkpoints.config import LARGEST_NUMBER
 from tandem.json_types import JsonMapping
 
 Base = Literal["heads", "queries", "states", "whole"]
-"""Units that ranks share: key and value heads of attention; its query heads; heads (or groups of heads, or channels) of
-a recurrent layer; or nothing, so that every rank has all of it."""
+"""Units that are distributed over the ranks. heads: kv heads of attention; queries: query heads; states: heads, groups
+of heads, or channels of a recurrent layer; whole: none, every rank has the full axis."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A part of an axis that is divided in one way."""
+    """An axis, or a contiguous part of one, split in whole units."""
 
     base: Base
     count: int
-    """Units in all."""
+    """Number of units over all ranks."""
     unit: int
-    """Elements in a unit."""
+    """Elements per unit."""
 
 
 Axes = Callable[[JsonMapping], dict[str, Axis]]
 
 
 def number(config: JsonMapping, *keys: str) -> int:
-    """The first of `keys` that is a whole number that a config can have, or 0."""
+    """Return the first of `keys` whose value is an integer in [0, LARGEST_NUMBER), or 0."""
     found = (config.get(key) for key in keys)
     return next((value for value in found if type(value) is int and 0 <= value < LARGEST_NUMBER), 0)
 
 
 def latent(config: JsonMapping) -> dict[str, Axis]:
-    """Axes of multi-head latent attention: projections of the latent are divided by heads, the latent itself is not."""
+    """Return the axes of multi-head latent attention: projections from the latent are split by heads, the latent is
+    replicated."""
     heads = number(config, "num_attention_heads")
     plain = number(config, "qk_nope_head_dim", "head_dim")
     value = number(config, "v_head_dim", "head_dim") or number(config, "hidden_size") // max(heads, 1)
@@ -53,14 +54,15 @@ def latent(config: JsonMapping) -> dict[str, Axis]:
 
 
 def _gated(config: JsonMapping) -> dict[str, Axis]:
-    """Attention whose query projection makes gates too, head by head."""
+    """Return the axis of a query projection that also computes an output gate per head."""
     heads = number(config, "num_attention_heads")
     size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
     return {"q_gate": Axis("queries", heads, 2 * size)}
 
 
 def mixed(config: JsonMapping) -> dict[str, Axis]:
-    """Attention whose layers differ in heads and their sizes: cut where all of them can be, in proportion."""
+    """Return the axes of attention whose layers differ in head counts and widths: split into the greatest common
+    divisors."""
     heads = {number(config, "num_attention_heads"), number(config, "swa_num_attention_heads")} - {0}
     kv = {number(config, "num_key_value_heads"), number(config, "swa_num_key_value_heads")}
     if config.get("attention_k_eq_v"):
@@ -78,7 +80,8 @@ def mixed(config: JsonMapping) -> dict[str, Axis]:
 
 
 def _blocks(config: JsonMapping, part: str, figure: str) -> list[float]:
-    """Values of config entry `figure` over the blocks of Nemotron's layers that have it."""
+    """Return the positive values of `figure` in section `part` of Nemotron's `block_configs`, for the layers that have
+    it."""
     listed = config.get("block_configs")
     blocks = [block.get(part) for block in listed if isinstance(block, dict)] if isinstance(listed, list) else []
     found = [block.get(figure) for block in blocks if isinstance(block, dict)]
@@ -86,7 +89,7 @@ def _blocks(config: JsonMapping, part: str, figure: str) -> list[float]:
 
 
 def blocks(config: JsonMapping) -> dict[str, Axis]:
-    """Axes of Nemotron's attention, where each layer has its own number of query heads per kv head."""
+    """Return the axes of Nemotron's attention, where each layer has its own number of query heads per kv head."""
     heads = number(config, "num_attention_heads")
     size = number(config, "hidden_size") // max(heads, 1)
     count = math.gcd(*(heads // int(one) for one in _blocks(config, "attention", "n_heads_in_group"))) or 1
@@ -95,13 +98,15 @@ def blocks(config: JsonMapping) -> dict[str, Axis]:
 
 
 def blocks_width(config: JsonMapping) -> int:
-    """Common divisor of the widths of Nemotron's MLPs, which differ by layer and are multiples of 256."""
+    """Return the greatest common divisor of the widths of Nemotron's MLPs, which differ by layer and are multiples of
+    256."""
     width = number(config, "hidden_size")
     return math.gcd(*(-(-int(2 * one * width / 3) // 256) * 256 for one in _blocks(config, "ffn", "ffn_mult")))
 
 
 def indexed(config: JsonMapping) -> dict[str, Axis]:
-    """MiniMax M3: heads of an index choose blocks of keys for the kv heads, each for as many, and are cut with them."""
+    """Return the axes of MiniMax M3's sparse attention. Index heads choose blocks of keys for kv heads, so both are
+    split together."""
     sparse = config.get("sparse_attention_config")
     own = sparse if isinstance(sparse, dict) else {}
     heads, kv, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -116,7 +121,7 @@ def indexed(config: JsonMapping) -> dict[str, Axis]:
 
 
 def plamo(config: JsonMapping) -> dict[str, Axis]:
-    """PLaMo 2's Mamba 2: heads that share one B and one C, which are made after the convolution."""
+    """Return the axes of PLaMo 2's Mamba 2, whose heads share one B and one C, computed after the convolution."""
     heads, size = number(config, "mamba_num_heads"), number(config, "hidden_size_per_head")
     return {
         "ssm_gated": Axis("states", heads, 2 * size),
@@ -126,8 +131,8 @@ def plamo(config: JsonMapping) -> dict[str, Axis]:
 
 
 def delta(config: JsonMapping) -> dict[str, Axis]:
-    """Gated delta rule (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024): cut between key heads, each with the
-    value heads that read it."""
+    """Return the axes of the gated delta rule (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024). Split between key
+    heads, each with the value heads that read it."""
     keys, values = number(config, "linear_num_key_heads"), number(config, "linear_num_value_heads")
     k = number(config, "linear_key_head_dim")
     each = values // max(keys, 1)
@@ -144,7 +149,7 @@ def delta(config: JsonMapping) -> dict[str, Axis]:
 
 
 def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
-    """Kimi Delta Attention, whose keys and values have the same heads, and latent attention."""
+    """Return the axes of Kimi Delta Attention, whose keys and values have equal heads, and of latent attention."""
     linear = config.get("linear_attn_config")
     own = linear if isinstance(linear, dict) else {}
     heads = number(own, "num_heads")
@@ -156,7 +161,7 @@ def kimi_delta(config: JsonMapping) -> dict[str, Axis]:
 
 
 def ling_delta(config: JsonMapping) -> dict[str, Axis]:
-    """Axes of `kimi_delta`, where both have the same heads."""
+    """Return the axes of `kimi_delta` for Ling, where both kinds of layers have `num_attention_heads` heads."""
     heads = number(config, "num_attention_heads")
     return {
         **latent(config),
@@ -166,7 +171,8 @@ def ling_delta(config: JsonMapping) -> dict[str, Axis]:
 
 
 def lightning(config: JsonMapping) -> dict[str, Axis]:
-    """Lightning attention, cut between the groups of heads that its norm has; beside it latent or plain attention."""
+    """Return the axes of lightning attention, split between the groups of its group norm, and of latent attention if
+    present."""
     heads, groups = number(config, "num_attention_heads"), number(config, "group_norm_size") or 1
     plain, beside = number(config, "hidden_size") // max(heads, 1), number(config, "kv_lora_rank") > 0
     size = number(config, "head_dim") or plain if beside else plain
@@ -179,9 +185,10 @@ def lightning(config: JsonMapping) -> dict[str, Axis]:
 
 
 def ssm(config: JsonMapping) -> dict[str, Axis]:
-    """Mamba 2 (Dao and Gu: Transformers are SSMs, 2024): cut between groups, each of heads with one B and one C.
+    """Return the axes of Mamba 2 (Dao and Gu: Transformers are SSMs, 2024), split between groups of heads with one B
+    and one C.
 
-    A single group is cut between its heads, and its B and C are on every rank.
+    A single group is split between its heads, and its B and C are replicated.
     """
     heads = number(config, "mamba_n_heads", "mamba_num_heads", "num_heads")
     groups = number(config, "mamba_n_groups", "n_groups")
@@ -204,7 +211,7 @@ def ssm(config: JsonMapping) -> dict[str, Axis]:
 
 
 def grouped_ssm(config: JsonMapping) -> dict[str, Axis]:
-    """Axes of `ssm`, with norms within groups, which therefore stay whole."""
+    """Return the axes of `ssm` for norms within groups: a single group cannot be split, so it is one unit."""
     found = ssm(config)
     return (
         found
@@ -214,8 +221,8 @@ def grouped_ssm(config: JsonMapping) -> dict[str, Axis]:
 
 
 def channels(*width: str | int) -> Axes:
-    """Layers in which every channel has a state of its own (Mamba, short convolutions); `width` is their number: a
-    product of numbers and keys."""
+    """Return a function for layers with one state per channel (Mamba, short convolutions). `width` is the number of
+    channels: a product of numbers and config keys."""
 
     def axes(config: JsonMapping) -> dict[str, Axis]:
         count = 1
@@ -227,25 +234,25 @@ def channels(*width: str | int) -> Axes:
 
 
 def gated_channels(config: JsonMapping) -> dict[str, Axis]:
-    """Axes of Recurrent Gemma: its channels share gates by head, with as many heads as attention."""
+    """Return the axes of Recurrent Gemma, whose channels share gates by head; heads are as many as in attention."""
     heads = number(config, "num_attention_heads")
     return {"channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)), "gates": Axis("states", heads, 1)}
 
 
 def half_width(config: JsonMapping) -> int:
-    """Width of an MLP whose config counts both of its inputs."""
+    """Return the MLP width where `intermediate_size` in the config counts gate and up together."""
     return number(config, "intermediate_size") // 2
 
 
 def one_width(config: JsonMapping, *keys: str) -> int:
-    """Value of the first of `keys` present: a number, or equal numbers by layer; 0 when they differ."""
+    """Return the value of the first of `keys` present: a number, or equal numbers by layer; 0 if they differ."""
     value = next((config[key] for key in keys if config.get(key) is not None), 0)
     found = set(value) if isinstance(value, list) else {value}
     return number({"width": found.pop()}, "width") if len(found) == 1 else 0
 
 
 def lfm2_width(config: JsonMapping) -> int:
-    """Width of LFM2's MLP, which is computed from other figures."""
+    """Return the width of LFM2's MLP, derived from `block_ff_dim` and its multiplier as mlx-lm does."""
     width = number(config, "block_ff_dim", "intermediate_size")
     if config.get("block_auto_adjust_ff_dim"):
         multiplier, step = config.get("block_ffn_dim_multiplier"), number(config, "block_multiple_of") or 1

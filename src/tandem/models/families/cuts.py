@@ -1,4 +1,4 @@
-"""The words in which `sharding.py` says how layers are divided for tensor parallelism. No mlx."""
+"""Rules that describe how a layer's weights are split for tensor parallelism; `sharding.py` is written in them. No mlx."""
 
 from __future__ import annotations
 
@@ -13,64 +13,67 @@ from tandem.models.families.axes import Axes
 
 _NUMBER = re.compile(r"\.\d+\.")
 Kind = str
-"""Units of a divided axis: query widths (q), key or value widths (kv), fused (queries, key, value) per kv head
-(qkv_groups), one entry per query head or per kv head (q_heads, kv_heads), the widths of MLP, expert and shared expert
-(mlp, experts, shared), tokens of the vocabulary (vocab); or one of the family's own `axes`."""
+"""Meaning of the elements along a split axis. q: query heads * head_dim; kv: the same for key or value heads;
+qkv_groups: per kv head its queries, key and value, fused; q_heads, kv_heads: one entry a head; mlp, experts, shared:
+intermediate widths of the dense MLP, of an expert, of the shared experts; vocab: tokens. Other names are keys of the
+family's `axes`."""
 Width = tuple[str | int, ...] | Callable[[JsonMapping], int]
-"""A figure of config.json: the product of numbers and keys (`a|b`: b where a is missing), or what computes it; empty:
-there is none."""
+"""Intermediate width, from config.json: a product of numbers and keys (`a|b`: key b where a is missing), or a function.
+An empty tuple: no such MLP."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a module's weight [..., rows, columns] is divided."""
+    """Axis along which a module's weight [..., outputs, inputs] is split over the ranks."""
 
     axis: Literal["rows", "columns", "first", "heads", "last"]
-    """rows: each rank has its part of the outputs; columns: of the inputs, and outputs are summed over the ranks;
-    first: of a stack of matrices, or the channels of a convolution; heads and last: the last axis but one, and the
-    last, of what is no matrix."""
+    """rows: split the outputs (vLLM's ColumnParallelLinear). columns: split the inputs and sum the outputs
+    (RowParallelLinear). first: axis 0 (heads of a stack [n, outputs, inputs], or channels of a convolution). heads:
+    axis -2 of a parameter. last: axis -1 of a parameter."""
     kinds: tuple[Kind, ...]
-    """Kinds of units along the axis, in order: several where projections are fused."""
+    """Kinds of the elements along the axis, in order; several for fused projections (q, k, v)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a family's layers are divided. Paths are those within a layer."""
+    """Rules that split the layers of one family. All paths are relative to the layer (`self_attn.q_proj`)."""
 
     cuts: Mapping[str, Cut]
-    """By path of the module, or of a parameter that a module holds itself; `*` is any number in it."""
+    """Cut by path of a module or bare parameter; `*` matches any number in the path."""
     sums: tuple[str, ...]
-    """Modules whose outputs are partial and are summed over the ranks."""
+    """Modules that return partial sums, to be all-reduced."""
     attention: str = "self_attn"
-    """Module that holds the numbers of heads."""
+    """Path of the attention module, whose attributes with head counts are reduced; empty if there is none to change."""
     whole: frozenset[str] = frozenset()
-    """Modules that every rank has whole, besides all those with `norm` in the last part of their path."""
+    """Modules replicated on every rank. Modules with `norm` in the last part of their path are replicated without an
+    entry."""
     mlp: Width = ("intermediate_size",)
     experts: Width = ()
     shared: Width = ()
     axes: Axes | None = None
-    """The family's own kinds of axes."""
+    """Function that computes the family's own kinds of axes from config.json; None: no own kinds."""
     counts: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict)
-    """Numbers that modules hold (path and name), which are lengths of axes of these kinds."""
+    """Attributes (path and name) that hold the length of an axis of these kinds; each is set to the rank's length."""
     norms: Mapping[str, Kind] = field(default_factory=dict)
-    """Norms over a divided axis: their sums of squares are summed over the ranks."""
+    """RMS norms over a split axis, and its kind; their sums of squares are all-reduced."""
     lists: Mapping[str, Kind] = field(default_factory=dict)
-    """Lists of modules with one for each unit of an axis. They are cut when they are loaded: they are small."""
+    """Lists with one module per unit of an axis, and its kind. Weights are loaded whole and the list is cut afterwards."""
     variants: Mapping[str, Sharding] = field(default_factory=dict)
-    """Layers that have the module or parameter of this path are divided so instead."""
+    """Other rules for layers that have a module or parameter at this path (hybrid models)."""
     loose_heads: bool = False
-    """Layers differ in how many query heads a kv head has."""
+    """Layers differ in query heads per kv head, so head counts are read from each layer."""
     loose_mlp: bool = False
-    """Some layers have an MLP that is a multiple as wide."""
+    """Some layers' MLP width is a multiple of the width in config.json."""
     takers: tuple[str, ...] = ()
-    """Modules whose inputs are partial and are summed over the ranks first."""
+    """Modules whose input is a partial sum: it is all-reduced before the call."""
     wide: tuple[str, ...] = ()
-    """Attention that takes the width of what it gets for that of its heads together."""
+    """Attention modules that take their heads' total width from the shape of the input."""
     passing: str = ""
-    """A router that also chooses experts beyond the routed ones, which pass on what they get: one rank counts them."""
+    """Path of a router with zero-computation (identity) experts beside the routed ones. Only rank 0 adds their output;
+    empty: none."""
 
     def of(self, names: Collection[str]) -> Sharding:
-        """How a layer with parameters of these names is divided."""
+        """Return the rules for a layer whose parameters have these names: a variant's, or these."""
         for path, variant in self.variants.items():
             if any(name == path or name.startswith(f"{path}.") for name in names):
                 return variant.of(names)
@@ -78,23 +81,23 @@ class Sharding:
 
     @property
     def all_cuts(self) -> list[tuple[str, Cut]]:
-        """Cuts of all layers, with their paths."""
+        """Cuts of these rules and of all variants, with their paths."""
         return [*self.cuts.items(), *(item for variant in self.variants.values() for item in variant.all_cuts)]
 
     @property
     def switches(self) -> set[str]:
-        """Modules that hold routed experts: called with inputs and the numbers of experts."""
+        """Paths of modules with routed experts, called as (inputs, expert indices)."""
         return {path.rpartition(".")[0] for path, cut in self.cuts.items() if "experts" in cut.kinds}
 
     def keeps(self, name: str) -> bool:
-        """True when a parameter of this name is listed as whole on every rank."""
+        """Return True if the rules list the parameter `name` as replicated on every rank."""
         for path in (name, name.rpartition(".")[0]):
             with contextlib.suppress(KeyError):
                 return self.cut_of(path) is None
         return False
 
     def cut_of(self, path: str) -> Cut | None:
-        """The cut for a module or parameter; None where it is whole. Raises KeyError for a path that is not listed."""
+        """Return the cut of a module or parameter; None if it is replicated. Raise KeyError for a path without a rule."""
         if (found := self.cuts.get(path) or self.cuts.get(_NUMBER.sub(".*.", path))) is not None:
             return found
         if path in self.whole or "norm" in path.rpartition(".")[2]:
@@ -105,22 +108,22 @@ class Sharding:
 
 
 def rows(*kinds: Kind) -> Cut:
-    """Outputs are divided."""
+    """Split a weight's output axis (vLLM's ColumnParallelLinear); several kinds for fused projections."""
     return Cut("rows", kinds)
 
 
 def first(*kinds: Kind) -> Cut:
-    """A stack of matrices, or the channels of a convolution."""
+    """Split axis 0: the heads of a weight [heads, outputs, inputs], or the channels of a convolution."""
     return Cut("first", kinds)
 
 
 def columns(kind: Kind) -> Cut:
-    """Inputs are divided."""
+    """Split a weight's input axis; outputs are partial sums to be all-reduced (vLLM's RowParallelLinear)."""
     return Cut("columns", (kind,))
 
 
 def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
-    """Plain attention; `out` is the name of its output projection."""
+    """Cuts of standard attention at `path`; `out` is the name of its output projection."""
     return {
         f"{path}.q_proj": rows("q"),
         f"{path}.k_proj": rows("kv"),
@@ -130,10 +133,10 @@ def attention(path: str = "self_attn", out: str = "o_proj") -> dict[str, Cut]:
 
 
 def glu(path: str = "mlp", kind: Kind = "mlp") -> dict[str, Cut]:
-    """A gated linear unit."""
+    """Cuts of a gated MLP (gate_proj, up_proj, down_proj) at `path`, whose intermediate width is of `kind`."""
     return {f"{path}.gate_proj": rows(kind), f"{path}.up_proj": rows(kind), f"{path}.down_proj": columns(kind)}
 
 
 def two(up: str, down: str, path: str = "mlp") -> dict[str, Cut]:
-    """An MLP of two matrices."""
+    """Cuts of an MLP of two matrices, named `up` and `down`."""
     return {f"{path}.{up}": rows("mlp"), f"{path}.{down}": columns("mlp")}

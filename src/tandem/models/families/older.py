@@ -1,4 +1,4 @@
-"""Rules of families with names of their own for what others have too: mostly older ones. Plain data, no mlx."""
+"""Tensor-parallel rules of mostly older families, whose modules have unusual names. Plain data, no mlx."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tandem.models.families.axes import half_width, number, one_width
 from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
 
 _HEADS = ("q", "q", "q")
-"""A projection of queries, keys and values where all have the same heads."""
+"""Fused query, key and value projection of multi-head attention (as many kv heads as query heads)."""
 
 
 def _lille_width(config: JsonMapping) -> int:
@@ -106,7 +106,7 @@ HUNYUAN = Sharding(
     experts=_hunyuan_experts,
     shared=_hunyuan_shared,
 )
-"""Hunyuan; its attention hands keys and values on to the next layer."""
+"""Rules of Hunyuan. Only `o_proj` is summed, since its attention also returns keys and values for the next layer."""
 EXAONE = Sharding(
     cuts={
         **attention("attn.attention", out="out_proj"),

@@ -1,6 +1,6 @@
-"""Rules that several families share, and those of attention and experts that are not plain: plain data, no mlx.
+"""Tensor-parallel rules that several families share, and those of unusual attention and experts: plain data, no mlx.
 
-`states.py` has those of layers with states, `sharding.py` says which family has which.
+`states.py` has the rules of recurrent layers; `sharding.py` maps each family to its rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def moe(
     router: tuple[str, ...] = ("mlp.gate",),
     widths: tuple[Width, Width, Width],
 ) -> Sharding:
-    """Standard attention, and experts; `widths` are those of MLP, expert and shared expert."""
+    """Rules for standard attention with routed experts; `widths` are those of the dense MLP, an expert, and the shared
+    experts."""
     mlp, experts, own = widths
     cuts = attention() | glu(switch, "experts")
     if mlp:
@@ -44,7 +45,7 @@ ERNIE_EXPERT: tuple[str | int, ...] = ("moe_intermediate_size|intermediate_size"
 BAILING_SHARED: Width = ("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts")
 
 NORMED = attention() | {"self_attn.q_norm": Cut("last", ("q",)), "self_attn.k_norm": Cut("last", ("kv",))}
-"""Attention with norms over all heads together."""
+"""Attention with RMS norms over the queries and keys of all heads together."""
 NORMS = {"self_attn.q_norm": "q", "self_attn.k_norm": "kv"}
 OLMO = Sharding(cuts=NORMED | glu(), sums=SUMS, norms=NORMS)
 MINIMAX = replace(
@@ -138,7 +139,7 @@ NEMOTRON_NAS = Sharding(
     loose_heads=True,
     loose_mlp=True,
 )
-"""Layers may lack either part, or have one matrix in its place, which is whole."""
+"""Rules of Nemotron's layers. Attention or MLP may be missing, or be one replicated linear layer."""
 MIMO_V2 = Sharding(
     cuts={**MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts")},
     sums=SUMS,

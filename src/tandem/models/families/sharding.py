@@ -1,8 +1,8 @@
-"""How the families' layers are divided for tensor parallelism: plain data, no mlx.
+"""Tensor-parallel rules of every family: plain data, no mlx.
 
-Every parameter of a layer is named here: it is cut (by heads, by states or by MLP width), or whole on every rank. A
-name that is neither is refused, so that a parameter can never be copied to all ranks by oversight. Every entry of
-`SHARDING` is held to the undivided model by `tests/loading/test_loading_shard_parity.py`.
+Every parameter of a layer has a rule: split (by heads, states or MLP width), or replicated. A parameter without a rule
+is refused, so that none is replicated by oversight. `tests/loading/test_loading_shard_parity.py` compares every entry
+of `SHARDING` with the undivided model.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ SHARDING: dict[str, Sharding] = {
         loose_heads=True,
     ),
 }
-"""By `model_type`."""
+"""Rules by `model_type`."""
 
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
@@ -247,4 +247,4 @@ NOT_SHARDED: dict[str, str] = {
     "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",
     "rwkv7": "its layers take the width of what they get for that of their heads together",
 }
-"""Why a family cannot be divided; all that are not in `SHARDING` are here. By `model_type`."""
+"""Reason why a family cannot run tensor-parallel, by `model_type`; covers all families missing from `SHARDING`."""

@@ -1,4 +1,4 @@
-"""A config cut down until its model is small enough to be tried in seconds. Plain data, no mlx."""
+"""Reduced copies of a config, whose models are small enough for a dry run of seconds. Plain data, no mlx."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.checkpoints.config import nested_text
 from tandem.json_types import JsonObject
 
 LAYERS, EXPERTS, CHOSEN, VOCABULARY = 8, 8, 2, 512
-"""Most layers, experts, experts of a token and tokens of the vocabulary."""
+"""Upper limits in a reduced config: layers, experts, experts per token, and tokens of the vocabulary."""
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _HEADS = ("num_attention_heads", "n_heads", "n_head")
 _EXPERTS = re.compile(r"(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
@@ -23,9 +23,9 @@ _WIDTH = re.compile(
 
 
 def shrunk(config: JsonObject) -> Iterator[JsonObject]:
-    """Ever larger copies of `config`: fewer layers, experts and tokens, and widths and heads divided by one number.
+    """Yield reduced copies of `config`, smallest first: fewer layers, experts and tokens, and all widths and heads divided.
 
-    One number for all widths keeps what families demand of them, such as that heads times their size are the width.
+    One divisor for all widths preserves relations between them, such as heads * head_dim = hidden_size.
     """
     heads = next((text[key] for text in (_text(config),) for key in _HEADS if isinstance(text.get(key), int)), 1)
     divisor = 1 << max(int(heads) // 4, 1).bit_length() - 1

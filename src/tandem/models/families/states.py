@@ -1,4 +1,4 @@
-"""Rules of layers that keep states: delta rules, lightning attention, Mamba, convolutions. Plain data, no mlx."""
+"""Tensor-parallel rules of recurrent layers: delta rules, lightning attention, Mamba, convolutions. Plain data, no mlx."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ KIMI_LINEAR = replace(
 
 
 def mamba2(path: str) -> Sharding:
-    """A Mamba 2 mixer alone."""
+    """Rules for a layer that holds only a Mamba 2 mixer, at `path`."""
     inputs = ("ssm_width", "ssm_b", "ssm_b")
     return Sharding(
         cuts={
@@ -290,7 +290,7 @@ K3_DELTA = replace(
 
 
 def _normed_experts(sharding: Sharding) -> Sharding:
-    """With a norm over what routed experts gave together."""
+    """Return the rules with a variant for layers that apply an RMS norm to the sum of the routed experts."""
     norm = "mlp.routed_expert_norm"
     return replace(sharding, variants={norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,))})
 

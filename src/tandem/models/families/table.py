@@ -1,8 +1,8 @@
-"""Supported model types, and how each differs from the defaults read off mlx-lm's module.
+"""Supported model types, and how each differs from the defaults derived from mlx-lm's module.
 
-A stage is built from mlx-lm's model (`loading/pipeline_model.py`), so most types need an empty row: it says that the type is
-held to mlx-lm's own forward pass by `tests/loading/test_loading_parity.py`. A type without a row is tried before it
-is served. Plain data, no mlx.
+A stage runs mlx-lm's own model (`loading/pipeline_model.py`), so most rows are empty. A row means that
+`tests/loading/test_loading_parity.py` compares the type with mlx-lm's forward pass. A type without a row gets a dry run
+before it is served. Plain data, no mlx.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ from tandem.json_types import JsonMapping
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Exceptions of one model type."""
+    """Deviations of one model type from the defaults."""
 
     module: str = ""
-    """Module of `mlx_lm.models`, where it is not named like the type."""
+    """Module of `mlx_lm.models`, if its name differs from the type."""
     layers: str = "model.layers"
-    """Path of the list of decoder layers: how adapters name modules, and checkpoints without an output projection."""
+    """Path of the list of decoder layers. Adapters use it to name modules; so do checkpoints without an output
+    projection."""
     tied: Literal["config-true", "config-false", "always", "never", "file"] = "config-true"
-    """Whether the head is the embedding: config's `tie_word_embeddings` with this default, or fixed, or tied when
-    the files hold no head."""
+    """Whether the head reuses the embedding. config-true, config-false: config.json's `tie_word_embeddings`, with that
+    default; file: tied if the weight files hold no head."""
     defaults: JsonMapping = field(default_factory=dict)
-    """Values that mlx-lm assumes for keys that `config.json` may leave out."""
+    """Values that mlx-lm assumes for keys missing from `config.json`."""
     extra_outputs: int = 0
-    """Values besides the hidden states that each layer hands to the next one; they travel between stages too."""
+    """Number of values besides the hidden states that each layer returns for the next one; also sent between stages."""
     hidden: int | str = 0
-    """Place or name of the hidden states among a layer's arguments."""
+    """Position or name of the hidden states among the arguments of a layer."""
     gives: tuple[int | str, ...] = ()
-    """Arguments of layers, besides the hidden states, that only the first stage can make: they travel."""
+    """Positions or names of other layer arguments that only the first stage can compute; they are sent to later stages."""
     counts: bool = False
-    """Layers without positions are told them, off a cache that another stage may have: each stage counts for itself."""
+    """Layers without positional caches read the offset from another layer's cache. Each stage then counts positions
+    itself."""
     grouped_scores: bool = False
-    """Attention multiplies by hand, with scores [rows, kv heads, queries a head, ...]: masks get an axis more."""
+    """Attention scores have shape [rows, kv heads, queries per kv head, ...], so masks need an extra axis."""
     one_by_one: str = ""
-    """Why sequences of a batch are computed one after the other: the module cannot do several of unequal length."""
+    """Reason why sequences of a batch run one at a time (mlx-lm's module requires equal lengths); empty if they run
+    together."""
 
 
 _NESTED = "language_model.model.layers"
@@ -217,7 +220,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
     "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
 }
-"""By `model_type` of `config.json`."""
+"""Rows by `model_type` of `config.json`."""
 
 REFUSED = {
     "afm7": "its last layers stand in a list of their own and reuse the keys and values of the one before them",
@@ -228,11 +231,11 @@ REFUSED = {
     "prism_hadamard_qwen35": "its packed layers are modules of a kind that is not loaded yet",
     "talkie": "its output projection is stored as a bare parameter, which has no module that a stage could hold",
 }
-"""Types of mlx-lm that are not served, and why."""
+"""Types of mlx-lm that are refused, and the reason."""
 
 ALIASES = {"iquestcoder": "llama", "xverse": "llama", "deepseek_v41_text": "deepseek_v41"}
-"""Modules of mlx-lm that are not named like a type without a row: its `utils.MODEL_REMAPPING`, which is not read where
-mlx is not."""
+"""mlx-lm's module for types without a row whose names differ. Copied from its `utils.MODEL_REMAPPING`, for hosts
+without mlx."""
 
 
 UNREAD: dict[str, tuple[str, ...]] = {
@@ -285,17 +288,17 @@ UNREAD: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), ("num_hidden_layers", "head_dim")),
 }
-"""Entries of config.json that mlx-lm's module of a type does not read, though others do: heads are as wide as the
-hidden size over their number, and layers as many as `num_layers`."""
+"""Entries of config.json that mlx-lm's module of a type ignores: head_dim is then hidden_size / heads, and the layer
+count is `num_layers`."""
 
 _UNLISTED = Family(tied="file", one_by_one="its type is unlisted, so that nothing is known of its batches")
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a type, or one that is right for any."""
+    """Return the row of a type; for an unlisted type a row with safe defaults."""
     return FAMILIES.get(model_type) or _UNLISTED
 
 
 def module_of(model_type: str) -> str:
-    """Name of the type's module in `mlx_lm.models`, which may not be there."""
+    """Return the name of the type's module in `mlx_lm.models`, which may not exist."""
     return family_of(model_type).module or ALIASES.get(model_type, model_type)

@@ -1,4 +1,4 @@
-"""Small but complete settings of every supported family, for tests with random weights. Plain data."""
+"""Configs of tiny models of every supported family, for tests with random weights. Plain data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
 _BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
 _OWN_NAMES = {"n_embd", "d_model", "model_dim"}
-"""Keys of the width, in families that share no name with the others."""
+"""Keys for the hidden width in families that share no key with `BASE`."""
 _LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
 WINDOW = 16
-"""Attention window in tokens, so that short tests run beyond it."""
+"""Attention window in tokens, small enough for short tests to exceed it."""
 
 BASE: JsonObject = {
     "hidden_size": 64,
@@ -27,7 +27,7 @@ BASE: JsonObject = {
     "mlp_bias": False,
     "sliding_window": WINDOW,
 }
-"""Entries of config.json that all families have; families that do not know one ignore it."""
+"""Entries of config.json in all families; a family ignores those that it does not read."""
 
 # fmt: off
 _HEAD: JsonObject = {"head_dim": 16}
@@ -350,12 +350,12 @@ TINY: dict[str, JsonObject] = {
         "moe_shared_expert_intermediate_size": 64,
     },
 }
-"""By `model_type`: what a family's config.json has beyond `BASE`; lists of `layer_types` are repeated."""
+"""Entries of a family's config.json besides `BASE`, by `model_type`; lists of `layer_types` repeat."""
 # fmt: on
 
 
 def tiny_config(family: str, *, layers: int = 4, vocab: int = 512, overrides: JsonMapping | None = None) -> JsonObject:
-    """config.json of a tiny model."""
+    """Return the config.json of a tiny model of `family`; `overrides` replace entries of the text model."""
     common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
     if _OWN_NAMES & TINY[family].keys():
         common = {"vocab_size": vocab}
