@@ -211,7 +211,7 @@ OFTEN = frozenset(
         "default_max_tokens",
         "journal",
         "log_level",
-        "also",
+        "extra_models",
         "lora_modules",
         "unload_after",
     }
