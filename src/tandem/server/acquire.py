@@ -1,4 +1,4 @@
-"""The model that a request names: found, loaded if it must be, and kept until the request ends."""
+"""Find the model that a request names, load it if necessary, and hold it until the request ends."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tandem.server.sse import KEEP_ALIVE, REFUSAL_GRACE_S, failed_stream, start_
 
 
 def find_model(http: Request, name: str | None) -> Served:
-    """Return the model that a request names, loaded or not. Raises RequestError."""
+    """Return the model named `name` (None: the default), loaded or not. Raises NotFoundError, UnavailableError."""
     api = get_api(http)
     api.check_open()
     try:
         return api.find(name)
     except NotFoundError:
-        api.check()  # the engine, which may have another name for it, must have been heard
+        api.check()  # until the engine has reported its own model name, the answer is 503, not 404
         raise
 
 
 async def acquire(
     http: Request, name: str | None, *, stream: bool | None = False, error: Callable[[RequestError], bytes] = failed_stream
 ) -> Served:
-    """Return the model that a request names; of several it is loaded, and stays so until the request ends.
+    """Return the model named `name`; in a model pool, wait until loaded and hold it until the request ends.
 
-    For a `stream` that has to wait the answer begins at once, with comments until the model is there; an error after
-    that is written by `error`. Raises RequestError.
+    A `stream` that waits long gets its headers and keep-alive comments first; `error` encodes a later failure.
+    Raises RequestError.
     """
     served, model_pool = find_model(http, name), get_api(http).model_pool
     if model_pool is None:
@@ -47,7 +47,7 @@ async def acquire(
 
 async def _enter(http: Request, served: Served, model_pool: ModelPool) -> None:
     await model_pool.enter(served)
-    http.scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
+    http.scope["tandem.entered"] = served  # at once, so that `Api.release` undoes it even after a cancellation
 
 
 async def _wait(http: Request, served: Served, model_pool: ModelPool) -> None:

@@ -41,12 +41,13 @@ _TICKS = 10
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn that drains: after the first signal it goes on listening, so that probes see it as not ready, refuses
-    new work and lets running requests finish; a second signal ends it at once.
+    """uvicorn server that drains on the first signal and exits at once on the second.
+
+    While draining it keeps listening, so that probes see it as not ready, refuses new requests and finishes running ones.
     """
 
     def __init__(self, config: uvicorn.Config, api: Api, drain_timeout: float) -> None:
-        """Raises ConfigError for a certificate that cannot be used."""
+        """Load the certificate, if any. `drain_timeout`: seconds. Raises ConfigError for an unusable certificate."""
         super().__init__(config)
         self._api = api
         server = api.settings.server
@@ -56,12 +57,12 @@ class ApiServer(uvicorn.Server):
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
         self.announces = True
-        """False where the supervisor announces the address."""
+        """Whether to log the address once ready; False where the supervisor does."""
         self._addresses: list[str] = []
-        """Addresses that are still to be announced."""
+        """URLs not announced yet."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to drain; on a second signal, stop."""
+        """Start draining; on a second signal, exit at once."""
         if self._drain_until is None:
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
@@ -71,7 +72,7 @@ class ApiServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start taking connections; the address is logged once requests can be served."""
+        """Start accepting connections on `sockets`. The address is logged later, once requests can be served."""
         asyncio.get_running_loop().set_exception_handler(_report)
         await super().startup([])  # connections are taken by our own acceptor
         most = most_connections(self._api.settings.server.max_connections)
@@ -85,7 +86,7 @@ class ApiServer(uvicorn.Server):
             self._addresses.append(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
 
     def _announce(self) -> None:
-        """Log the addresses once, in the words that people search logs for."""
+        """Log each address once, in uvicorn's wording, which people and tools search logs for."""
         for address in self._addresses:
             logger.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         self._addresses.clear()
@@ -102,7 +103,7 @@ class ApiServer(uvicorn.Server):
         return self._certificate.context if self._certificate is not None else None
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether it is time to exit; called about each 0.1 s."""
+        """Do periodic work and return whether to exit; uvicorn calls this about every 0.1 s."""
         if self.announces and self._addresses and self._api.ready():
             self._announce()
         if counter % _TICKS == 0:
@@ -119,7 +120,7 @@ class ApiServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close, and do so in good order even when forced: the engine must hear that this api goes."""
+        """Stop accepting, fail running requests, and shut down; the lifespan ends even when forced, to detach from engines."""
         self._api.draining = True
         self._api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         for acceptor in self._acceptors:
@@ -140,7 +141,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
 
     Raises ConfigError for a certificate that cannot be used.
     """
-    # What it warns of is what clients send; they are told themselves.
+    # Their warnings are about clients' input; the clients get errors themselves.
     for library in ("uvicorn.error", "python_multipart"):
         logging.getLogger(library).setLevel(logging.ERROR)
     trusted = app.state.api.settings.server.trusted_proxies
@@ -160,7 +161,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
 
 
 def _as_ipv6(networks: Iterable[str]) -> list[str]:
-    """Return IPv4 networks as a socket that listens for IPv6 too shows their addresses."""
+    """Return the IPv4 networks as IPv4-mapped IPv6 networks, the form in which a dual-stack socket reports peers."""
     known = [ipaddress.ip_network(network) for network in networks]
     return [f"::ffff:{network.network_address}/{96 + network.prefixlen}" for network in known if network.version == 4]
 
@@ -175,9 +176,8 @@ def run_api(
 ) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
-    `engines` is what works on the requests, `keys` as for `create_app`. With `announce` it logs where it is, once
-    requests can be served. Returns after the drain. Raises ConfigError when the address cannot be had, or the
-    certificate cannot be used.
+    `keys` as for `create_app`. `announce`: log the address once requests can be served. Returns after the drain.
+    Raises ConfigError if the address cannot be bound or the certificate is unusable.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
     app = create_app(settings, engines, keys)
@@ -196,7 +196,7 @@ def run_api(
 def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: float) -> None:
     """Answer each request on the listening socket `fd` with status 503 for `seconds`, since the api cannot start.
 
-    Names the setting; the log has the whole `error`, which may quote a path.
+    The answer names only the setting, as the message of `error` may quote a path.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     flag = f"--{error.param.replace('_', '-')}" if error.param else "a setting"
@@ -233,12 +233,12 @@ def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: f
     with socket.socket(fileno=fd) as listener:
         try:
             asyncio.run(serve())
-        except UsageError:  # of the certificate: nobody can be told
+        except UsageError:  # unusable certificate: no answer is possible
             time.sleep(seconds)
 
 
 def _report(_: asyncio.AbstractEventLoop, context: JsonObject) -> None:
-    """Log what a callback of the event loop raises."""
+    """Log an unhandled exception of the event loop (an asyncio exception handler)."""
     message = str(context.get("message", "an error")).partition("(")[0]
     unexpected(
         context.get("exception"),
@@ -248,4 +248,4 @@ def _report(_: asyncio.AbstractEventLoop, context: JsonObject) -> None:
 
 
 def _ignore(_: int, __: FrameType | None) -> None:
-    """Handler that does nothing (SIG_IGN would be inherited by children)."""
+    """Do nothing on a signal (child processes would inherit SIG_IGN)."""

@@ -41,17 +41,17 @@ from tandem.version import __version__
 logger = logging.getLogger(__name__)
 
 _PRELOAD_S = 0.5
-"""Seconds between looks for a new engine model, whose tokenizer is loaded before the first request needs it."""
+"""Seconds between checks for a new engine model, whose tokenizer is then preloaded."""
 _PRELOAD_FIRST_S = 0.05
-"""Seconds between looks before the first engine status has come."""
+"""Seconds between checks until the first engine status arrives."""
 
 
 def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[str, ClientLimits] | None = None
                ) -> FastAPI:  # fmt: skip
-    """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
-    `keys` are the API keys, by default those of the settings and their file.
+    """Return the application for the replicas of one model or a pool of models. Its lifespan starts and closes `client`.
 
-    Raises UsageError when a file with API keys or of `--warmup-prompts` cannot be read, or the journal cannot be used.
+    `keys`: limits by API key, by default those of the settings and their key file. Raises UsageError if a key file or a
+    file of `--warmup-prompts` cannot be read, or the journal is unusable.
     """
     api = Api(settings, client, api_keys(settings) if keys is None else keys)
     jobs = Jobs(api) if settings.server.journal is not None else None
@@ -110,7 +110,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if jobs is not None and batches is not None:
         await batches.start()
         await jobs.start()
-    # Where there are several models, each gets its tokenizer when it is loaded.
+    # A model pool loads each tokenizer with its model.
     preload = [start_task(_preload(api), name="tokenizer-preload")] if api.model_pool is None else []
     preload.append(start_task(app.state.warmer.run(), name="warmer"))
     try:
@@ -127,7 +127,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _preload(api: Api) -> None:
-    """Keep the tokenizer that fits the engine's model in memory."""
+    """Keep the tokenizer of the engine's current model loaded, until cancelled."""
     [served] = api.served
     failed_source: str | None = None
     while True:
@@ -136,8 +136,8 @@ async def _preload(api: Api) -> None:
             try:
                 await served.load_texts()
             except UnavailableError:
-                failed_source = status.source  # said in the log; requests try again and tell their clients
-            except Exception as error:  # noqa: BLE001 - a model's files may do anything; /health must not go for it
+                failed_source = status.source  # logged already; each request retries and gets the error
+            except Exception as error:  # noqa: BLE001 - a model's files may raise anything; /health must keep working
                 internal_error(error, "a tokenizer")
                 failed_source = status.source
         await asyncio.sleep(_PRELOAD_FIRST_S if status is None else _PRELOAD_S)

@@ -1,4 +1,4 @@
-"""Bodies of requests: read and checked."""
+"""Read request bodies and validate them against their schemas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from tandem.server.context import Api, get_api, get_group, note_ignored, unless_
 from tandem.server.failures import ClientGone, error_response, refused
 
 BODY_TIMEOUT_S = 60.0
-"""Seconds that a client may take to send its body."""
+"""Time limit, in seconds, for receiving a whole request body."""
 Result = TypeVar("Result")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
+    """Return the whole body. Raises TooLargeError above `limit` bytes, with or without a Content-Length.
+
+    Raises RequestError (408) after `BODY_TIMEOUT_S`, and ClientGone on disconnect.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -47,16 +50,16 @@ def _too_large(limit: int) -> TooLargeError:
 
 
 async def parse(request: Request, model: type[Model]) -> Model:
-    """Return the request's body as `model`. The request counts from here on.
+    """Read the request's body, validate it as `model`, and count the request against its client's quotas.
 
-    Raises RequestError naming the first field at fault, OverloadedError when its client has used up what it may.
+    Raises RequestError naming the first invalid field, OverloadedError beyond a quota.
     """
     api = get_api(request)
     return await _understood(request, api, await read_body(request, api.max_body), model)
 
 
 async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
-    """Return a body that has been read as `model`; otherwise as `parse`."""
+    """Like `parse`, for a body `raw` that has been read already."""
     return await _understood(request, get_api(request), raw, model)
 
 
@@ -74,12 +77,12 @@ async def _understood(request: Request, api: Api, raw: bytes, model: type[Model]
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:
-    """Return what `work` makes of a request's fields: here, or in a thread where there are many of them."""
+    """Return `work()`; run in a thread if the request's body is larger than `LARGE_BODY`."""
     return await off_loop(request.scope.get("tandem.body_size", 0) > LARGE_BODY, work)
 
 
 async def refuse_query(request: Request, error: Exception) -> Response:
-    """Answer a query parameter at fault. FastAPI checks them, and has a shape of its own for errors."""
+    """Return FastAPI's error about a query parameter in OpenAI's error envelope (an exception handler)."""
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     detail["loc"] = detail["loc"][1:]  # without "query"
@@ -87,7 +90,7 @@ async def refuse_query(request: Request, error: Exception) -> Response:
 
 
 def require_known(names: Iterable[str], known: Collection[str]) -> None:
-    """Raise RequestError for an unknown query parameter, which would otherwise be ignored."""
+    """Raise RequestError if one of the query parameters `names` is not in `known`."""
     for name in names:
         if name not in known:
             raise RequestError(

@@ -1,7 +1,7 @@
-"""From the bytes of a body to a checked structure, or to an error that names the field. Pure.
+"""Parse and validate a request body; errors name the field. Pure.
 
-What a body may hold is bounded while it is read, and the first error ends it: a body of millions of small mistakes
-costs no more than one of one.
+Sizes are bounded while parsing, and the first error ends it: a body with millions of mistakes costs no more than a
+body with one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tandem.json_types import JsonObject
 from tandem.server.fields import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
-"""Bytes from which on a body is judged in a worker process before anything is made of it here."""
+"""Bytes above which a body is first validated in a worker process."""
 MAX_VALUES = 100_000
-"""Texts, objects, lists and names of fields in a large body: making each costs a tenth of a microsecond or more."""
+"""Most strings, objects, lists and field names in a large body: each costs 0.1 microseconds or more to create."""
 MAX_NUMBERS = 2**20
-"""Numbers in a large body: they are token ids."""
+"""Most numbers in a large body; they are token ids."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> tuple[Model, list[str]]:
-    """Return a JSON body as `model`, and the names of fields that were left out. `unknown`: value of --unknown-fields.
+    """Return a JSON body as `model`, and the names of ignored fields. `unknown`: value of --unknown-fields.
 
-    Raises RequestError naming the first field at fault.
+    Raises RequestError naming the first invalid field.
     """
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -51,7 +51,7 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
 
 
 def _count(data: JsonObject | list[object]) -> None:
-    """Raises RequestError when there is more in it than a request can need."""
+    """Raise RequestError if the parsed body has more than `MAX_VALUES` values or `MAX_NUMBERS` integers."""
     values, numbers = MAX_VALUES, MAX_NUMBERS
     left: list[JsonObject | list[object]] = [data]
     while left:
@@ -75,9 +75,9 @@ def _count(data: JsonObject | list[object]) -> None:
 
 
 def checked(data: JsonObject, model: type[Model], unknown: Unknown = "refuse", left_out: list[str] | None = None) -> Model:
-    """Return `data` as `model`; unknown fields within others are left out where wanted, and added to `left_out`.
+    """Return `data` as `model`. Unknown nested fields are ignored unless `unknown` is "refuse"; `left_out` gets their paths.
 
-    Raises RequestError naming the first field at fault.
+    Raises RequestError naming the first invalid field.
     """
     try:
         return model.model_validate(data)
@@ -96,7 +96,7 @@ def checked(data: JsonObject, model: type[Model], unknown: Unknown = "refuse", l
 
 @contextlib.contextmanager
 def in_words(names: Mapping[str, str]) -> Iterator[None]:
-    """Have a RequestError that is raised inside call the field at fault as its client does."""
+    """Rename the field in a RequestError raised inside to the client's name for it (`names`: ours to the client's)."""
     try:
         yield
     except RequestError as error:
@@ -115,7 +115,7 @@ def _path(detail: ErrorDetails) -> str:
 
 
 def explain(detail: ErrorDetails, model: type[BaseModel] | None = None) -> RequestError:
-    """Return one of pydantic's errors, found in a body of this schema, in OpenAI's words."""
+    """Convert a pydantic error to a RequestError in OpenAI's words; `model`, the body's schema, helps to suggest names."""
     kind, path = detail["type"], _path(detail)
     if kind == "extra_forbidden":
         return unknown_field(path, fields_beside(model, detail["loc"]) if model is not None else ())

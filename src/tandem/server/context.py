@@ -46,27 +46,27 @@ class Api:
     def __init__(self, settings: Settings, client: Replicas | ModelPool, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
         self.client = client
-        """The engines of all models together."""
+        """Engines of all models."""
         self.model_pool = client if isinstance(client, ModelPool) else None
-        """Loads and unloads models, where there are several."""
+        """Loads and unloads models; None when only one model is served."""
         self.served = client.served if isinstance(client, ModelPool) else [Served(settings, client)]
-        """All models; the first is the one called `default`."""
+        """All models; the first is the default."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers(settings.scheduler.max_queued_requests)
-        """Sandboxes for what is large or costly in requests."""
+        """Sandboxed worker processes for large or costly parts of requests."""
         self.text_semaphore = FairSemaphore(THREADS - 1, settings.scheduler.max_queued_requests)
-        """Fair semaphore of text work in threads; one thread stays free for reading bodies."""
+        """Limits tokenizer work in threads; one thread stays free for parsing bodies."""
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
         self.live: dict[str, Running] = {}
-        """Generating HTTP requests, by their ids."""
+        """HTTP requests that run in the engine, by id."""
         self.at_end: list[Callable[[RequestError], None]] = []
-        """Called at shutdown with the error for all that still waits."""
+        """Callbacks at shutdown; each gets the error for requests that still wait."""
         self.draining = False
         self.heartbeat_s = 5.0
-        """Seconds of silence after which a stream gets a comment."""
+        """Seconds without output after which a stream gets a keep-alive comment."""
         self.started = time.time()
 
     @property
@@ -75,25 +75,25 @@ class Api:
         return int(self.settings.server.max_body_mb * 2**20)
 
     def check_open(self) -> None:
-        """Raises UnavailableError when no more requests are taken."""
+        """Raise UnavailableError while draining."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", retry_after=10.0, code="shutting_down")
 
     def check(self) -> None:
-        """Raises UnavailableError when requests cannot be taken now."""
+        """Raise UnavailableError while draining, or while the only model has no engine that takes requests."""
         self.check_open()
         if self.model_pool is None:
             self.served[0].status()
 
     def ready(self) -> bool:
-        """True when a request sent now would be worked on at once, or as soon as its model is loaded."""
+        """Return whether a request would be served now, or once its model is loaded (readiness)."""
         if self.model_pool is not None:
             return not self.draining and self.model_pool.alive
         client = self.served[0].client
         return not self.draining and self.served[0].ready() and (client.warmed is None or client.reached() > 0)
 
     def find(self, name: str | None) -> Served:
-        """The model of that name. Raises NotFoundError, which names those that there are."""
+        """Return the model of that name; None and "default" mean the first. Raises NotFoundError listing all models."""
         if name is None or name == "default":
             return self.served[0]
         for names_of in (lambda served: [served.settings.model.served_name], lambda served: served.names()):
@@ -106,13 +106,13 @@ class Api:
         )
 
     def max_context(self, served: Served) -> int | None:
-        """Most tokens of prompt and output together, also of a model that is not loaded; None while it is not known."""
+        """Return the context length in tokens, prompt plus output; None while unknown. The model need not be loaded."""
         if self.model_pool is not None:
             return self.model_pool.max_context(served)
         return served.client.status.max_context if served.client.status is not None else None
 
     def release(self, scope: Scope) -> None:
-        """End the request of that scope."""
+        """Release the quota lease and the model that the request of `scope` holds."""
         lease: Lease | None = scope.pop("tandem.lease", None)
         if lease is not None:
             lease.end()
@@ -121,12 +121,12 @@ class Api:
             self.model_pool.leave(served)
 
     def find_live(self, request_id: str, group: str) -> Running | None:
-        """A live request of this client (of anyone, when there are no API keys)."""
+        """Return a running request of this client (of any, without API keys); None if there is none."""
         live = self.live.get(request_id)
         return live if live is not None and (not self.keys or live.group == group) else None
 
     def fail_live(self, error: RequestError) -> None:
-        """End every generating request with `error`; those in the journal are for the next process."""
+        """End every running or waiting request with `error`; journaled ones resume in the next process."""
         for live in list(self.live.values()):
             live.end(error)
         if self.model_pool is not None:
@@ -136,7 +136,7 @@ class Api:
 
 
 async def unless_gone(http: Request, waiting: Coroutine[None, None, Result]) -> Result:
-    """Return what `waiting` returns, but wait no longer than the client does. Raises ClientGone, and what it raises."""
+    """Await `waiting`, but cancel it when the client disconnects. Raises ClientGone, and what `waiting` raises."""
     try:
         return await unless(gone(http), waiting)
     except Stopped:
@@ -144,7 +144,7 @@ async def unless_gone(http: Request, waiting: Coroutine[None, None, Result]) -> 
 
 
 async def gone(http: Request) -> None:
-    """Wait until the client leaves, or has its answer."""
+    """Wait until the client disconnects, or its answer is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
@@ -155,17 +155,17 @@ def head(kind: str, request_id: str, model: str) -> JsonObject:
 
 
 def new_id(prefix: str, mark: str = "-") -> str:
-    """Return an id that cannot be guessed, such as `chatcmpl-9f3c...`; `mark` stands after the prefix."""
+    """Return a random id such as `chatcmpl-9f3c...`; `mark` is the separator after `prefix`."""
     return f"{prefix}{mark}{uuid.uuid4().hex}"
 
 
 def key_digest(key: str) -> bytes:
-    """Return the digest by which an API key is kept and compared, 32 bytes."""
+    """Return the 32-byte digest of an API key, for storage and comparison."""
     return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
 
 
 def key_group(key: str) -> str:
-    """Return the group of the requests that come with a key."""
+    """Return the client group of an API key: 16 hex digits of its digest."""
     return key_digest(key).hex()[:16]
 
 
@@ -175,12 +175,12 @@ def get_api(request: Request) -> Api:
 
 
 def get_group(request: Request) -> str:
-    """Return the client's group, for fairness: a digest of the API key, or the group of its address."""
+    """Return the client's group, for quotas and fair queueing: a digest of the API key, or the group of its address."""
     return cast(str, request.scope.get("tandem.group", ""))
 
 
 def note_ignored(request: Request, *names: str) -> None:
-    """Have the answer's headers, and the log, name fields of a request that have no effect."""
+    """Report request fields without effect in a response header and in the log."""
     request.scope.setdefault("tandem.ignored", []).extend(names)
     level = logging.WARNING if get_api(request).settings.server.unknown_fields == "warn" else logging.DEBUG
     shown = told(names)

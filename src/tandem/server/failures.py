@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}`, or in Anthropic's."""
+"""Errors as HTTP responses, in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}` or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
 CANCELLED = "request_cancelled"
-"""Code of the error that a cancelled request ends with."""
+"""Error code of a cancelled request."""
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC = {
     401: "authentication_error",
@@ -32,25 +32,25 @@ _ANTHROPIC = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's types of errors, by HTTP status."""
+"""Anthropic's error types, by HTTP status."""
 _TOO_LONG = re.compile(r"maximum context length is (\d+) tokens\. .* resulted in (?:at least |more than )?(\d+) tokens")
 
 
 class ClientGone(RequestError):
-    """The client closed the connection: nobody reads this, but the work must stop. 499 is nginx's number for it."""
+    """The client closed the connection: the request must stop, but no response is sent. 499 is nginx's status for it."""
 
     status = 499
 
 
 def refused(status: int, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
-    """Return a RequestError with an HTTP status of its own."""
+    """Return a RequestError with the HTTP status `status`."""
     error = RequestError(message, param=param, code=code)
     error.status = status
     return error
 
 
 def cancelled() -> RequestError:
-    """Return the error that a cancelled request ends with."""
+    """Return the error (409) for a cancelled request."""
     return refused(409, "The request was cancelled.", code=CANCELLED)
 
 
@@ -60,7 +60,7 @@ def envelope(error: RequestError) -> JsonObject:
 
 
 def anthropic_envelope(error: RequestError) -> JsonObject:
-    """Return Anthropic's error object, with Anthropic's words for a prompt that is too long: clients look for them."""
+    """Return Anthropic's error object. A too long prompt gets Anthropic's wording, which clients match."""
     status, message = _anthropic_status(error), error.message
     if long := _TOO_LONG.search(message):
         context, tokens = map(int, long.groups())
@@ -74,20 +74,22 @@ def _anthropic_status(error: RequestError) -> int:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client of a request expects the shapes of Anthropic's API."""
+    """Return whether the client expects Anthropic's format, by path or by an `anthropic-version` header."""
     return scope["path"].startswith(ANTHROPIC_PATH) or any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def error_response(error: RequestError, scope: Scope | None = None) -> Response:
-    """Return the HTTP response of an error in the shape that the client of a request expects; Retry-After where waiting
-    helps."""
+    """Return the HTTP response for `error`, in Anthropic's format if `scope` asks for it, else in OpenAI's.
+
+    Overload and unavailability get a Retry-After header.
+    """
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
-        headers["connection"] = "close"  # the rest of the body is not going to be read
+        headers["connection"] = "close"  # the rest of the body is not read
     if scope is None or not speaks_anthropic(scope):
         return Response(msgspec.json.encode(envelope(error)), error.status, headers, "application/json")
     body = {**anthropic_envelope(error), "request_id": scope.get("tandem.request_id")}
@@ -95,9 +97,9 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
 
 
 def unexpected(error: BaseException | None, where: str, follows: str) -> None:
-    """Log an unexpected exception, each kind once in a while; `follows` says what becomes of the work.
+    """Log an unexpected exception, rate-limited by traceback. `where`: the failed part; `follows`: the consequence.
 
-    Only the places in the code are logged: the message of a foreign exception may quote a prompt.
+    Only the stack frames are logged: the message of a library's exception may quote a prompt.
     """
     frames = "".join(traceback.format_tb(error.__traceback__)).rstrip() if error is not None else ""
     seldom.log(
@@ -112,7 +114,7 @@ def unexpected(error: BaseException | None, where: str, follows: str) -> None:
 
 
 def internal_error(error: BaseException, where: str) -> ServerError:
-    """Log an unexpected exception and return what the client may know of it."""
+    """Log an unexpected exception and return a generic error (500) for the client."""
     unexpected(error, where, "it ends with status 500, all else goes on")
     return ServerError("Internal server error", code="internal_error")
 
@@ -127,7 +129,7 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
 
 
 async def refuse_route(request: Request, error: Exception) -> Response:
-    """Answer an error of the routing. A RequestError needs no handler: the gate answers it."""
+    """Return the response for a routing error such as 404 or 405 (an exception handler). `Gate` handles RequestError."""
     assert isinstance(error, HTTPException)
     response = error_response(_from_http_exception(error, request), request.scope)
     for name, value in (error.headers or {}).items():

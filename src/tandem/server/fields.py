@@ -1,9 +1,9 @@
-"""Fields that a body's schema does not have: accepted, left out or refused. Pure.
+"""Request fields outside a body's schema: accepted, ignored or refused. Pure.
 
-null is taken everywhere. Fields of other servers are taken with the values of their table; what is left is refused, or
-with `--unknown-fields warn` and `ignore` left out. Nothing is left out without a word: its name comes back. The tables
-are from the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio,
-mlx_lm.server, GLM and Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
+null is always accepted. Fields of other servers are accepted with the values in their table. All others are refused, or
+ignored with `--unknown-fields warn` or `ignore`. The names of ignored fields are returned. The tables come from the
+request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio, mlx_lm.server, GLM
+and Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tandem.errors import RequestError
 
 @dataclass(frozen=True)
 class Known:
-    """Values that a field without an effect may have."""
+    """Accepted values of a field that has no effect here."""
 
     of: str
-    """The server or company that has the field."""
+    """Server or company that defines the field."""
     accepted: tuple[object, ...] | None
-    """Values that ask for what happens anyway; None: all, as none changes the text. null is always accepted."""
+    """Values that ask for the existing behaviour; None: any value, as none changes the text. null is always accepted."""
 
     def accepts(self, value: object) -> bool:
-        """Return whether the field may have this value. A flag is no number, an integer may be a float."""
+        """Return whether the field may have this value. Booleans differ from numbers; 1 and 1.0 are equal."""
         return self.accepted is None or any(
             type(value) is type(known) or float in (type(value), type(known)) for known in self.accepted if value == known
         )
 
     @property
     def values(self) -> str:
-        """Accepted values as a text for error messages and docs."""
+        """Accepted values as Markdown, for error messages and docs."""
         if self.accepted is None:
             return "any"
         return ", ".join(f"`{json.dumps(value)}`" for value in self.accepted) or "`null`"
@@ -46,12 +46,12 @@ Fields = Mapping[str, Known]
 
 
 def _any(of: str, names: str) -> dict[str, Known]:
-    """Return fields of which every value is accepted."""
+    """Return fields `names` (separated by blanks) with any value accepted."""
     return {name: Known(of, None) for name in names.split()}
 
 
 def _only(of: str, names: str, *values: object) -> dict[str, Known]:
-    """Return fields of which only these values are accepted; others would need what is not here."""
+    """Return fields `names` (separated by blanks) with only `values` accepted; others need features that are missing."""
     return {name: Known(of, values) for name in names.split()}
 
 
@@ -60,9 +60,9 @@ def _together(parts: Iterable[Fields]) -> Fields:
 
 
 OPENAI = _together((_any("OpenAI", "user safety_identifier prompt_cache_options service_tier"), _only("OpenAI", "moderation")))
-"""Say nothing about the text."""
+"""OpenAI fields, accepted on most routes, that do not affect the text."""
 CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
-"""For requests whose prefixes are not kept."""
+"""Cache fields of OpenAI, for routes without prefix caching."""
 
 GENERATING = _together(
     (
@@ -184,7 +184,7 @@ RESPONSES = _together(
 )
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-"""An edit that removes nothing; agents send it."""
+"""Context edit of Anthropic's API that removes nothing; agents send it."""
 
 MESSAGES = _together(
     (
@@ -208,7 +208,7 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "DetokenizeRequest": TOKENS,
     "WarmRequest": CHAT,
 }
-"""By the name of the body's schema."""
+"""Tables by the name of the body's schema."""
 
 ROUTES = {
     "ChatRequest": "/v1/chat/completions",
@@ -218,7 +218,7 @@ ROUTES = {
     "EmbeddingRequest": "/v1/embeddings",
     "TokenizeRequest": "/tokenize",
 }
-"""Routes by schema, for the documentation."""
+"""Routes by the name of the body's schema, for docs/clients.md."""
 
 RENAMED: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -227,17 +227,17 @@ RENAMED: Mapping[str, str] = {
     "random_seed": "seed",
     "max_new_tokens": "max_tokens",
 }
-"""Names that llama.cpp, Ollama, Mistral and TGI have for fields of ours: they are taken as those."""
+"""Aliases that llama.cpp, Ollama, Mistral and TGI use, and our names for those fields."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
-"""Values with which llama.cpp and Ollama set no limit."""
+"""(field, value) pairs with which llama.cpp and Ollama set no limit."""
 
 ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
-"""Fields by which other servers are asked for a LoRA adapter."""
+"""Fields that select a LoRA adapter on other servers."""
 
 Unknown = Literal["refuse", "warn", "ignore"]
 """Values of --unknown-fields."""
 MOST_NAMES, LONGEST_NAME = 20, 60
-"""Most fields that a header or log line names, and characters of each name."""
+"""Most field names in a header or log line, and most characters of each."""
 LONGEST_PATH = 200
 """Most characters of a field's path in an error."""
 
@@ -245,8 +245,10 @@ LONGEST_PATH = 200
 def without_strangers(
     data: Mapping[str, object], model: type[BaseModel], unknown: Unknown
 ) -> tuple[dict[str, object], list[str], dict[str, str]]:
-    """Return the fields of a body that its schema has, the names of fields left out although they ask for something,
-    and by field of ours the name that the client used. Raises RequestError for a field that must not be left out."""
+    """Split a body's fields. Return those of its schema, the names of ignored ones, and the aliases used (ours to theirs).
+
+    Raises RequestError for a field that must not be ignored.
+    """
     kept: dict[str, object] = {}
     left_out: list[str] = []
     names: dict[str, str] = {}
@@ -266,7 +268,7 @@ def without_strangers(
         elif ours in model.model_fields:
             names |= _take_renamed(name, ours, value, data, kept)
         elif name == "best_of" and "n" in model.model_fields:
-            # The best of n candidates when it is larger than n.
+            # Without effect unless larger than n: the n best of `best_of` candidates are returned.
             if value not in (1, data.get("n")):
                 _refuse(name, unknown, left_out)
         elif name not in known:
@@ -297,7 +299,7 @@ def _refuse(name: str, unknown: Unknown, left_out: list[str]) -> None:
 
 
 def unknown_field(path: str, known: Iterable[str]) -> RequestError:
-    """Return the error for an unknown field, with the field beside it that may have been meant."""
+    """Return the error for an unknown field at `path`; suggest the most similar name of `known`."""
     path = path[:LONGEST_PATH]
     *before, name = path.rsplit(".", 1)
     near = difflib.get_close_matches(name[:LONGEST_NAME], sorted(known), 1, cutoff=0.7)
@@ -306,7 +308,7 @@ def unknown_field(path: str, known: Iterable[str]) -> RequestError:
 
 
 def fields_beside(model: type[BaseModel], place: tuple[int | str, ...]) -> set[str]:
-    """Return the names of the fields that may stand where pydantic found a wrong one."""
+    """Return the field names of the schema that contains `place` (a pydantic error location) within `model`."""
     for part in place[:-1]:
         if isinstance(part, str):
             fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
@@ -318,7 +320,7 @@ def fields_beside(model: type[BaseModel], place: tuple[int | str, ...]) -> set[s
 
 
 def _schema_in(annotation: object) -> type[BaseModel] | None:
-    """Return the schema X of an annotation X, X | None or list[X]."""
+    """Return the schema X of an annotation X, X | None or list[X]; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (_schema_in(part) for part in get_args(annotation))
@@ -326,7 +328,7 @@ def _schema_in(annotation: object) -> type[BaseModel] | None:
 
 
 def told(names: Iterable[str]) -> str:
-    """Return names for a header or a line of the log, whatever characters a client has put into them."""
+    """Return the names joined for a header or log line: ASCII, without commas, shortened."""
     whole = list(names)
     shown = [ascii(name[:LONGEST_NAME])[1:-1].replace(",", "")[:LONGEST_NAME] for name in whole[:MOST_NAMES]]
     more = [f"and {len(whole) - MOST_NAMES} more"] if len(whole) > MOST_NAMES else []

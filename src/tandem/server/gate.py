@@ -1,4 +1,4 @@
-"""Middleware around all HTTP requests: API key or origin, metrics, answers to unexpected exceptions."""
+"""Middleware around all HTTP requests: authentication, origin checks, metrics, error responses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tandem.server.status import page
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = b"x-tandem-ignored-fields"
-"""Names the fields of the request that have no effect."""
+"""Response header that lists request fields without effect."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
-"""Paths that need no key; /health says less without one."""
+"""Paths that need no API key; /health returns less without one."""
 
 
 class Gate:
-    """ASGI middleware. Plain ASGI, as Starlette's BaseHTTPMiddleware would hide the client's leaving."""
+    """ASGI middleware that authenticates, counts and answers errors (BaseHTTPMiddleware would hide disconnects)."""
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app
@@ -38,11 +38,11 @@ class Gate:
         self._origins = Origins(server.host, server.allowed_host, (*server.allowed_origin, *server.cors_origin))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request; other scopes pass through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # as GET, of whose answer the connection sends the head alone
+        if scope["method"] == "HEAD":  # handled as GET; h11 sends only the headers
             scope = {**scope, "method": "GET"}
         request_id = scope["tandem.request_id"] = _request_id(Headers(scope=scope).get("x-request-id", ""))
         started = time.monotonic()
@@ -70,10 +70,10 @@ class Gate:
             await self._app(scope, receive, watched)
         except RequestError as error:
             await _refuse(error, scope, receive, watched)
-        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may take the server down
+        except Exception as error:  # noqa: BLE001 - outermost handler: no request may take the server down
             failure = internal_error(error, f"{scope['method']} {_route(scope)}")
             if status and "tandem.stream" not in scope:
-                # Too late for an error; a broken connection tells the client that the answer is not whole.
+                # Too late for an error response; a broken connection marks the answer as incomplete.
                 raise ConnectionAbortedError("response broken off after an internal error") from None
             await _refuse(failure, scope, receive, watched)
         finally:
@@ -82,7 +82,10 @@ class Gate:
             self._account(scope, status, time.monotonic() - started)
 
     def _admit(self, scope: Scope) -> None:
-        """Note the client. Raises RequestError for a missing or wrong key, a foreign page, a strange body."""
+        """Identify the client and set `tandem.group` and `tandem.trusted` in `scope`.
+
+        Raises RequestError for a missing or wrong key, a disallowed origin or an unsupported content type.
+        """
         client = scope.get("client")
         scope["tandem.group"] = group_of(client[0]) if client else ""
         scope["tandem.trusted"] = True
@@ -97,7 +100,7 @@ class Gate:
         known = False
         if presented is not None:
             digest = key_digest(presented)
-            # Every key is compared, in constant time: neither which key nor how much of it fits can be measured.
+            # Compare all keys in constant time, against timing attacks.
             known = sum(hmac.compare_digest(digest, other) for other in self._digests) > 0
             scope["tandem.group"] = key_group(presented)
         scope["tandem.trusted"] = known
@@ -118,7 +121,7 @@ class Gate:
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, in the stream if one has begun."""
+    """Send `error` as the response, or as the end of a stream that has begun."""
     write = scope.get("tandem.stream")
     if write is None:
         await error_response(error, scope)(scope, receive, send)
@@ -127,7 +130,7 @@ async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Sen
 
 
 def _request_id(given: str) -> str:
-    """Return the client's id of its request, if it is short and of plain characters, else a new one."""
+    """Return the client's request id if it has at most 128 plain characters, else a new one."""
     return given if re.fullmatch(r"[\w.:/+=@-]{1,128}", given, re.ASCII) else f"req_{uuid.uuid4().hex}"
 
 
@@ -139,5 +142,5 @@ def _presented_key(headers: Headers) -> str | None:
 
 
 def _route(scope: Scope) -> str:
-    """Return the route's pattern, not the path, which anyone can make up without end."""
+    """Return the route's pattern, as the number of distinct paths (metric labels) would be unbounded."""
     return str(getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched"))

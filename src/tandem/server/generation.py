@@ -1,4 +1,4 @@
-"""One HTTP request that has sequences in the engine: its quota, its time limit, its answers, and how it ends."""
+"""HTTP requests with sequences in the engine: quota, timeout, outputs, cancellation."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Running(ABC):
-    """Runs the sequences of one HTTP request and takes their answers.
+    """Sequences of one HTTP request in the engine, and their outputs.
 
-    Whoever opened it must `close` it, which stops what still runs. A client that leaves, a timeout, a cancel and the
-    engine's loss all end a wait with a RequestError.
+    The creator must `close` it, which aborts running sequences. A disconnect, a timeout, a cancel and the loss of the
+    engine all make waiting methods raise a RequestError.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Running(ABC):
         replicas: Sequence[int] | None = None,
         **fields: Any,
     ) -> None:
-        """Submit a sequence for each prompt and its parameters in `work`, each to its replica if these are named.
+        """Submit a sequence for each (prompt token ids, parameters) in `work`, to `replicas[i]` if given.
 
-        `window`: how many are submitted now; others by `go_on`. `fields`: of each engine request. Raises
-        UnavailableError, OverloadedError.
+        `window`: sequences to submit now; subclasses submit more with `_go_on`. `timeout`: seconds. `fields`: further
+        fields of each EngineRequest. Raises UnavailableError, OverloadedError.
         """
         self.request_id, self.model, self.route, self.stream = request_id, served.name, http.url.path, stream
         self.prompt_tokens, self.completion_tokens, self.choices = prompt_tokens, 0, len(work)
@@ -64,9 +64,9 @@ class Running(ABC):
         self.group, self.api = get_group(http), get_api(http)
         self._http_id = http.scope.get("tandem.request_id", "")
         self.error: RequestError | None = None
-        """The error that ended it."""
+        """Error that ended the request, if any."""
         self.ended = False
-        """True when all sequences have been answered; `take` sets it."""
+        """True when all sequences have finished; set by `take`."""
         self._news = self._nudged = self._awaits_end = False
         self._waiter: asyncio.Future[None] | None = None
         self._served = served
@@ -91,39 +91,39 @@ class Running(ABC):
 
     @property
     def done(self) -> bool:
-        """True when all answers have been read, too."""
+        """True when all sequences have finished and all outputs have been read."""
         return self.ended and not self._news
 
     @abstractmethod
     def take(self, output: Output) -> None:
-        """Take one output of a sequence."""
+        """Process one output of a sequence."""
 
     # --- answers ---
 
     def push(self, output: Output) -> None:
-        """Take one output, and wake whoever waits for it. A fault ends this request and no other."""
+        """Process one output and wake the waiting task. An exception fails only this request."""
         self._news = True
         try:
             self.take(output)
-        except Exception as error:  # noqa: BLE001 - as said
+        except Exception as error:  # noqa: BLE001 - see the docstring
             self._news = False
             self.fail(internal_error(error, self.route))
         if self.ended or not self._awaits_end:
             self._wake()
 
     def fail(self, error: RequestError) -> None:
-        """End the request: what has come already can still be read, then a wait raises `error`."""
+        """End the request with `error`: outputs received already can be read, then waiting methods raise it."""
         if self.error is None:
             self.error = error
         self._wake()
 
     def nudge(self) -> None:
-        """End a wait although nothing has come."""
+        """Wake the waiting task without an output."""
         self._nudged = True
         self._wake()
 
     async def _wait(self) -> None:
-        """Wait for an answer, an error, or a nudge."""
+        """Wait for an output, an error, or a nudge."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter
@@ -131,7 +131,7 @@ class Running(ABC):
             self._waiter = None
 
     async def _wait_for_end(self) -> None:
-        """Wait until all sequences have been answered, then close. Raises RequestError."""
+        """Wait until all sequences have finished, then close. Raises RequestError."""
         self._awaits_end = True
         try:
             while not self.ended:
@@ -149,7 +149,7 @@ class Running(ABC):
     # --- life ---
 
     def _go_on(self, requests: list[EngineRequest]) -> None:
-        """Submit more, once those before are answered. Raises UnavailableError."""
+        """Submit further `requests`, once the previous ones have finished. Raises UnavailableError."""
         self._open = requests
         self._served.client.requests.open(self._open, self, accepted=True)
 
@@ -158,12 +158,12 @@ class Running(ABC):
             self._served.client.requests.abort(request.request_id)
 
     def end(self, error: RequestError) -> None:
-        """Stop what still runs; whoever waits for it gets the error."""
+        """Abort running sequences; waiting methods raise `error`."""
         self._stop()
         self.fail(error)
 
     def close(self) -> None:
-        """Stop what still runs and forget the request. Safe to call again."""
+        """Abort running sequences and release the request's quota. Idempotent."""
         if self.api.live.pop(self.request_id, None) is None:
             return
         self._lease.end()
@@ -181,13 +181,13 @@ class Running(ABC):
             )
 
     def _unwatched(self, error: BaseException) -> None:
-        """End the request: the watch for its client's leaving has failed."""
+        """End the request, as the task that watches for a disconnect has failed."""
         self.fail(ServerError("Internal server error", code="internal_error"))
 
     async def _watch(self, http: Request) -> None:
-        """End the request as soon as its client leaves."""
+        """Abort the request as soon as its client disconnects."""
         await gone(http)
-        if self.done:  # the server's own end of the connection
+        if self.done:  # closed by the server after the answer
             return
         self.api.metrics.disconnects.inc()
         self.end(ClientGone("The client left."))
@@ -204,7 +204,7 @@ class Running(ABC):
 
 
 class Prompts(Running):
-    """Prompts that are only computed: one output each, and no text.
+    """Prefill-only prompts (embeddings, cache warming): one output each, no generated text.
 
     At most `window` are submitted at once, so that a long list does not fill the engine's queue.
     """
@@ -221,9 +221,9 @@ class Prompts(Running):
         window: int | None = None,
         **fields: Any,
     ) -> None:
-        """Submit the first `window`, or all. `fields` are those of each engine request beside its prompt.
+        """Submit the first `window` of `prompts` (token ids), or all. Ids start with `prefix`.
 
-        Raises UnavailableError, OverloadedError.
+        `fields`: further fields of each EngineRequest. Raises UnavailableError, OverloadedError.
         """
         self._window = window or len(prompts)
         self._outputs: dict[str, Output] = {}
@@ -242,7 +242,7 @@ class Prompts(Running):
         )
 
     def take(self, output: Output) -> None:
-        """Keep the output; submit the next window when this one is computed."""
+        """Store the output; submit the next window when this one has finished."""
         self._outputs[output.request_id] = output
         count = len(self._outputs)
         self.ended = count == len(self._requests)
@@ -253,27 +253,27 @@ class Prompts(Running):
                 self.fail(error)
 
     async def outputs(self) -> list[Output]:
-        """Return the output of each prompt. Closes the request; raises RequestError."""
+        """Wait for all outputs and return them in the order of the prompts. Closes the request; raises RequestError."""
         await self._wait_for_end()
         return [self._outputs[request.request_id] for request in self._requests]
 
 
 @dataclass(slots=True)
 class Delta:
-    """New text of one choice, or all of it. `finish_reason` is set on the last one."""
+    """New text of one choice, or its whole text. `finish_reason` is set on the choice's last delta."""
 
     index: int
     text: str
     logprobs: list[TokenLogprob]
     finish_reason: str | None
     stop: str | None = None
-    """The stop string that ended it."""
+    """Stop string that ended the choice; None for another end."""
     prompt: PromptLogprobs | None = None
-    """Log probabilities of its prompt, with the first delta, if they were asked for."""
+    """Log probabilities of the prompt, if requested; on the choice's first delta only."""
 
 
 class ChoiceState:
-    """One sequence: counts its tokens and turns them into text that is safe to show."""
+    """State of one choice: counts its tokens and detokenizes them, holding back text that may become a stop string."""
 
     def __init__(
         self,
@@ -286,8 +286,11 @@ class ChoiceState:
         logs_end: bool = False,
         thinking: ThinkingTokens | None = None,
     ) -> None:
-        """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text.
-        `thinking`: the tokens around reasoning, which is counted."""
+        """`continues`: the text continues the prompt. `shown`: special tokens that are part of the text.
+
+        `logs_end`: include the log probability of the stop token, which has no text. `thinking`: token ids around
+        reasoning, to count its tokens; None does not count.
+        """
         self.tokens = 0
         self.finish_reason: str | None = None
         self._index = index
@@ -295,14 +298,14 @@ class ChoiceState:
         self._thinking = thinking
         self._thought: Thought | None = None
         self._unread: list[int] = []
-        """Output tokens of which reasoning is not counted yet."""
+        """Output token ids not yet examined for reasoning."""
         self._one_by_one = bool(stop)
         self._logs_end = logs_end
         self._pending: list[TokenLogprob] = []
         self._prompt: PromptLogprobs | None = None
 
     def take(self, output: Output) -> Delta | None:
-        """Return what an output adds; None while its text is held back. Log probabilities wait for their text."""
+        """Return the new text of an output; None while held back. Log probabilities are held back with their text."""
         visible = output.tokens[:-1] if output.stop_token else output.tokens
         text, used = self._push(visible)
         if self._thinking is not None:
@@ -326,7 +329,7 @@ class ChoiceState:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning so far; None if they are not counted."""
+        """Reasoning tokens so far; None if not counted."""
         if self._thinking is None:
             return None
         self._thought = follow(self._thinking, self._thought or begin(self._thinking), self._unread)
@@ -334,7 +337,10 @@ class ChoiceState:
         return self._thought.spent
 
     def _push(self, tokens: list[int]) -> tuple[str, int]:
-        """Return new text and how many of `tokens` it took: where a stop string ends must not depend on batching."""
+        """Return the new text and the number of `tokens` consumed.
+
+        With stop strings, tokens are pushed one by one, so that the end does not depend on batching.
+        """
         if not self._one_by_one:
             return (self._text.push(tokens) if tokens else ""), len(tokens)
         parts = []
@@ -347,7 +353,7 @@ class ChoiceState:
 
 def _seeded(work: Sequence[tuple[list[int], SamplingParams]], name: str | None
             ) -> Sequence[tuple[list[int], SamplingParams]]:  # fmt: skip
-    """Draw seeds from `name` where the client gave none: what is begun again draws the same text."""
+    """Derive missing seeds from `name`, so that a restarted job samples the same text; None changes nothing."""
 
     def seed(index: int) -> int:
         return int.from_bytes(hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest())
@@ -380,11 +386,9 @@ class Generation(Running):
         logs_end: bool = False,
         thinking: ThinkingTokens | None = None,
     ) -> None:
-        """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
-        choice. Raises UnavailableError, OverloadedError.
+        """Submit a sequence for each (prompt token ids, parameters) in `work`, in the order of the choices.
 
-        `continues`: the text goes on from the prompt, rather than being a message of its own.
-        `shown`: special tokens that are part of the text. `logs_end`, `thinking`: as for `ChoiceState`.
+        `continues`, `shown`, `logs_end`, `thinking`: as for `ChoiceState`. Raises UnavailableError, OverloadedError.
         """
         self.params = work[0][1]
         """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
@@ -411,7 +415,7 @@ class Generation(Running):
         self._first_at = self._last_at = 0.0
 
     def take(self, output: Output) -> None:
-        """Turn an output into text. A choice that a stop string ends is stopped in the engine."""
+        """Detokenize an output. A choice that reaches a stop string is aborted in the engine."""
         choice = self._choices[output.request_id]
         if choice.finish_reason is not None:
             return
@@ -436,7 +440,7 @@ class Generation(Running):
             self._deltas.append(delta)
 
     async def next(self) -> list[Delta] | None:
-        """Return new text since the last call (maybe none); None after a nudge. Raises RequestError."""
+        """Wait for new text and return it (maybe an empty list); return None after a nudge. Raises RequestError."""
         while not self._news and self.error is None and not self._nudged:
             await self._wait()
         self._nudged = False
@@ -449,7 +453,7 @@ class Generation(Running):
         return deltas
 
     async def collect(self) -> list[Delta]:
-        """Run to the end and return all of each choice in one piece. Closes the generation; raises RequestError."""
+        """Wait for the end and return one Delta per choice with its whole text. Closes the generation; raises RequestError."""
         await self._wait_for_end()
         answers = [Delta(index, "", [], "stop") for index in range(self.choices)]
         texts: list[list[str]] = [[] for _ in answers]
@@ -464,7 +468,7 @@ class Generation(Running):
         return answers
 
     def usage(self) -> JsonObject:
-        """Return OpenAI's `usage` object, with the tokens of the prompt that were read from disk, if any."""
+        """Return OpenAI's `usage` object, extended by `disk_cached_tokens` if KV was read from disk."""
         output = self.completion_tokens
         counts = [count for choice in self._choices.values() if (count := choice.reasoning_tokens) is not None]
         tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
@@ -477,7 +481,7 @@ class Generation(Running):
         }
 
     def performance(self) -> dict[str, object]:
-        """Speeds as this request saw them: waiting in the queue counts as prompt time."""
+        """Return speeds (tokens/s) and durations (s) of this request; queueing counts as prompt time."""
         first = self._first_at - self.started_at if self._first_at else 0.0
         decode_s = self._last_at - self._first_at
         later = self.completion_tokens - self.choices

@@ -1,4 +1,4 @@
-"""The socket that the server listens on; opened by the supervisor, which needs nothing else of the server."""
+"""Open the server's listening socket. A module of its own, as the supervisor imports nothing else of the server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tandem.system.ports import is_shadowed
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises ConfigError when the address cannot be had."""
+    """Return a listening TCP socket. Raises ConfigError if the address cannot be bound."""
     try:
         if is_shadowed(host, port):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # macOS lists ::1 first for localhost, where half of the clients do not look.
+        # Prefer IPv4: macOS lists ::1 first for localhost, which many clients do not try.
         family, kind, protocol, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         listener = socket.socket(family, kind, protocol)
         try:

@@ -1,4 +1,4 @@
-"""Lists in pages, as OpenAI has them."""
+"""Pagination of lists as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tandem.json_types import JsonObject
 
 
 def page(items: list[JsonObject], http: Request, *, newest_first: bool, most: int = 100, usual: int = 20) -> JsonObject:
-    """Return a page of `items`, which stand in the order of their making, by OpenAI's `order`, `limit`, `after`.
+    """Return a page of `items` (oldest first) by the query parameters `order`, `limit` and `after`.
 
-    Raises RequestError naming the parameter at fault.
+    `most`, `usual`: maximum and default of `limit`. Raises RequestError naming the invalid parameter.
     """
     query = http.query_params
     order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", str(usual))

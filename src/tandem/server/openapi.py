@@ -1,4 +1,4 @@
-"""Request bodies and errors in the OpenAPI description: routes parse and answer by hand, so FastAPI sees neither."""
+"""OpenAPI descriptions of request bodies and errors, which FastAPI cannot derive: routes parse and answer by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _described: list[type[BaseModel]] = [Error, AnthropicError]
 
 
 def documented(model: type[BaseModel], *, streams: bool = False) -> JsonObject:
-    """Return `openapi_extra` of a route that takes `model` as its JSON body; `streams`: and may answer with events."""
+    """Return the `openapi_extra` of a route whose JSON body is `model`; `streams`: it may answer with server-sent events."""
     _described.append(model)
     extra: JsonObject = {"requestBody": {"required": True, "content": _json(model)}}
     if streams:
@@ -56,7 +56,7 @@ def documented(model: type[BaseModel], *, streams: bool = False) -> JsonObject:
 
 
 def failures(model: type[BaseModel]) -> dict[int | str, JsonObject]:
-    """Return `responses` of routes whose errors have the shape of `model`."""
+    """Return the `responses` of routes whose error bodies are of type `model`."""
     return {
         "4XX": {"description": "The request is at fault; the message says how.", "content": _json(model)},
         "5XX": {"description": "The server is at fault, or cannot answer now.", "content": _json(model)},
@@ -68,7 +68,7 @@ def _json(model: type[BaseModel]) -> JsonObject:
 
 
 class TandemApp(FastAPI):
-    """FastAPI whose description has the schemas of bodies and errors."""
+    """FastAPI application whose OpenAPI description includes the schemas of `documented` and `failures`."""
 
     def openapi(self) -> JsonObject:
         """Return the OpenAPI description of all routes."""

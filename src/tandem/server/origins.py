@@ -1,8 +1,8 @@
-"""Which web pages may use a server that asks for no key: a browser hands any page's requests to this machine.
+"""Checks of `Origin` and `Host` for servers without API keys, as any web page can send requests to this machine.
 
-A page of another origin says so in `Origin`, and in `Sec-Fetch-Site` where a browser leaves `Origin` out, as for
-images. One that has its own name point to this machine (DNS rebinding) has that name in `Host`. Only names that the
-public DNS gives to people can be used for that, so others need not be listed.
+Browsers send a page's origin in `Origin`, or `Sec-Fetch-Site` where `Origin` is absent, as for images. DNS rebinding (a
+page's own name that resolves to this machine) shows in `Host`. It needs a name in public DNS, so private names need
+not be listed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tandem.errors import RequestError
 from tandem.server.failures import refused
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".home")
-"""Ends of names that the public DNS does not know (RFC 6761, 6762 and 8375, ICANN's .internal; .lan and .home, which
-many routers give, are delegated to nobody)."""
+"""Domain suffixes absent from public DNS (RFC 6761, 6762 and 8375, ICANN's .internal; .lan and .home, which many routers
+assign, are not delegated)."""
 PORTS = {"http": 80, "https": 443}
 WEB = tuple(PORTS)
 UPLOAD, UPLOAD_PATH = "multipart/form-data", "/v1/files"
@@ -28,16 +28,16 @@ FORM = "application/x-www-form-urlencoded"
 
 
 class Origins:
-    """Hosts and pages that are let in without a key."""
+    """Host names and web origins that may use the server without a key."""
 
     def __init__(self, listening: str, hosts: Collection[str], origins: Collection[str]) -> None:
-        """`listening` is the address of this server, `hosts` are further names of it and `origins` pages, as set."""
+        """`listening`: address of this server; `hosts`: its further names (--allowed-host); `origins`: allowed origins."""
         own = {listening.lower(), socket.gethostname().lower()}
         self._hosts = frozenset(host.lower() for host in hosts) | own
         self._origins = frozenset(origin.lower().rstrip("/") for origin in origins)
 
     def check(self, headers: Headers) -> None:
-        """Raises RequestError (403) for a host that is not this server's, and for a page that may not use it."""
+        """Raise RequestError (403) for a `Host` that is not this server's, or a page of a disallowed origin."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_own(_split(f"//{host}")[0]):
             raise _refusal(
@@ -73,7 +73,7 @@ class Origins:
         if "*" in self._origins or origin in self._origins:
             return True
         if scheme not in WEB:
-            return origin != "null"  # an application or an extension: no page of the web has such an origin
+            return origin != "null"  # an application or a browser extension, not a web page
         name, port = _split(origin)
         if is_loopback(name) or name.endswith(".localhost"):
             return True
@@ -81,10 +81,10 @@ class Origins:
 
 
 def check_content_type(method: str, headers: Headers, path: str = "") -> None:
-    """Bodies must be JSON, not compressed, and say so: a page may send anything else anywhere without asking. Raises
-    RequestError: 415. Files come as forms; which pages may send them is for `Origins` or the key to say.
+    """Raise RequestError (415) unless a body is uncompressed and declared as JSON.
 
-    What `curl -d` says when it is told nothing is let pass, unless it comes from a page; so is silence.
+    A web page may send other types to any host without a CORS preflight. Exceptions: file uploads (forms), no
+    content type, and the default of `curl -d`, unless a page sent it.
     """
     content_type = headers.get("content-type")
     if method not in ("POST", "PUT", "PATCH"):
@@ -115,8 +115,7 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
 
 
 def _is_private(name: str) -> bool:
-    """Return whether no stranger can have the name in the public DNS: an address, a name without dots or of a private
-    network."""
+    """Return whether `name` cannot exist in public DNS: an IP address, a name without dots or with a private suffix."""
     if name.endswith(PRIVATE_SUFFIXES) or (name and "." not in name):
         return True
     try:
@@ -127,11 +126,11 @@ def _is_private(name: str) -> bool:
 
 
 def _split(url: str) -> tuple[str, int | None]:
-    """Name and port of a host or an origin; an empty name for what is neither."""
+    """Return the host name and port of a `//host` or an origin; ("", None) if invalid."""
     try:
         parts = urlsplit(url)
         if parts.username is not None or parts.path:
-            return "", None  # `evil.com@localhost` is two names, and neither a host nor an origin
+            return "", None  # such as `evil.com@localhost`
         return (parts.hostname or "").rstrip("."), parts.port or PORTS.get(parts.scheme)
     except ValueError:
         return "", None

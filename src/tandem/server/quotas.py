@@ -1,4 +1,4 @@
-"""Limits of each client: requests at once, requests a minute, tokens a minute. Belongs to one event loop."""
+"""Limits per client: concurrent requests, requests per minute, tokens per minute. Not thread-safe: use on one event loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.errors import OverloadedError
 
 MINUTE_S = 60.0
 RATE_LIMIT: Final = "rate_limit_exceeded"
-"""Error code of a request beyond a limit."""
+"""Error code of a request above a limit."""
 FORGET_ABOVE = 1024
-"""Number of clients from which on idle ones are forgotten."""
+"""Number of clients above which idle ones are dropped."""
 BUSY_RETRY_S = 1.0
-"""`Retry-After` of too many requests at once: when one of them ends is not known."""
+"""`Retry-After`, in seconds, for too many concurrent requests: their end cannot be predicted."""
 
 RATE_HEADERS: Final = tuple(
     f"x-ratelimit-{kind}-{name}" for name in ("requests", "tokens") for kind in ("limit", "remaining", "reset")
@@ -27,10 +27,9 @@ RATE_HEADERS: Final = tuple(
 
 
 def group_of(address: str) -> str:
-    """Return the key of the client at an address, for connections, quotas and fair shares.
+    """Return the client group of an IP address, for connection limits, quotas and fair queueing.
 
-    It is an IPv4 address, or the /64 network that a client of IPv6 has for itself; a text that is no address is its
-    own key.
+    The group is the IPv4 address, or the /64 network of an IPv6 client. Other text is returned unchanged.
     """
     try:
         known = ipaddress.ip_address(address)
@@ -42,20 +41,20 @@ def group_of(address: str) -> str:
 
 
 class Bucket:
-    """Token bucket that holds a minute's worth and fills evenly. Output, which nobody can foresee, may overdraw it.
+    """Token bucket with a capacity of one minute. Output tokens, unknown in advance, may overdraw it.
 
-    Its state is the time at which it is full again (the generic cell rate algorithm).
+    The state is the time at which the bucket is full again (generic cell rate algorithm).
     """
 
     def __init__(self, what: str, per_minute: int | None) -> None:
-        """`what`: the unit, such as "tokens"; without a limit the bucket is always full."""
+        """`what`: the unit, such as "tokens"; with `per_minute` None the bucket is always full."""
         self.what = what
         self.per_minute = per_minute
         self._unit_s = MINUTE_S / per_minute if per_minute else 0.0
         self._full_at = -math.inf
 
     def left(self, now: float) -> int:
-        """Return the whole units left; 0 when the bucket is overdrawn or has no limit."""
+        """Return the whole units left at time `now` (seconds); 0 when overdrawn or without a limit."""
         return max(math.floor(round((MINUTE_S - self.full_in(now)) / self._unit_s, 3)), 0) if self._unit_s else 0
 
     def full_in(self, now: float) -> float:
@@ -63,16 +62,15 @@ class Bucket:
         return max(self._full_at - now, 0.0)
 
     def wait(self, amount: int, now: float) -> float:
-        """Return the seconds until `amount` can be taken, to the millisecond; more than a minute's worth waits for all
-        of it."""
+        """Return the seconds, rounded to ms, until `amount` can be taken; an amount above the capacity needs a full bucket."""
         return max(round(self.full_in(now) - max(MINUTE_S - amount * self._unit_s, 0.0), 3), 0.0)
 
     def take(self, amount: int, now: float) -> None:
-        """Take `amount`, whatever is left."""
+        """Take `amount`, even if that overdraws the bucket."""
         self._full_at = now + self.full_in(now) + amount * self._unit_s
 
     def refusal(self, amount: int, now: float) -> OverloadedError:
-        """Return the error that `amount` cannot be taken now; names limit and remedy."""
+        """Return the error for an `amount` that exceeds what is left; the message has the limit and the wait."""
         wait = self.wait(amount, now)
         message = (
             f"Rate limit reached: the limit is {self.per_minute} {self.what} a minute ({self.what}_per_minute), "
@@ -82,7 +80,7 @@ class Bucket:
 
 
 class Usage:
-    """Buckets and running requests of a client."""
+    """Buckets and number of running requests of one client."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
@@ -91,7 +89,7 @@ class Usage:
         self.tokens = Bucket("tokens", limits.tokens_per_minute)
 
     def idle(self, now: float) -> bool:
-        """Return whether nothing that the client has used still counts."""
+        """Return whether no request runs and all buckets are full."""
         return not (self.running or self.requests.full_in(now) or self.tokens.full_in(now))
 
 
@@ -105,78 +103,78 @@ def duration(seconds: float) -> str:
 
 
 class Lease:
-    """Share of an admitted request in its client's limits."""
+    """An admitted request's use of its client's limits."""
 
     def __init__(self, client: Usage, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
         self._over = False
         self.meters = bool(client.limits.tokens_per_minute)
-        """True if the client's tokens are limited, so that `spend` matters."""
+        """True if the client has a token limit; else `spend` has no effect."""
         self.weight = client.limits.weight
         """Weight in fair queueing."""
 
     def prompt(self, tokens: int) -> None:
-        """Take the tokens of the prompt. Raises OverloadedError when the client may not use them now."""
+        """Take the prompt's tokens from the bucket. Raises OverloadedError if too few are left."""
         now, bucket = self._clock(), self._client.tokens
         if bucket.wait(tokens, now):
             raise bucket.refusal(tokens, now)
         bucket.take(tokens, now)
 
     def spend(self, tokens: int) -> None:
-        """Take tokens, whatever is left."""
+        """Take output tokens, even if that overdraws the bucket."""
         self._client.tokens.take(tokens, self._clock())
 
     def end(self) -> None:
-        """Count the request as running no more. Safe to call again."""
+        """Stop counting the request as running. Idempotent."""
         self._client.running -= not self._over
         self._over = True
 
 
 class Quotas:
-    """Admits requests by group: an API key, or a client's address where there are no keys."""
+    """Quotas of all client groups: an API key each, or a client address without keys."""
 
     def __init__(
         self, default: ClientLimits, groups: Mapping[str, ClientLimits], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`default`: limits of groups that are not in `groups`."""
+        """`default`: limits of groups not in `groups`; `clock`: returns seconds."""
         self._default = default
         self._limits = dict(groups)
         self._clock = clock
         self._clients: dict[str, Usage] = {}
 
     def enter(self, scope: Scope) -> None:
-        """Count the request of a scope before anything is done for it; a second call has no effect.
+        """Admit the request of an HTTP scope; a second call has no effect. Raises OverloadedError.
 
-        That of a job was counted when the job was accepted. Raises OverloadedError.
+        A job's request is not counted again: `accept` has counted it.
         """
         if "tandem.lease" not in scope:
             scope["tandem.metered"] = True
             scope["tandem.lease"] = self.admit(scope.get("tandem.group", ""), again="tandem.job" in scope)
 
     def accept(self, group: str, *, waits: bool) -> None:
-        """Count a request that `admit` gets later, with `again`; one that `waits` may find other limits used up.
+        """Count a request that runs later; call `admit` with `again` then. Raises OverloadedError.
 
-        Raises OverloadedError.
+        `waits`: it may queue, so only the limit of requests per minute is checked.
         """
         self._count(group, running=not waits, requests=True, tokens=not waits)
 
     def give_back(self, group: str) -> None:
-        """Undo `accept`, as the request turned out to be none."""
+        """Undo `accept` for a request that will not run."""
         now = self._clock()
         self._client(group, now).requests.take(-1, now)
 
     def admit(self, group: str, *, again: bool = False) -> Lease:
-        """Count a request before anything is known of it; `again`: one that `accept` has counted.
+        """Admit a request before its tokens are known; `again`: `accept` has counted it.
 
-        Raises OverloadedError, naming limit and remedy, when the group has used up what it may.
+        Raises OverloadedError, with limit and remedy, if a limit of the group is reached.
         """
         client = self._count(group, running=True, requests=not again, tokens=True)
         client.running += 1
         return Lease(client, self._clock)
 
     def _count(self, group: str, *, running: bool, requests: bool, tokens: bool) -> Usage:
-        """Count a request. Raises OverloadedError where one of these limits is used up."""
+        """Count a request, checking the limits selected by the flags. Raises OverloadedError if one is reached."""
         now = self._clock()
         client = self._client(group, now)
         limit = client.limits.max_concurrent_requests
@@ -194,7 +192,7 @@ class Quotas:
         return client
 
     def headers(self, group: str) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's x-ratelimit-* headers for the limits that the group has."""
+        """Return OpenAI's x-ratelimit-* headers for the group's limits."""
         now = self._clock()
         client = self._client(group, now)
         headers: list[tuple[bytes, bytes]] = []

@@ -1,4 +1,4 @@
-"""Answers made of a generation: in one piece, or as a stream of server-sent events."""
+"""Responses from a generation: one JSON body, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tandem.server.openai.schemas import SamplingFields
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 REFUSAL_GRACE_S = 0.5
-"""Seconds that a stream waits before its status line, so that a refusal by the engine gets its own HTTP status."""
+"""Seconds before a stream sends its status line, so that an early refusal by the engine gets its own HTTP status."""
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 _LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
-"""Line ends of Unicode, at which some clients cut an event (httpx's `iter_lines`)."""
+"""Unicode line separators, at which some clients split events (httpx's `iter_lines`), and their JSON escapes."""
 _encode = msgspec.json.Encoder().encode
 
 
 def encode_json(value: object) -> bytes:
-    """Return JSON that is one line for all ways to split lines."""
+    """Return `value` as JSON on one line, also for clients that split at Unicode line separators."""
     data = _encode(value)
     for end, escaped in _LINE_ENDS.items():
         if end in data:
@@ -40,24 +40,24 @@ def encode_json(value: object) -> bytes:
 
 
 def json_response(body: Mapping[str, object], status: int = 200) -> Response:
-    """Return an answer in one piece."""
+    """Return an HTTP response with `body` as JSON."""
     return Response(encode_json(body), status, media_type="application/json")
 
 
 class AnswerWriter(Protocol):
-    """Writes a stream in the shape of one endpoint, as complete events."""
+    """Encoder of one endpoint's stream; each method returns complete events."""
 
     def head(self) -> bytes:
         """Return the events before the first text."""
 
     def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
-        """Return the events for new text. `extras` are fields of the last chunk that has choices."""
+        """Return the events for new text. `extras`: fields for the last chunk with choices, if no usage follows."""
 
     def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
-        """Return the event with the usage."""
+        """Return the usage event; `extras` are further fields of it."""
 
     async def end(self) -> None:
-        """Do what must be done between the last text and the last event."""
+        """Run endpoint-specific work between the last text and the last event."""
         return None
 
     def done(self) -> bytes:
@@ -70,28 +70,28 @@ class AnswerWriter(Protocol):
 
 
 def failed_stream(error: RequestError) -> bytes:
-    """Return the events that end a failed stream in OpenAI's form."""
+    """Return the events that end a failed stream in OpenAI's format."""
     return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
 def named_event(data: JsonMapping) -> bytes:
-    """Return an event whose name is its `type`."""
+    """Return a server-sent event named after the `type` field of `data`."""
     return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
 
 
 class Envelope:
-    """The part of a chunk that is the same in all chunks of a stream, encoded once."""
+    """Constant part of all chunks of a stream, encoded once."""
 
     def __init__(
         self, fields: Mapping[str, object], *, include_usage: bool, running: Callable[[], dict[str, object]] | None = None
     ) -> None:
-        """`running` gives the usage so far, which every chunk is to carry."""
+        """`fields`: the constant part. `running`: returns the usage so far, for streams with usage in every chunk."""
         self._running = running
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunk(self, choice: Mapping[str, object], extras: Mapping[str, object] | None = None) -> bytes:
-        """Return an event with one choice."""
+        """Return a chunk with one choice; `extras` are further fields of the chunk."""
         end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
             return b"".join((self._start, encode_json(choice), end))
@@ -99,15 +99,15 @@ class Envelope:
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
     def without_choice(self, fields: Mapping[str, object]) -> bytes:
-        """Return an event with no choice but other fields."""
+        """Return a chunk with an empty `choices` and with `fields`."""
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
 class ChunkWriter(AnswerWriter):
-    """Base of streams in OpenAI's form: chunks in one envelope, with the usage in the last."""
+    """Base class for streams in OpenAI's format: chunks with a shared envelope, usage in the last."""
 
     def __init__(self, kind: str, generation: Generation, fields: SamplingFields) -> None:
-        """`kind` is the chunks' `object`."""
+        """`kind`: the `object` of each chunk."""
         self._generation = generation
         self._envelope = Envelope(
             head(kind, generation.request_id, generation.model),
@@ -116,12 +116,12 @@ class ChunkWriter(AnswerWriter):
         )
 
     def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
-        """The last chunk, without choices."""
+        """Return the last chunk, which has the usage and no choices."""
         return self._envelope.without_choice({"usage": usage, **extras})
 
 
 async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError], bytes]) -> None:
-    """Send the head of a stream unless it has begun; what fails from now on is written by `error` (see `Gate`)."""
+    """Send the headers of a stream unless sent; `error` encodes any later failure (see `Gate`)."""
     begun = "tandem.stream" in scope
     scope["tandem.stream"] = error
     if not begun:
@@ -129,7 +129,7 @@ async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError],
 
 
 async def streamed(generation: Generation, writer: AnswerWriter, *, include_usage: bool = True) -> Response:
-    """Return the stream of `generation`. Raises RequestError when the engine refuses at once."""
+    """Return a streaming response for `generation`. Raises RequestError if the engine refuses within `REFUSAL_GRACE_S`."""
     grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.nudge)
     try:
         first = await generation.next()
@@ -142,7 +142,7 @@ async def streamed(generation: Generation, writer: AnswerWriter, *, include_usag
 
 
 class EventStream(Response):
-    """Sends what comes together in one piece, a comment when nothing comes, and closes the generation."""
+    """Streaming response: batches available text into one write, sends keep-alive comments, closes the generation."""
 
     def __init__(self, generation: Generation, writer: AnswerWriter, first: list[Delta] | None, *, include_usage: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class EventStream(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream until the end. Raises RequestError, ClientGone among them."""
+        """Stream until the end. Raises RequestError, including ClientGone."""
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
@@ -167,7 +167,7 @@ class EventStream(Response):
 
     async def _run(self, send: Send) -> None:
         body = self._writer.head()
-        # No comment before the first silence: `vllm bench serve` loses whatever follows one.
+        # No comment before the first pause: `vllm bench serve` loses the data that follows one.
         deltas: list[Delta] | None = self._first or []
         while not self._generation.done:
             if deltas:
@@ -183,7 +183,7 @@ class EventStream(Response):
         await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
-        self._generation.close()  # whoever has the last bytes may ask for more at once, and finds this place free
+        self._generation.close()  # before the last bytes, so that the client's next request finds this slot free
         await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
 
     async def _write(self, deltas: list[Delta]) -> bytes:
@@ -198,7 +198,7 @@ class EventStream(Response):
         return {"performance": self._generation.performance()}
 
     def _tick(self) -> None:
-        """Nudge the stream when nothing was sent for a while."""
+        """Trigger a keep-alive comment when nothing was sent for the heartbeat interval (a timer callback)."""
         silent = self._loop.time() - self._sent_at
         if silent >= self._heartbeat_s * 0.9:
             self._generation.nudge()

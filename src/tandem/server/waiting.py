@@ -1,4 +1,4 @@
-"""Ending tasks, and waiting for one thing unless another comes first."""
+"""Helpers for asyncio tasks: cancel and await, or wait until another coroutine ends first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """Raised by `unless` when the wait ended before the work."""
+    """Raised by `unless` when `stop` or the timeout ended the wait."""
 
 
 async def end_tasks(*tasks: asyncio.Task[object] | None) -> None:
-    """Cancel tasks, but for None among them, and wait until they have ended, however they do."""
+    """Cancel the tasks (None is skipped) and wait until all have ended; their exceptions are dropped."""
     ending = [task for task in tasks if task is not None]
     for task in ending:
         task.cancel()
@@ -24,7 +24,7 @@ async def end_tasks(*tasks: asyncio.Task[object] | None) -> None:
 async def unless(
     stop: Coroutine[None, None, object], work: Coroutine[None, None, Result], timeout_s: float | None = None
 ) -> Result:
-    """Return what `work` returns. Raises what it raises, and Stopped when `stop` or the time ends first."""
+    """Await `work`, but cancel it and raise Stopped when `stop` ends or `timeout_s` (seconds) passes first."""
     tasks = working, _ = asyncio.ensure_future(work), asyncio.ensure_future(stop)
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, in terms of the chat requests that the server knows."""
+"""Anthropic's Messages API, translated to chat requests."""

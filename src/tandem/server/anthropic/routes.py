@@ -1,5 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens. Answers are blocks of text, thinking and tool use, whole or as
-events."""
+"""Routes of Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ router = APIRouter()
 
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
 async def messages(http: Request) -> Response:
-    """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
+    """Answer a conversation, in one piece or as a stream."""
     fields = await parse(http, MessagesRequest)
     served = await acquire(http, fields.model, stream=fields.stream, error=failed_message)
     http.scope[SENT_TO_ALL] = NAMES["thinking_token_budget"]
@@ -49,7 +48,7 @@ async def messages(http: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
 async def count_tokens(http: Request) -> Response:
-    """How many tokens the prompt of a conversation has."""
+    """Count the prompt tokens of a conversation."""
     fields = await parse(http, CountRequest)
     served = await acquire(http, fields.model)
     with in_words(NAMES):
@@ -58,7 +57,7 @@ async def count_tokens(http: Request) -> Response:
 
 
 def _message(generation: Generation) -> JsonObject:
-    """The outside of an answer, before there is any."""
+    """Return a message object without content."""
     return {
         "id": generation.request_id,
         "type": "message",
@@ -73,7 +72,7 @@ def _message(generation: Generation) -> JsonObject:
 
 
 def _usage(generation: Generation) -> JsonObject:
-    """Tokens so far. What came from kept prefixes is counted apart, as Anthropic does."""
+    """Return the usage so far. Cached prompt tokens are not included in `input_tokens`, as at Anthropic."""
     counted = generation.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -85,7 +84,7 @@ def _usage(generation: Generation) -> JsonObject:
 
 
 def _whole_blocks(reply: Reply, text: str) -> list[JsonObject]:
-    """The blocks of a whole answer."""
+    """Return the content blocks of a complete answer."""
     blocks: list[JsonObject] = []
     for event in merged(reply.read(text, last=True)):
         if isinstance(event, CallArguments):
@@ -100,7 +99,7 @@ def _whole_blocks(reply: Reply, text: str) -> list[JsonObject]:
 
 
 def _signature(thinking: str) -> str:
-    """Return a digest of the text: clients check that there is a signature, and nobody what it says."""
+    """Return a digest of the text as signature; clients require one but cannot verify it."""
     return base64.b64encode(hashlib.blake2b(thinking.encode("utf-8", "surrogateescape")).digest()).decode()
 
 
@@ -109,7 +108,7 @@ _DELTAS: dict[type[Event], str] = {Content: "text_delta", ReasoningText: "thinki
 
 
 def _block(reply: Reply, event: Event) -> JsonObject:
-    """The empty block that `event` opens."""
+    """Return the empty content block that `event` opens."""
     if isinstance(event, CallStart):
         return {"type": "tool_use", "id": reply.call_id("toolu", event), "name": event.name, "input": {}}
     if isinstance(event, ReasoningText):
@@ -118,7 +117,7 @@ def _block(reply: Reply, event: Event) -> JsonObject:
 
 
 def _object(text: str) -> JsonObject:
-    """The arguments, as far as they go: the model, or its limit, may have left them unfinished."""
+    """Return a call's arguments as an object, as far as complete: the output limit may have cut them off."""
     try:
         value = from_json(text, allow_partial=True)
     except ValueError:
@@ -127,12 +126,12 @@ def _object(text: str) -> JsonObject:
 
 
 def failed_message(error: RequestError) -> bytes:
-    """Return the event that ends a failed stream."""
+    """Return Anthropic's event that ends a failed stream."""
     return named_event(anthropic_envelope(error))
 
 
 class MessageWriter(AnswerWriter):
-    """An answer whole, or as events in Anthropic's order: the message opens, its blocks one by one, it closes."""
+    """Writer of an answer in Anthropic's format: as one message, or as events."""
 
     def __init__(self, generation: Generation, reply: Reply, max_tokens: int) -> None:
         self._generation = generation
@@ -144,12 +143,12 @@ class MessageWriter(AnswerWriter):
         self._ending: JsonObject = {}
 
     def whole(self, answer: Delta) -> Response:
-        """Return the message in one piece."""
+        """Return the HTTP response for a complete answer."""
         body = _message(self._generation) | {"content": _whole_blocks(self._reply, answer.text)}
         return json_response(body | self._ending_of(answer))
 
     def _ending_of(self, last: Delta) -> JsonObject:
-        """Return why the answer ended. One ended by length short of its own limit has filled the context."""
+        """Return `stop_reason` and `stop_sequence`. Length below `max_tokens` means that the context is full."""
         reason, sequence = "tool_use" if self._reply.called else "end_turn", None
         if last.finish_reason == "length":
             short = _usage(self._generation)["output_tokens"] < self._max_tokens
@@ -159,12 +158,12 @@ class MessageWriter(AnswerWriter):
         return {"stop_reason": reason, "stop_sequence": sequence}
 
     def head(self) -> bytes:
-        """The message opens."""
+        """Return the events `message_start` and `ping`."""
         start = _message(self._generation)
         return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
 
     def delta(self, delta: Delta, extras: JsonObject | None) -> bytes:
-        """Return the events that a text adds."""
+        """Return the events for new text."""
         ended = delta.finish_reason is not None
         written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
         if ended:
@@ -173,16 +172,16 @@ class MessageWriter(AnswerWriter):
         return written
 
     def usage(self, usage: JsonObject, extras: JsonObject) -> bytes:
-        """The message closes."""
+        """Return the events `message_delta` and `message_stop`."""
         end = {"type": "message_delta", "delta": self._ending, "usage": _usage(self._generation)}
         return named_event(end) + named_event({"type": "message_stop"})
 
     def done(self) -> bytes:
-        """Return nothing: `message_stop` was the end."""
+        """Return nothing, as `message_stop` ends the stream."""
         return b""
 
     def error(self, error: RequestError) -> bytes:
-        """The stream fails."""
+        """Return the event that ends a failed stream."""
         return failed_message(error)
 
     def _event(self, event: Event) -> bytes:

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's requests. Types are strict and unknown fields are errors."""
+"""Schemas of Anthropic's requests. Types are strict and unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ SCHEMA = {"type": "object"}
 
 
 class Marked(Strict):
-    """Base of objects that may be marked for Anthropic's cache. Prefixes are kept whatever is marked."""
+    """Base of objects with `cache_control`, which is ignored: prefixes are always cached."""
 
     cache_control: JsonObject | None = None
 
 
 def as_blocks(value: object) -> object:
-    """A text as the blocks that it stands for."""
+    """Convert a plain string to a list of one text block; return anything else unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class TextBlock(Marked):
-    """A piece of text, where nothing else may stand."""
+    """Text block, where only text is allowed."""
 
     type: Literal["text"]
     text: str
@@ -39,7 +39,7 @@ TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=Tr
 
 
 class Block(Marked, Tagged):
-    """A piece of a message."""
+    """Content block of a message."""
 
     noun = "block"
     needs = {
@@ -69,14 +69,14 @@ class Block(Marked, Tagged):
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
-    """Accepted, and not checked: no signatures are made here."""
+    """Accepted but not checked."""
     data: str | None = None
 
     _texts = field_validator("content", mode="before")(as_blocks)
 
 
 class Turn(Strict):
-    """One message of a conversation."""
+    """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -93,22 +93,22 @@ class Turn(Strict):
 
 
 class Tool(Marked):
-    """A tool of the client's."""
+    """Tool that runs at the client, or an ignored server-side one (`hosted`)."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     input_schema: Annotated[JsonObject, Field(json_schema_extra=SCHEMA)]
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    """Accepted: arguments of forced calls always fit."""
+    """Accepted but ignored: arguments of forced calls always fit the schema."""
     eager_input_streaming: bool | None = None
-    """Accepted: arguments always stream as they come."""
+    """Accepted but ignored: arguments always stream without buffering."""
     input_examples: None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=16, fail_fast=True)] | None = None
 
     hosted: bool = False
-    """A tool with a schema that only Anthropic's models know, such as web_search_20250305: it is left out here."""
+    """True for a tool that only Anthropic's models support, such as web_search_20250305; it is ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +120,7 @@ class Tool(Marked):
 
 
 class Choice(Strict):
-    """Which tool to call."""
+    """Tool choice."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -134,25 +134,24 @@ class Choice(Strict):
 
 
 class Thinking(Strict):
-    """Whether to think."""
+    """Thinking switch and budget."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Most tokens of thinking, a part of `max_tokens`. Taken by models that do not think too, as agents send it to all.
-    """
+    """Most thinking tokens, included in `max_tokens`. Ignored for models that do not think, as agents always send it."""
     display: Literal["summarized"] | None = None
-    """Accepted: thinking is always shown, in full."""
+    """Accepted but ignored: thinking is always returned in full."""
 
 
 class Format(Strict):
-    """The form of the answer."""
+    """Response format."""
 
     type: Literal["json_schema"]
     schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Strict):
-    """Form of the answer, and effort."""
+    """Response format and reasoning effort."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Format | None = None

@@ -1,4 +1,4 @@
-"""Anthropic's requests as chat requests. Pure."""
+"""Translate requests of Anthropic's API to chat requests. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""Names in Anthropic's API of fields of a chat request."""
+"""Field names of Anthropic's API, by field name of a chat request."""
 Json = dict[str, object]
 
 
 def chat_request(fields: CountRequest) -> ChatRequest:
-    """Translate the request into OpenAI's terms. Raises RequestError."""
+    """Return the equivalent chat request. Raises RequestError."""
     data: Json = {"model": fields.model, "messages": _conversation(fields)}
     if tools := [_tool(tool) for tool in fields.tools or () if not tool.hosted]:
         data["tools"] = tools
@@ -75,7 +75,7 @@ def _assistant(blocks: list[Block]) -> Json:
 
 
 def _others(role: str, blocks: list[Block]) -> list[Json]:
-    """Results of tools are messages of their own; the texts between them are the user's."""
+    """Return a user's or system's blocks as chat messages; each tool result becomes a `tool` message."""
     messages: list[Json] = []
     for result, group in groupby(blocks, key=lambda block: block.type == "tool_result"):
         if not result:

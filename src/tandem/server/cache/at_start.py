@@ -1,4 +1,4 @@
-"""Prompts of `--warmup-prompts`: at each replica before it counts as reached, and again when its ranks have been replaced."""
+"""Warm the prompts of `--warmup-prompts` at each replica before it counts as reached, and after its ranks are replaced."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from tandem.server.store.calls import post_scope
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Seconds between two looks for replicas that are new."""
+"""Seconds between checks for new replicas."""
 ROUTE = "/v1/cache/warm"
 
 
 @dataclass
 class _Progress:
-    """Prompts that one replica has."""
+    """Progress of warming one replica."""
 
     ranks: tuple[int, ...]
-    """Process ids; other processes begin with the first prompt."""
+    """Process ids of the ranks; after a change, warming restarts."""
     prompts: int = 0
     done: bool = False
 
 
 class Warmer:
-    """Warms the prompts at the replicas of all models, outside of every client's limits."""
+    """Task that warms prompts at the replicas of all models, outside clients' quotas."""
 
     def __init__(self, app: FastAPI, api: Api, bodies: list[Body]) -> None:
         self._app, self._api, self._bodies = app, api, bodies
         self._progress: dict[tuple[int, int], _Progress] = {}
-        """By model and replica."""
+        """Progress by (index of the model, replica)."""
         for served in api.served if bodies else ():
             served.client.warmed = set()
 
@@ -89,10 +89,10 @@ class Warmer:
         try:
             return self._api.find(name if isinstance(name, str) else None)
         except NotFoundError:
-            return self._api.served[0]  # as a file for another server may name it
+            return self._api.served[0]  # the file may be for a server with another model name
 
     async def _warm(self, served: Served, body: Body, replicas: list[int]) -> None:
-        """Raises OverloadedError, UnavailableError. Another fault is logged: the server serves all the same."""
+        """Warm one prompt at `replicas`. Raises OverloadedError, UnavailableError; other errors are only logged."""
         scope = post_scope(self._app, ROUTE, "", 0)
         scope["tandem.lease"] = Lease(Usage(ClientLimits()), time.monotonic)
         try:
@@ -109,13 +109,13 @@ class Warmer:
             raise
         except RequestError as error:
             logger.warning("a prompt of --warmup-prompts: %s; the server goes on without it", error.message)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the server serves
+        except Exception as error:  # noqa: BLE001 - warming must not stop the server
             internal_error(error, "--warmup-prompts")
         finally:
             self._api.release(scope)
 
 
 async def _silence() -> Message:
-    """A client that says nothing more, and stays."""
+    """ASGI `receive` of a client that sends nothing and stays connected: wait until cancelled."""
     silence: asyncio.Future[Message] = asyncio.Future()
     return await silence

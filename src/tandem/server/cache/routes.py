@@ -1,4 +1,4 @@
-"""Prefixes that the engines keep: /v1/cache says which, drops them, and warms prompts."""
+"""Routes under /v1/cache: list, drop and warm cached prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Model = Annotated[str | None, Query(description="of several models, the one that
 
 @router.get("/v1/cache")
 async def kept(http: Request, model: Model = None) -> Response:
-    """Prefixes in the memory and on the disks of each replica, of each model that is loaded."""
+    """List the cached prefixes in memory and on disk, by replica, of each loaded model."""
     require_known(http.query_params, ("model",))
     api = get_api(http)
     among = [api.find(model)] if model is not None else api.served
@@ -42,7 +42,7 @@ async def drop(
     model: Model = None,
     tier: Annotated[Literal["memory", "all"], Query(description="what to let go: memory alone, or disks too")] = "all",
 ) -> Response:
-    """Drop the cached prefixes of a model at each replica; by default those on disk too, of any writer."""
+    """Drop the cached prefixes of a model at each replica; by default also those on disk, including other servers'."""
     require_known(http.query_params, ("model", "tier"))
     api = get_api(http)
     served = api.find(model)
@@ -64,14 +64,14 @@ async def drop(
 
 @router.post("/v1/cache/warm", openapi_extra=documented(WarmRequest))
 async def warm_route(http: Request) -> Response:
-    """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
+    """Compute and cache a prompt at every replica, so that requests with this prefix are answered sooner."""
     fields = await parse(http, WarmRequest)
     served = await acquire(http, fields.model)
     return json_response(await warm(http, served, fields))
 
 
 def _refuse(index: int, report: CacheReport) -> None:
-    """Raises UnavailableError for a replica that has not done what it was told."""
+    """Raise UnavailableError if replica `index` failed to drop its prefixes."""
     if report.trouble:
         raise UnavailableError(f"Replica {index} has not dropped its prefixes: {report.trouble}.")
 

@@ -12,7 +12,7 @@ from tandem.server.openai.schemas import ChatRequest, normalise_prompt
 
 
 class WarmRequest(ChatRequest):
-    """Chat request whose prompt is to be cached; or prompts of completions."""
+    """Chat request whose prompt is to be cached, or completion prompts."""
 
     messages: Conversation = Field(default_factory=list)
     prompt: Annotated[list[Any] | None, BeforeValidator(normalise_prompt)] = None

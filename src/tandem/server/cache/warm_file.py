@@ -1,4 +1,4 @@
-"""Files with prompts to warm: a text, a chat request, or several of either."""
+"""Read files with prompts to warm: text, a chat request, or several requests or messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from tandem.json_types import JsonObject
 from tandem.system.files import read_text
 
 Role = Literal["system", "user", "none"]
-"""Role of a text: a system message, the beginning of the first user's message, or a prompt without a template."""
+"""Use of a text: as system message, as beginning of the first user message, or ("none") as prompt without a template."""
 Body = JsonObject
 MOST = 256 << 20
-"""Bytes of a file."""
+"""Most bytes of a file."""
 
 
 def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> list[Body]:
-    """Bodies for POST /v1/cache/warm. `.json` is a request or its messages, `.jsonl` one of these on each line, or
-    a message on each; anything else is text. Raises UsageError that begins with `flag`."""
+    """Return the bodies for POST /v1/cache/warm that a file describes.
+
+    `.json`: a request or its messages; `.jsonl`: one of these, or one message, per line; otherwise text. Raises UsageError
+    whose message begins with `flag`.
+    """
     try:
         text = read_text(path, MOST)
     except UnicodeDecodeError as error:
@@ -48,14 +51,14 @@ def warm_bodies(settings: Settings) -> list[Body]:
 
 
 def text_body(text: str, role: Role) -> Body:
-    """A text as a body."""
+    """Return a text as a body for POST /v1/cache/warm."""
     if role == "none":
         return {"prompt": text}
     return {"messages": [{"role": role, "content": text}], "unfinished": role == "user"}
 
 
 def _lines(text: str) -> list[Body]:
-    """Raises ValueError that names the line."""
+    """Return the bodies in JSON lines. Raises ValueError naming the line."""
     found: list[object] = []
     bodies: list[Body] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -88,7 +91,7 @@ def _is_message(data: object) -> bool:
 
 
 def _body(data: object) -> Body:
-    """A request, a line of a batch, or messages. Raises ValueError."""
+    """Return the body for a request, a line of a batch file, or messages. Raises ValueError."""
     if isinstance(data, dict) and isinstance(data.get("body"), dict):
         data = data["body"]
     if isinstance(data, list) and data and all(_is_message(one) for one in data):

@@ -1,4 +1,4 @@
-"""Prompts that are computed before anybody asks for their continuation, at every replica."""
+"""Prefill prompts at replicas ahead of requests, to fill their prefix caches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 
 _GOES_ON = (" a", "\n1")
-"""Two possible continuations of a text: tokens common to both are certain, whatever follows."""
+"""Two different continuations of a text; tokens common to both do not depend on what follows."""
 
 
 async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Iterable[int] | None = None) -> JsonObject:
-    """Compute the prompts at all replicas that are ready, or at these; return the answer of the API.
+    """Prefill the prompts at all ready replicas, or those among `replicas`; return the API's response object.
 
-    Where replicas share a disk, the first computes, and the others read. Raises RequestError.
+    With KV on disk, the first replica computes and the others read. Raises RequestError.
     """
     prompts = await _prompts(await RequestTexts.of(http, served), fields)
     started = time.monotonic()
@@ -50,7 +50,7 @@ async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Ite
     shared = status.kv_disk == "on"
     cached: dict[int, int] = {}
     for group in [ready[:1], ready[1:]] if shared and len(ready) > 1 else [ready]:
-        if shared:  # ranks look once they have written what waits, and see what others have put there
+        if shared:  # a cache query makes ranks finish their writes and look for blocks of other replicas
             for some in (cached, group):
                 await asyncio.gather(*(served.client.cache(replica=replica) for replica in some))
         jobs = [(replica, prompt) for replica in group for prompt in prompts]
@@ -80,7 +80,7 @@ async def warm(http: Request, served: Served, fields: WarmRequest, replicas: Ite
 
 
 async def _replica(served: Served, replica: int, prompts: list[list[int]], cached: int) -> dict[str, int]:
-    """Return how much of the prompts a replica has now."""
+    """Return the tokens of the prompts that `replica` has now in memory and on disk. `cached`: had before warming."""
     reports = [(await served.client.cache(prompt, replica=replica)).get(replica) for prompt in prompts]
     known = [report for report in reports if report is not None]
     return {
@@ -103,9 +103,11 @@ async def _prompts(texts: RequestTexts, fields: WarmRequest) -> list[list[int]]:
 
 
 async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
-    """One that ends with a user's message is answered next, and is the prompt as it is. Of others, and of one whose
-    last message goes on, that part is the prompt which any way to go on has: templates put the ends of messages, and
-    some the beginning, where the next message decides."""
+    """Return the token ids to warm for the messages.
+
+    A conversation that ends with a user or tool message is rendered as it is. Others, and those with `unfinished`, are
+    rendered with two continuations, and the common prefix is used: what templates put after a message depends on the next.
+    """
     variables, vain = template_variables(fields, texts.tokenizer)
     if vain:
         note_ignored(texts.http, *vain)

@@ -1,4 +1,4 @@
-"""The text of one chat answer as OpenAI's messages: content, reasoning and tool calls, whole or in pieces."""
+"""Convert the text of a chat answer to OpenAI's messages or deltas: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tandem.server.tools.scan import StreamParser
 
 
 class Reply:
-    """Reads the text of one choice."""
+    """Parser of one choice's text into events, deltas and messages."""
 
     def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
-        """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
+        """`ids` returns 32 hex digits for each call id; random by default."""
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self._used: set[str] = set()
         self._plan = plan
         self._parser = StreamParser(plan.output_parser.reader) if plan.output_parser is not None else None
 
     def read(self, text: str, *, last: bool) -> list[Event]:
-        """Return the events that `text` adds; with `last` also those held back."""
+        """Parse new text and return its events; with `last` (end of the answer) also those held back."""
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text)
@@ -32,15 +32,15 @@ class Reply:
 
     @property
     def called(self) -> bool:
-        """True if there have been calls."""
+        """True if the answer has tool calls so far."""
         return self._parser is not None and self._parser.calls > 0
 
     def finish_reason(self, reason: str) -> str:
-        """Return OpenAI's reason: an answer that ends with calls says so."""
+        """Return OpenAI's `finish_reason` for the engine's `reason`: `tool_calls` for a complete answer with calls."""
         return self._plan.calls_finish if self.called and reason == "stop" else reason
 
     def delta(self, event: Event) -> JsonObject:
-        """The `delta` of a chunk."""
+        """Return an event as the `delta` of a chunk."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, ReasoningText):
@@ -53,7 +53,7 @@ class Reply:
         return {"tool_calls": [call]}
 
     def message(self, text: str) -> dict[str, object]:
-        """Return the message object of a whole answer."""
+        """Return the message object for the whole text of an answer."""
         whole = WholeMessage()
         for event in self.read(text, last=True):
             whole.add(self.delta(event))
@@ -64,7 +64,7 @@ class Reply:
         return {"id": self.call_id("call", call), "type": "function", "function": function}
 
     def call_id(self, prefix: str, call: CallStart) -> str:
-        """Return the id that the model gave `call`, if it is the only one with it; else a fresh one."""
+        """Return the model's id of `call` if it is unique in the answer, else a new one that starts with `prefix`."""
         fresh = self._ids()
         if call.id and call.id not in self._used:
             self._used.add(call.id)
@@ -73,7 +73,7 @@ class Reply:
 
 
 class WholeMessage:
-    """A message put together from its pieces."""
+    """Message assembled from deltas."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -81,7 +81,7 @@ class WholeMessage:
         self._calls: list[JsonObject] = []
 
     def add(self, delta: JsonObject) -> None:
-        """The next piece, as `Reply.delta` has it."""
+        """Append a delta of `Reply.delta`."""
         self._content.append(delta.get("content", ""))
         self._reasoning.append(delta.get("reasoning_content", ""))
         for piece in delta.get("tool_calls", ()):

@@ -1,4 +1,4 @@
-"""Budgets of thinking: from what a request and the server ask for to tokens of the model."""
+"""Thinking budgets, in tokens, from the fields of a request and the server's settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tandem.server.context import note_ignored
 from tandem.server.openai.schemas import ChatRequest
 
 SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
-"""Shares of a budget by the word for an effort, as OpenRouter has them; `max` is all of it."""
+"""Share of a thinking budget by reasoning effort, as at OpenRouter; `max` is all of it."""
 SENT_TO_ALL = "tandem.budget_sent_to_all"
-"""Key of an HTTP scope, where clients send budgets to models that do not think: their name for the field."""
+"""HTTP scope key with an API's name of the budget field; set where clients send budgets to all models."""
 
 
 def budget_of(
@@ -28,10 +28,10 @@ def budget_of(
     most: int | None,
     left: int,
 ) -> ThinkingBudget | None:
-    """Return the budget of an answer; None for no limit.
+    """Return the thinking budget of an answer; None for no limit.
 
-    `asked`: the field with the budget, the budget and the effort. `most`: the output limit of the request; `left`:
-    tokens that the context has left. Raises RequestError naming the field.
+    `asked`: budget field, budget in tokens, effort. `tokens`: token ids around reasoning. `most`: output limit in tokens;
+    `left`: tokens left in the context. Raises RequestError naming the field.
     """
     field, limit, effort = asked
     if limit is not None and most is not None and limit > most:

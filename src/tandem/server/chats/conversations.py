@@ -1,7 +1,7 @@
-"""Conversations by their `conversation_id`, kept in memory for a while: the next request with it goes on from there.
+"""Conversations by `conversation_id`, kept in memory so that the next request with the id continues them.
 
-Off unless `keep_conversations` says for how long; the profile `ring` turns it on, as clients of the ring project know
-conversations by their ids.
+Off unless `keep_conversations` is set (seconds). The profile `ring` sets it, as clients of the ring project refer to
+conversations by id.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST = 1000
-"""Conversations that are kept at once, of all clients."""
+"""Most conversations kept, over all clients."""
 MOST_BYTES = 64 * 2**20
-"""What they may take together, as JSON."""
+"""Most bytes of all kept conversations, as JSON."""
 _OVERHEAD = 400
-"""Bytes of an entry besides its messages and its name."""
+"""Bytes of an entry besides its messages and name."""
 Name = tuple[str, str]
-"""Whose conversation it is, and its id."""
+"""Client group and conversation id."""
 
 
 @dataclass
@@ -27,24 +27,24 @@ class _Remembered:
     """A JSON list."""
     until: float
     carried: bool
-    """A client has sent its id; else it was made up here, and may never be used."""
+    """True if a client has sent the id; a generated id may never be used."""
 
 
 class Conversations:
-    """The conversations of all clients. Belongs to one event loop."""
+    """Conversations of all clients. Not thread-safe: use on one event loop."""
 
     def __init__(self, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_s, self._clock = keep_s, clock
-        self._kept: OrderedDict[Name, _Remembered] = OrderedDict()  # the one used least lately first
+        self._kept: OrderedDict[Name, _Remembered] = OrderedDict()  # least recently used first
 
     def get(self, name: Name) -> bytes | None:
-        """The messages of a conversation as a JSON list; None when it is not kept (any more)."""
+        """Return the messages of a conversation as a JSON list; None if unknown or expired."""
         self._expire()
         kept = self._kept.get(name)
         return None if kept is None else kept.messages
 
     def put(self, name: Name, messages: bytes, *, carried: bool) -> None:
-        """Keep a conversation from now on; it replaces what there was under its name."""
+        """Store a conversation, replacing an earlier one of that name. `carried`: a client sent the id."""
         self._expire()
         self._kept.pop(name, None)
         self._kept[name] = _Remembered(messages, self._clock() + self._keep_s, carried)
@@ -52,7 +52,7 @@ class Conversations:
         self._bound(MOST_BYTES, _size)
 
     def _bound(self, most: int, weigh: Callable[[Name, _Remembered], int]) -> None:
-        """Drop conversations until those that are left weigh no more than `most` together."""
+        """Drop conversations until the sum of `weigh` over the rest is at most `most`."""
         had: Counter[str] = Counter()
         for name, kept in self._kept.items():
             had[name[0]] += weigh(name, kept)
@@ -61,8 +61,10 @@ class Conversations:
             had[name[0]] -= weigh(name, self._kept.pop(name))
 
     def _least(self, had: Counter[str]) -> Name:
-        """What to drop: of the client that has most, a conversation whose id nobody has sent, else the one used least
-        lately."""
+        """Return the name to drop, of the group with the largest total in `had`.
+
+        Conversations whose id no client has sent come first, then the least recently used.
+        """
         [(owner, _)] = had.most_common(1)
         mine = [(kept.carried, place, name) for place, (name, kept) in enumerate(self._kept.items()) if name[0] == owner]
         return min(mine)[2]

@@ -1,4 +1,4 @@
-"""From a chat request to sequences under way, for every dialect: its prompt, the form of its answer, how to read it."""
+"""Plan and start a chat request, for all chat APIs: prompt, response format, output parser, thinking."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Efforts from the least to the most; `none` is not to think at all."""
+"""Reasoning efforts in ascending order; `none` disables thinking."""
 _USUAL = frozenset({"low", "medium", "high"})
-"""Levels of a template that does not spell out which it knows."""
+"""Efforts assumed for a template that names fewer than two levels."""
 NO_THINKING = ThinkingTokens((-1,), (-1,))
-"""Tags for a model that does not think: its tokens are none of these."""
+"""Placeholder tags for a model that does not think; they match no token, so 0 reasoning tokens are counted."""
 _SWITCHES = ("enable_thinking", "thinking")
 _RESERVED = frozenset(
     {"self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "chat_template"}
@@ -45,29 +45,29 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """One chat request, ready for the engine."""
+    """Everything about one chat request that the engine and the output parser need."""
 
     prompt: list[int]
     form: StructuredOutputs | None
-    """The grammar of the answer, already checked; None when it is free."""
+    """Checked grammar of the answer; None for free text."""
     output_parser: OutputParser | None
-    """How to read the answer; None when all of it is content."""
+    """Parser of reasoning and tool calls; None when the whole answer is content."""
     shown: frozenset[int]
-    """Special tokens that belong to the text, because its reader needs them."""
+    """Ids of special tokens to keep in the text, as the output parser needs them."""
     calls_finish: str
-    """`finish_reason` of an answer with calls that ended by itself. OpenAI says `stop` when the call was named."""
+    """`finish_reason` of a complete answer with calls: `tool_calls`, or OpenAI's `stop` if `tool_choice` named one."""
     hides_reasoning: bool
-    """The answer comes without what the model thinks."""
+    """Leave reasoning out of the answer."""
     short_ids: bool
-    """Ids of calls have nine characters, as Mistral's templates demand."""
+    """Use call ids of nine characters, as Mistral's templates require."""
     thinking: ThinkingTokens | None
-    """Tokens around reasoning; None without it, or where they are not the model's own."""
+    """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
     marked: bool
-    """The model marks its reasoning."""
+    """True if the model puts tags around its reasoning."""
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
-    """Render the prompt and settle the rest; also return with what it was rendered. Raises RequestError."""
+    """Render the prompt and plan the answer; return the plan and the texts used for it. Raises RequestError."""
     check_sizes(fields, most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     tokenizer, settings = texts.tokenizer, served.settings.server
@@ -100,7 +100,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     )
     how = output_parser(output_format, tokenizer.has_special)
     thinking = thinking_tokens(how.thinking if how is not None else None, tokenizer)
-    if vain and thinking is None:  # an effort is a share of a budget, too
+    if vain and thinking is None:  # with a budget, an effort has an effect as a share of it
         note_ignored(http, *vain)
     plan = ChatPlan(
         prompt=prompt.tokens,
@@ -117,7 +117,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
 
 
 async def start_chat(http: Request, served: Served, fields: ChatRequest, request_id: str) -> tuple[ChatPlan, Generation]:
-    """Check the request and submit it; the generation is the caller's to close. Raises RequestError."""
+    """Check the request and submit it to the engine; the caller must close the generation. Raises RequestError."""
     asked = _asked_tokens(fields)
     plan, texts = await plan_chat(http, served, fields)
     check_prompt_logprobs("prompt_logprobs", fields.prompt_logprobs, len(plan.prompt), 1)
@@ -161,7 +161,10 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
 
 
 def _unfinished(fields: ChatRequest, *, formed: bool) -> tuple[list[Message], str]:
-    """Return the messages before the last, and the text of that, which the answer goes on with. Raises RequestError."""
+    """Return the messages before the last, and the last message's text, which the answer continues.
+
+    `formed`: the request also asks for a response format or a forced call. Raises RequestError.
+    """
     *before, last = fields.messages
     if last.role != "assistant" or last.tool_calls or not last.content or not before or formed:
         message = (
@@ -173,7 +176,7 @@ def _unfinished(fields: ChatRequest, *, formed: bool) -> tuple[list[Message], st
 
 
 def _asked_tokens(fields: ChatRequest) -> int | None:
-    """Return the output limit, which OpenAI has renamed. Raises RequestError when its two names have two values."""
+    """Return the output limit in tokens (None: not set) from OpenAI's old or new field. Raises RequestError if they differ."""
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
         message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) contradict each other; give one of them."
@@ -182,7 +185,7 @@ def _asked_tokens(fields: ChatRequest) -> int | None:
 
 
 def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
-    """Schemas of the tools that may be called; None for no tools. Raises RequestError when the choice needs others."""
+    """Return the parameter schemas of callable tools by name; None for none. Raises RequestError if `choice` needs others."""
     tools = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in fields.tools or ()}
     if choice.mode in ("required", "named") and not tools:
         raise RequestError("'tool_choice' needs 'tools'.", param="tool_choice", code="invalid_value")
@@ -197,7 +200,10 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
 async def _form(
     texts: RequestTexts, output_format: OutputFormat, asked: tuple[str, StructuredOutputs] | None
 ) -> StructuredOutputs:
-    """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
+    """Return the checked grammar of the whole answer, including tool calls. Raises RequestError naming the field.
+
+    `asked`: name and value of the field with the response format; None for a forced call.
+    """
     param = "tools" if asked is None else asked[0]
     answer = None if asked is None else await described(texts, *asked)
     literal = literal_of(texts.grammars.special)
@@ -208,19 +214,19 @@ async def _form(
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
 
 
-# What the chat template is told beside messages and tools. Templates differ in what they read: `reasoning_effort`
+# Chat template variables besides messages and tools. Templates read different ones: `reasoning_effort`
 # (gpt-oss, Mistral, DeepSeek V4), a switch called `enable_thinking` (Qwen3, GLM, Gemma 4, SmolLM3) or `thinking`
 # (DeepSeek V3.1, Kimi, Granite), or several of these.
 
 
 def template_variables(fields: ChatRequest, tokenizer: Tokenizer) -> tuple[dict[str, object], list[str]]:
-    """Return what a chat's template is told, and the fields of which it makes nothing. Raises RequestError."""
+    """Return the chat template's variables, and the request fields that have no effect on it. Raises RequestError."""
     variables = _template_kwargs(fields)
     return variables, add_thinking(effort_of(fields), tokenizer, variables)
 
 
 def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
-    """Variables for the chat template. Also checks that log probabilities are asked for consistently."""
+    """Return `chat_template_kwargs` with `enable_thinking`. Raises RequestError, also for inconsistent logprobs fields."""
     if fields.top_logprobs is not None and not fields.logprobs:
         raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
     variables = checked_template_kwargs(fields.chat_template_kwargs)
@@ -232,7 +238,7 @@ def _template_kwargs(fields: ChatRequest) -> dict[str, object]:
 
 
 def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
-    """A copy. Raises RequestError when it would replace what the server itself hands to the template."""
+    """Return a copy of `chat_template_kwargs`. Raises RequestError for names that the server sets itself."""
     for name in given or {}:
         if name in _RESERVED:
             raise RequestError(f"'{name}' cannot be set in 'chat_template_kwargs'.", param="chat_template_kwargs")
@@ -241,20 +247,20 @@ def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object
 
 @dataclass(frozen=True)
 class ReasoningEffort:
-    """Effort and thinking that a request asks for; None for what it leaves to the model."""
+    """Thinking settings of a request; None leaves a setting to the model."""
 
     effort: str | None
     effort_field: str
-    """The field that names the effort."""
+    """Name of the request field with the effort."""
     think: bool | None
-    """The value of a switch of the request; false also for a budget of nothing."""
+    """Whether thinking is on; also false for a budget of 0."""
     budget: int | None = None
-    """Most tokens of reasoning."""
+    """Most reasoning tokens."""
     budget_field: str = ""
 
 
 def effort_of(fields: ChatRequest) -> ReasoningEffort:
-    """Read effort and thinking of a request. Raises RequestError when its fields contradict each other."""
+    """Return the thinking settings of a request from all its fields. Raises RequestError if they contradict each other."""
     reasoning = fields.reasoning
     efforts: dict[str, str | None] = {
         "reasoning_effort": fields.reasoning_effort,
@@ -280,7 +286,7 @@ def effort_of(fields: ChatRequest) -> ReasoningEffort:
 
 
 def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
-    """Return the field of `said` that has a value, and the value. Raises RequestError when two differ."""
+    """Return name and value of the first field with a value, or (`default`, None). Raises RequestError if values differ."""
     fields = [(name, value) for name, value in said.items() if value is not None]
     for name, value in fields[1:]:
         if value != fields[0][1]:
@@ -289,9 +295,9 @@ def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
 
 
 def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
-    """Add the template's variables for thinking to `variables`; existing entries win.
+    """Add the template's thinking variables to `variables`; existing entries win.
 
-    Returns the fields that have no effect with this template.
+    Return the request fields that have no effect with this template.
     """
     if effort.budget is None and effort.think is None and effort.effort is None:
         return []
@@ -316,9 +322,9 @@ def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[
 
 
 def nearest(effort: str, words: Collection[str], *, switched: bool) -> str | None:
-    """The level closest to `effort` of those that a template spells out; of two as close the higher.
+    """Return the effort in `words` (strings of the template) that is closest to `effort`; of two, the higher.
 
-    None for no thinking where a switch says so and the template has no word for it.
+    Return None for `none` if the template does not have that word but has a switch (`switched`).
     """
     told = {level for level in LEVELS if level in words}
     levels = told if len(told) > 1 else _USUAL

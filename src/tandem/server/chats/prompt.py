@@ -1,4 +1,4 @@
-"""The prompt that a conversation comes to; texts that cannot fit into the context are refused early. Pure."""
+"""Render conversations as prompts and tokenize them; reject texts that cannot fit into the context early. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.server.tools.json_calls import CLOSE, OPEN
 from tandem.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 8
-"""Texts of more characters than this for each token of the context are tokenised piece by piece: few of them fit."""
+"""Characters per token of context above which a text is tokenized in growing prefixes, as few such texts fit."""
 SLACK = 256
-"""Tokens more that the beginning of a text may have than the text, at most: its last word is cut."""
+"""Most tokens by which a prefix, whose last word is cut, may exceed the whole text."""
 _END = 64
-"""Characters at the end of a prompt that may hold the tag which opens the reasoning."""
+"""Characters at the end of a prompt to search for an opening reasoning tag."""
 
 
 INSTRUCTIONS = (
@@ -27,19 +27,22 @@ INSTRUCTIONS = (
     '\n</tools>\nTo call one, answer with its name and arguments as a JSON object within tags:\n<tool_call>\n{{"name": '
     '<name>, "arguments": <arguments>}}\n</tool_call>'
 )
-"""Told to models whose chat template does not know tools."""
+"""System prompt with tools for models whose chat template does not support them."""
 
 
 class Rendered(NamedTuple):
-    """A prompt."""
+    """Prompt as token ids, with the end of its text."""
 
     tokens: list[int]
     end: str
-    """How its text ends."""
+    """Last `_END` characters of the prompt's text."""
 
 
 def rendered(tokenizer: Tokenizer, context: int, conversation: JsonMapping, *, quick: bool) -> Rendered:
-    """The prompt of a conversation: arguments of `prompt_text` by their names. Raises as it and `encode_fitting` do."""
+    """Return the prompt of `conversation` (keyword arguments of `prompt_text`). `context`: its limit in tokens.
+
+    Raises what `prompt_text` and `encode_fitting` raise.
+    """
     text = prompt_text(tokenizer, **conversation, quick=quick)
     return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-_END:])
 
@@ -53,10 +56,9 @@ def prompt_text(
     add_generation_prompt: bool,
     quick: bool,
 ) -> str:
-    """The conversation in the model's chat template, which is told of the `tools` in the way that it knows.
+    """Render the conversation with the model's chat template; `tools` become text where it does not support them.
 
-    Raises RequestError when there is no template, or it refuses the messages; with `quick` TooExpensive when it takes
-    more than a moment.
+    Raises RequestError if there is no template or it rejects the messages; with `quick`, TooExpensive for a slow one.
     """
     messages = [_with_objects(message) for message in messages]
     calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
@@ -68,7 +70,7 @@ def prompt_text(
 
 
 def template_input(message: Message) -> JsonObject:
-    """Return a message for chat templates, with the arguments of calls as texts; OpenAI's `developer` is `system`."""
+    """Return a message for chat templates, with call arguments as strings; the role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
     extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
     shown: JsonObject = {"role": role, "content": message.content or ""}
@@ -82,7 +84,7 @@ def template_input(message: Message) -> JsonObject:
 
 
 def _with_objects(message: JsonMapping) -> JsonMapping:
-    """The message with the arguments of its calls as objects where they are such: chat templates expect them so."""
+    """Return the message with call arguments parsed from JSON where possible, as chat templates expect."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -102,7 +104,7 @@ def _object(arguments: object) -> object:
 
 
 def too_long(context: int, param: str, tokens: int | None, *, least: bool = False) -> RequestError:
-    """Return the error in OpenAI's words; `tokens` of the text, None when not counted, `least` for a lower bound."""
+    """Return OpenAI's context length error. `tokens`: the text's length, None if not counted; `least`: a lower bound."""
     many = f"more than {context}" if tokens is None else f"{'at least ' if least else ''}{tokens}"
     return RequestError(
         f"This model's maximum context length is {context} tokens. However, your {param} resulted in "
@@ -113,7 +115,7 @@ def too_long(context: int, param: str, tokens: int | None, *, least: bool = Fals
 
 
 def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> None:
-    """Raises RequestError for a text of more bytes than the tokens of the context can stand for."""
+    """Raise RequestError for a text with more bytes than `context` tokens can encode."""
     if tokenizer.longest_token is None:
         return
     most = context * tokenizer.longest_token
@@ -124,9 +126,9 @@ def check_bytes(tokenizer: Tokenizer, text: str, context: int, param: str) -> No
 def encode_fitting(
     tokenizer: Tokenizer, text: str, context: int, param: str, *, special: bool = True, closed: bool = False
 ) -> list[int]:
-    """Token ids of a text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
+    """Return the token ids of a text. `special`: add the special tokens; `closed`: end as embedding models expect.
 
-    There may be some more than `context`. Raises RequestError when there are many more.
+    The result may exceed `context` a little. Raises RequestError, without tokenizing all, if it exceeds it by far.
     """
     check_bytes(tokenizer, text, context, param)
     size = CHARS_PER_TOKEN * context
@@ -139,7 +141,7 @@ def encode_fitting(
 
 
 def plain_messages(messages: Sequence[JsonMapping], tools: Sequence[JsonMapping]) -> list[JsonObject]:
-    """Return the conversation in terms that any template knows: tools and calls as text, in hermes' format."""
+    """Return the conversation with tools, calls and results as text in Hermes' format, for templates without tools."""
     plain: list[JsonObject] = []
     for results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
         if results:

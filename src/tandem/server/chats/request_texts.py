@@ -1,4 +1,4 @@
-"""Text work of one request: here when it is small, in a worker process when it is large or costly."""
+"""Tokenizing and rendering for one request: in this process if small, in a worker process if large or costly."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ Result = TypeVar("Result")
 
 
 class RequestTexts:
-    """The model's tokenizer and template for one request. Texts that cannot fit into the context are refused."""
+    """Tokenizer and chat template for one request. Methods reject texts that cannot fit into the context."""
 
     def __init__(self, http: Request, served: Served, tokenizer: Tokenizer, status: EngineStatus) -> None:
         self.tokenizer = tokenizer
         self.status = status
         self.http = http
         self.body_size: int = http.scope.get("tandem.body_size", 0)
-        """Bytes of the request's body: nothing in it is larger."""
+        """Bytes of the request's body; bounds the size of each of its texts."""
         self._loaded = served.texts
 
     @property
     def grammars(self) -> GrammarCheck:
-        """Tries grammars for the model."""
+        """Grammar checker for the model."""
         return self._loaded.grammars(self.tokenizer)
 
     @classmethod
     async def of(cls, http: Request, served: Served) -> RequestTexts:
-        """For a model that is loaded. Raises UnavailableError."""
+        """Create for a loaded model. Raises UnavailableError if none of its engines takes requests."""
         status = served.status()
         return cls(http, served, await served.texts.tokenizer(status), status)
 
     async def encode(self, texts: Sequence[str], param: str, *, special: bool = True, closed: bool = False) -> list[list[int]]:
-        """Token ids of each text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
+        """Return the token ids of each text. `special`: add the special tokens; `closed`: end as embedding models expect.
 
         Raises RequestError naming `param`.
         """
@@ -72,7 +72,7 @@ class RequestTexts:
         return await self._here(size, encode)
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return await self._here(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
     async def render(
@@ -83,9 +83,9 @@ class RequestTexts:
         tools: Sequence[JsonObject] = (),
         add_generation_prompt: bool = True,
     ) -> Rendered:
-        """The prompt of a conversation in the model's chat template, which is told of the `tools`.
+        """Render a conversation with the model's chat template. `variables`: further template variables.
 
-        Raises RequestError when there is no template, or the template rejects the conversation.
+        Raises RequestError if there is no template, or it rejects the conversation.
         """
         context = self.status.max_context
 
@@ -101,20 +101,20 @@ class RequestTexts:
             try:
                 return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, conversation(), quick=True))
             except TooExpensive:
-                pass  # for others to wait for
+                pass  # rendered by a worker process instead
         task = {"model": self._loaded.described(self.status), "context": context, "conversation": to_json(conversation())}
         packed, end = await self.ask("render", task, tuple[bytes, str], prepare="load")
         return Rendered(_ids(packed), end)
 
     async def _here(self, size: int, work: Callable[[], Result]) -> Result:
-        """Run `work` in this process: at once when it is small, else in a thread when it is this client's turn."""
+        """Run `work` in this process: at once if small, else in a thread after a turn of the fair semaphore."""
         if size <= LARGE:
             return work()
         async with get_api(self.http).text_semaphore.turn(get_group(self.http), size):
             return await off_loop(True, work)
 
     async def ask(self, function: str, arguments: Mapping[str, object], answer: type[Result], *, prepare: str = "") -> Result:
-        """Return what a worker process makes of a function of `workers/work.py`. Raises RequestError."""
+        """Run a function of `workers/work.py` in a worker process and return its result. Raises RequestError."""
         asking = get_api(self.http).workers.ask(get_group(self.http), function, arguments, answer, prepare=prepare)
         return await unless_gone(self.http, asking)
 

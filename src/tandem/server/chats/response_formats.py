@@ -1,4 +1,4 @@
-"""Structured output: from the fields of a request to a grammar that the ranks can follow."""
+"""Structured output: convert the response format of a request to a checked grammar."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tandem.server.openai.schemas import SamplingFields
 
 
 async def response_format_of(texts: RequestTexts, fields: SamplingFields) -> StructuredOutputs | None:
-    """Return what the output of a request must look like, as a checked grammar. Raises RequestError."""
+    """Return the response format of a request as a checked grammar; None for free text. Raises RequestError."""
     asked = fields.asked_form()
     return None if asked is None else await accepted(texts, asked[0], await described(texts, *asked))
 
 
 async def described(texts: RequestTexts, param: str, form: StructuredOutputs) -> str:
-    """Return `form` as a grammar, not yet tried. Raises RequestError naming `param` and the reason."""
+    """Return `form` as a grammar, not yet checked. Raises RequestError naming `param` and the reason."""
     try:
         texts.grammars.require_bytes()
         if texts.body_size > LARGE:
@@ -34,7 +34,10 @@ async def described(texts: RequestTexts, param: str, form: StructuredOutputs) ->
 
 
 async def accepted(texts: RequestTexts, param: str, grammar: str) -> StructuredOutputs:
-    """Return the grammar once it is known to be good. Raises RequestError naming `param` and the reason."""
+    """Check that the grammar compiles (in a worker process, cached) and return it.
+
+    Raises RequestError naming `param` and the reason.
+    """
     http, grammars = texts.http, texts.grammars
     trouble = grammars.known(grammar)
     if trouble is None:

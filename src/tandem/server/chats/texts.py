@@ -1,4 +1,4 @@
-"""The tokenizer of the model that the engine serves, and work with it that must not hold up the event loop."""
+"""Tokenizer of the engine's model, and threads for tokenizer work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
 LARGE = 8192
-"""Characters (or tokens) from which on text work is done in a thread: about a millisecond of tokenising."""
+"""Characters or tokens above which text work runs in a thread: about 1 ms of tokenizing."""
 
 FILES_AWAY = "tokenizer_unavailable"
-"""Code of the error that files of the model cannot be read: none of the client's doing."""
+"""Error code for unreadable tokenizer files (a server fault)."""
 
 Result = TypeVar("Result")
 Given = TypeVarTuple("Given")
 
 
 class TextsOf(Struct, frozen=True):
-    """The model whose tokenizer and template are to be used, as the api itself has loaded them."""
+    """Arguments to load a model's tokenizer and template in another process as the api has."""
 
     source: str
-    """Directory of the model."""
+    """Model directory."""
     name: str
     chat_template: str | None
-    """A file that replaces the model's template."""
+    """File that replaces the model's template."""
     trust_remote_code: bool
 
 
@@ -51,14 +51,14 @@ def tokenizer_of(model: TextsOf) -> Tokenizer:
 
 
 def check_templates(settings: Settings) -> None:
-    """Raise TandemError where `--chat-template`, of any model, names what cannot be used."""
+    """Raise TandemError if the `--chat-template` file of any model is unusable."""
     models = [settings_of(settings, one).model for one in settings.named] or [settings.model]
     for given in filter(None, (one.chat_template for one in models)):
         check_template_file(given)
 
 
 class Texts:
-    """Loads the tokenizer that belongs to the engine's model, once, and again when the engine changes its model."""
+    """Cache of the tokenizer of the engine's model; reloads when the engine changes its model."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._settings = settings
@@ -68,11 +68,11 @@ class Texts:
         self._lock = asyncio.Lock()
 
     def ready(self, status: EngineStatus) -> bool:
-        """True when the tokenizer of this engine's model is in memory."""
+        """Return whether the tokenizer of this engine's model is loaded."""
         return self._tokenizer is not None and self._source == status.source
 
     async def tokenizer(self, status: EngineStatus) -> Tokenizer:
-        """The tokenizer of the engine's model. Raises UnavailableError while there is none."""
+        """Return the tokenizer of the engine's model, loading it if needed. Raises UnavailableError."""
         if self._tokenizer is not None and self._source == status.source:
             return self._tokenizer
         if not status.source:
@@ -84,13 +84,13 @@ class Texts:
             return self._tokenizer
 
     def grammars(self, tokenizer: Tokenizer) -> GrammarCheck:
-        """Return what tries grammars for the model of `tokenizer`."""
+        """Return the grammar checker for `tokenizer`."""
         if self._grammars is None or self._grammars[0] is not tokenizer:
             self._grammars = (tokenizer, GrammarCheck(tokenizer))
         return self._grammars[1]
 
     def described(self, status: EngineStatus) -> TextsOf:
-        """Return what another process needs to load the same tokenizer."""
+        """Return the arguments for another process to load the same tokenizer."""
         return TextsOf(status.source, status.model, self._settings.chat_template, self._settings.trust_remote_code)
 
     def _load(self, status: EngineStatus) -> Tokenizer:
@@ -102,10 +102,10 @@ class Texts:
 
 
 THREADS = 3
-"""Few, as they share one interpreter with the event loop, which waits some milliseconds for each that computes."""
+"""Threads for text work; few, as each busy one delays the event loop by some milliseconds (GIL)."""
 _threads = ThreadPoolExecutor(THREADS, "texts")
 
 
 async def off_loop(large: bool, work: Callable[[*Given], Result], *given: *Given) -> Result:
-    """Return `work` of the arguments, which runs here, or in a thread when it is `large`."""
+    """Return `work(*given)`; run in a thread if `large`."""
     return await asyncio.get_running_loop().run_in_executor(_threads, work, *given) if large else work(*given)

@@ -1,6 +1,6 @@
-"""Acceptor of connections from the listening socket, up to the limit of open sockets.
+"""Accept connections from the listening socket, up to a limit.
 
-asyncio's own server knows no limits, and when descriptors run out it logs a traceback for each connection that waits.
+asyncio's own server has no limit, and logs a traceback per waiting connection when file descriptors run out.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 PAUSE_S = 0.25
-"""Seconds without accepting when descriptors have run out."""
+"""Seconds to pause accepting when file descriptors run out."""
 BATCH = 64
-"""Most connections to accept, or idle ones to close, at once."""
+"""Most connections to accept, or idle ones to close, per event loop callback."""
 YOUNG_S = 1.0
-"""Seconds for which a connection without a request is about to bring one."""
+"""Seconds for which a new idle connection is not closed, as its request may be on the way."""
 REFUSED = 64
-"""Connections beyond the limit that are told why; more are closed without a word."""
+"""Connections beyond the limit that get an error response; further ones are closed at once."""
 RESERVE = 128
-"""Descriptors that are not for clients: engines' sockets, the journal, the model's files."""
+"""File descriptors reserved for engines' sockets, the journal and the model's files."""
 
 
 def most_connections(asked: int | None) -> int:
-    """Return the most connections at once: `asked`, but no more than this process may have descriptors for."""
+    """Return the connection limit: `asked` (None: no wish), capped by this process's file descriptor limit."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = max(limit - RESERVE, limit // 2) if limit != resource.RLIM_INFINITY else 2**20
     return min(asked, room) if asked is not None else room
 
 
 class Acceptor:
-    """Accepts on one listening socket. Belongs to the event loop that called `start`."""
+    """Acceptor of one listening socket. Use only on the event loop that called `start`."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Acceptor:
         most_each: int,
         tls: Callable[[], ssl.SSLContext | None],
     ) -> None:
-        """`make` makes a connection; at most `most` at once, `most_each` of one address.
+        """`make` creates the protocol of a connection; at most `most` are open, `most_each` per client group.
 
-        `tls` gives the certificate of the moment, or None for plain HTTP.
+        `tls` returns the current SSL context, or None for plain HTTP.
         """
         self._listener = listener
         self._make = make
@@ -69,7 +69,7 @@ class Acceptor:
         self._seldom = Seldom(logger)
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start accepting connections."""
         self._loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -92,7 +92,7 @@ class Acceptor:
             self._admit(client, group_of(str(address[0])))
 
     def _pause(self, error: OSError) -> None:
-        """Wait a little, as no descriptor is left, and close idle connections meanwhile."""
+        """Stop accepting for `PAUSE_S`, as no file descriptor is left, and close idle connections."""
         before = time.monotonic() - YOUNG_S
         opened = self.slots.open[None]
         closed = sum(self.slots.make_room(before=before) for _ in range(BATCH))
@@ -130,7 +130,10 @@ class Acceptor:
         connecting.add_done_callback(lambda task: _connected(task, client, slot))
 
     async def _connect(self, client: socket.socket, slot: ConnectionSlot, refusal: RequestError | None) -> bool:
-        """Hand the socket to a protocol, after the TLS handshake if there is one; False when that fails."""
+        """Do the TLS handshake, if any, and attach a protocol to the socket; return False if that fails.
+
+        `refusal`: error with which every request on the connection is answered.
+        """
 
         def make() -> Connection:
             made = self._make()
@@ -145,14 +148,14 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 make, client, ssl=tls, ssl_handshake_timeout=connection.HEAD_S if tls is not None else None
             )
-        except OSError as error:  # not TLS, or gone
+        except OSError as error:  # not TLS, or disconnected
             logger.debug("a connection ended at once: %s", error)
             return False
         return True
 
 
 def _connected(task: asyncio.Task[bool], client: socket.socket, slot: ConnectionSlot) -> None:
-    """Clean up after a handshake that failed or was cancelled, perhaps before it had begun."""
+    """Close the socket after a failed or cancelled handshake (a task callback)."""
     if task.cancelled() or task.exception() is not None or not task.result():
         client.close()
         slot.leave()

@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's, with a clock for what its client has to send and to read.
+"""One client's connection: uvicorn's h11 protocol with time limits for sending and reading.
 
-A client that sends nothing, half a header, a body that nobody waits for, or that does not read its answer would hold a
-descriptor for ever. Time is counted from the beginning of each of these, so that a byte now and then gains nothing.
+Otherwise a client could hold a file descriptor for ever: by sending nothing or half a header, by never finishing a body,
+or by not reading its answer. Each limit counts from the start of its phase, so single bytes do not extend it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from tandem.server.connections.slots import ConnectionSlot
 from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
-"""Seconds in which the header of a request must arrive, from its first byte, or from the beginning of a connection."""
+"""Time limit, in seconds, for a request's header, from its first byte or from the connection's start."""
 LINGER_S = 5.0
-"""Seconds for the rest of a body whose request has been answered already."""
+"""Time limit, in seconds, for the rest of a body after its request was answered."""
 STALL_S = 120.0
-"""Seconds after which a client that reads nothing of its answer is given up."""
+"""Seconds after which a client that reads nothing of its answer is disconnected."""
 
 MOST_AHEAD = 4096
-"""Bytes of further requests that are taken from a client while one is worked on."""
+"""Most bytes of pipelined requests to buffer while a request is served."""
 MOST_HEADER = 64 * 1024
-"""Bytes of a request's header, its first line included."""
+"""Most bytes of a request's header, including the request line."""
 MOST_LINES = 256
-"""Lines that are read at once: some milliseconds. A header may not have more."""
+"""Most lines to parse at once (some milliseconds), and most lines of a header."""
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", re.IGNORECASE)
-"""A request target in absolute form."""
+"""Request target in absolute form (RFC 9112, section 3.2.2)."""
 
 
 def slice_end(data: bytes) -> int:
-    """Return how many of the bytes to read at once.
+    """Return how many bytes of `data` to parse at once: at most `MOST_LINES` lines.
 
-    A body in chunks of a byte each costs its reader a thousand times what it costs its sender; what comes at once of it
-    would hold up every other connection for seconds.
+    Parsing a body of one-byte chunks costs a thousand times what sending costs; one read of it could block all other
+    connections for seconds.
     """
     if data.count(b"\n") <= MOST_LINES:
         return len(data)
@@ -53,7 +53,7 @@ def slice_end(data: bytes) -> int:
 
 
 class _Requests(h11.Connection):
-    """h11's end of a connection, with checks of each header that h11 leaves to its user."""
+    """h11 connection with header checks that h11 leaves to its user."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Return h11's next event. Raises h11.RemoteProtocolError."""
@@ -61,7 +61,7 @@ class _Requests(h11.Connection):
         event = super().next_event()
         if not isinstance(event, h11.Request):
             return event
-        if before - len(self.trailing_data[0]) > MOST_HEADER:  # h11 limits only what has not come to its end
+        if before - len(self.trailing_data[0]) > MOST_HEADER:  # h11 limits only incomplete headers
             raise h11.RemoteProtocolError(f"the header has more than {MOST_HEADER} bytes", error_status_hint=431)
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
             raise h11.RemoteProtocolError("send Content-Length or Transfer-Encoding, not both (RFC 9112, section 6.1)")
@@ -69,8 +69,10 @@ class _Requests(h11.Connection):
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Return the request with a path as its target; the host of an absolute target replaces the header's (RFC 9112,
-    section 3.2.2). Raises h11.RemoteProtocolError."""
+    """Return the request with its target in origin form; the host of an absolute target replaces the Host header.
+
+    RFC 9112, section 3.2.2. Raises h11.RemoteProtocolError for an invalid target.
+    """
     if request.target.startswith(b"/") or b"://" not in request.target.partition(b"?")[0]:
         return request
     absolute = _ABSOLUTE.fullmatch(request.target)
@@ -87,49 +89,49 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
 
 
 class _Flow(FlowControl):
-    """Flow control of uvicorn that can be kept from resuming."""
+    """uvicorn's flow control, with a flag that prevents resuming."""
 
     held = False
 
     def resume_reading(self) -> None:
-        """Go on reading, unless `held` is set."""
+        """Resume reading, unless `held` is set."""
         if not self.held:
             super().resume_reading()
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with `look` to be called now and then. `slot` hears when it is idle, busy and closed."""
+    """uvicorn's protocol with time limits. Call `look` periodically; `slot` tracks whether it is idle, busy or closed."""
 
     slice_turn: asyncio.Lock
-    """Held while a slice is read; shared by all connections of the event loop."""
+    """Lock held while a slice is parsed; shared by all connections of the event loop."""
     slot: ConnectionSlot
     flow: _Flow
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock of the first header."""
+        """Set up the parser and start the time limit of the first header."""
         super().connection_made(transport)
         self.slot.close = transport.close
         self.flow = _Flow(transport)
         self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
-        """Received bytes that are still to be read."""
+        """Received bytes not parsed yet."""
         self._due = self.loop.time() + HEAD_S
         self._unread = (0, 0.0)
-        """Bytes that the client has not taken, and since when it takes none."""
+        """Bytes in the write buffer, and the event loop time since which their number is unchanged."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back its place."""
+        """Release the connection's slot."""
         self._left = b""
         super().connection_lost(exc)
         self.slot.leave()
 
     @property
     def idle(self) -> bool:
-        """True while no request is being worked on, so that nothing is lost by closing."""
+        """True while no request is in progress, so that closing loses nothing."""
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes of a request at once, or in slices where they would hold up other connections."""
+        """Parse received bytes at once, or in slices if they would block other connections."""
         if not self._left and slice_end(data) == len(data):
             self._read(data)
             return
@@ -140,7 +142,7 @@ class Connection(H11Protocol):
         self._left += data
 
     async def _read_slices(self) -> None:
-        """Read what has come, one slice of one connection between all else that the event loop does."""
+        """Parse the received bytes in slices, yielding to the event loop between them."""
         while self._left:
             await asyncio.sleep(0)
             async with self.slice_turn:
@@ -159,7 +161,7 @@ class Connection(H11Protocol):
             self.slot.work()
         unread = self.conn.trailing_data[0]
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
-            self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
+            self.flow.resume_reading()  # read ahead: a paused transport does not report a disconnect
         elif self.conn.their_state is h11.IDLE and unread.count(b"\n") >= MOST_LINES:
             self._refuse(
                 refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.", code="invalid_http")
@@ -172,11 +174,11 @@ class Connection(H11Protocol):
             self._due = math.inf
 
     def on_response_complete(self) -> None:
-        """Start the clock for the rest of the request, or for what has come of the next one."""
+        """Start the time limit for the rest of the request's body, or for the next request's header."""
         self._due = math.inf
         self.slot.rest()
         super().on_response_complete()
-        if not self.idle:  # the next request had come already
+        if not self.idle:  # the next request had arrived already
             self.slot.work()
         if self.conn.their_state is h11.SEND_BODY:
             self._due = self.loop.time() + LINGER_S
@@ -184,7 +186,7 @@ class Connection(H11Protocol):
             self._due = self.loop.time() + HEAD_S
 
     def look(self, now: float) -> None:
-        """Close the connection if its client has had its time, at the event loop's time `now`."""
+        """Close the connection if a time limit has passed at `now` (event loop time)."""
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread != self._unread[0]:
             self._unread = (unread, now)
@@ -199,7 +201,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP in the shape of all errors. Called by uvicorn while it handles h11's error."""
+        """Answer invalid HTTP with our error envelope. uvicorn calls this while it handles h11's exception."""
         reason = sys.exception()
         self._refuse(
             refused(
@@ -210,9 +212,9 @@ class Connection(H11Protocol):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer in place of the application, if nothing of its answer is out yet, and close."""
+        """Send `error`, unless a response has begun, and close the connection."""
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # what the application still says is not sent
+            self.cycle.disconnected = True  # drops further output of the application
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(error)

@@ -1,4 +1,4 @@
-"""Connections by address: how many are open, and which of them are idle, so that one can make room. Pure."""
+"""Open and idle connections by client group, to close the longest idle one when a limit is reached. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class ConnectionSlots:
 
     def __init__(self) -> None:
         self.open: Counter[str | None] = Counter()
-        """Connections by group; in all at None."""
+        """Number of connections by group; None: the total."""
         self.idle: defaultdict[str | None, dict[ConnectionSlot, float]] = defaultdict(dict)
-        """ConnectionSlots without a request by group, with the time since when; the first has been idle for longest."""
+        """Idle connections by group (None: all), with `time.monotonic()` of their last activity, longest idle first."""
 
     def make_room(self, group: str | None = None, *, before: float = math.inf) -> bool:
-        """Close the connection of a group, or of all, that is idle for longest; False if none is since `before`."""
+        """Close the longest idle connection of a group (None: of all); return False if none was idle before `before`."""
         slot, since = next(iter(self.idle[group].items()), (None, math.inf))
         if slot is None or since >= before:
             return False
@@ -28,11 +28,11 @@ class ConnectionSlots:
 
 
 class ConnectionSlot:
-    """One connection among the others, from its TLS handshake on; idle until it has a request."""
+    """Entry of one connection in `ConnectionSlots`, from its TLS handshake on; idle until it has a request."""
 
     def __init__(self, slots: ConnectionSlots, group: str) -> None:
         self.close: Callable[[], object] = lambda: None
-        """End the connection or its handshake."""
+        """Function that closes the connection or cancels its handshake."""
         self._slots = slots
         self._keys: tuple[str | None, ...] = (None, group)
         for key in self._keys:
@@ -40,18 +40,18 @@ class ConnectionSlot:
         self.rest()
 
     def rest(self) -> None:
-        """Note that an answer is out: nothing is lost when the connection is closed."""
+        """Mark the connection as idle."""
         self.work()
         for key in self._keys:
             self._slots.idle[key][self] = time.monotonic()
 
     def work(self) -> None:
-        """Note that a request is being worked on."""
+        """Mark the connection as busy."""
         for key in self._keys:
             self._slots.idle[key].pop(self, None)
 
     def leave(self) -> None:
-        """Release the slot. Safe to call again."""
+        """Release the slot. Idempotent."""
         self.work()
         for key in self._keys:
             self._slots.open[key] -= 1

@@ -1,4 +1,4 @@
-"""The server's certificate: read at the start, and again when its files change."""
+"""TLS certificate, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.system.files import BY_HAND, read_regular
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
-"""Seconds between two looks at the files."""
+"""Seconds between checks of the files."""
 
 
 class Certificate:
-    """`context` is what new connections get; those that are open keep what they have."""
+    """Certificate with an SSL `context` for new connections; open ones keep the context they started with."""
 
     def __init__(self, cert: str, key: str | None) -> None:
-        """`cert` is a PEM file with the chain, `key` one with the private key, which else is in `cert` too.
+        """`cert`: PEM file with the chain; `key`: PEM file with the private key (None: the key is in `cert`).
 
-        Raises ConfigError when they cannot be used.
+        Raises ConfigError for unusable files.
         """
         self._cert, self._key = cert, key
         self._seen = self._state()
@@ -49,7 +49,7 @@ class Certificate:
         flag, path = ("--tls-cert", self._cert) if self._key is None else ("--tls-key", self._key)
         try:
             for path_read in filter(None, (self._cert, self._key)):
-                read_regular(path_read, BY_HAND)  # OpenSSL does not say which of the two it cannot read
+                read_regular(path_read, BY_HAND)  # OpenSSL's error does not name the unreadable file
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except ssl.SSLError as error:
             reason = "there is no certificate, or no private key, in PEM format"

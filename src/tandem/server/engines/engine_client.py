@@ -1,7 +1,7 @@
-"""One engine as the api has it: its end of the socket, and its state.
+"""ZMQ client of one engine, with its last known state.
 
-Works when the engine comes later than the api, dies, hangs or restarts: then requests fail with `UnavailableError`
-and the next ones work as soon as the engine answers again.
+The engine may start later than the api, crash, hang or restart. Requests then fail with `UnavailableError`, and new ones
+work as soon as the engine answers again.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
 HEARTBEAT_S = 1.0
-"""Seconds between two `QueryStatus`."""
+"""Seconds between `QueryStatus` messages."""
 MISSED_BEATS = 5
-"""Beats in a row without any sign of life after which the engine counts as gone. Beats of this process are counted,
-not seconds, so that a suspended api does not take the engine for dead when it wakes."""
+"""Heartbeats in a row without a message after which the engine counts as lost. Counting this process's heartbeats, not
+seconds, avoids false losses after the api was suspended."""
 REFRESH_S = 0.5
-"""Seconds for a fresh answer, before the last one must do."""
+"""Timeout, in seconds, for a fresh status; after it, the last one is used."""
 CACHE_S = 60.0
-"""Seconds for an engine to say which prefixes it keeps: its ranks may have to look at slow disks."""
+"""Timeout, in seconds, for a report on cached prefixes: ranks may have to read slow disks."""
 DRAIN_BATCH = 512
-"""Most messages read before other tasks get their turn."""
+"""Most messages to read per event loop callback."""
 NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
 
 
 class EngineLost(UnavailableError):
-    """The engine went away, or fell silent, with the request in it."""
+    """The engine disconnected or stopped answering while it had the request."""
 
 
 class Departed(EngineLost):
-    """The engine has handed the request over, which continues elsewhere."""
+    """The engine has handed over the request, for another replica to continue (migration)."""
 
     def __init__(self, positions: int) -> None:
-        """`positions`: tokens, from the first, whose KV it has written to disk."""
+        """`positions`: number of leading tokens whose KV the engine has written to disk."""
         super().__init__(
             "The engine has let go of the request, and no other takes it; please send it again.", code="shutting_down"
         )
@@ -62,7 +62,7 @@ class Departed(EngineLost):
 
 
 class Stranded(EngineLost):
-    """The engine has been without its ranks for long; others can continue the request."""
+    """The engine has been without ranks for too long; another replica can continue the request."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -71,45 +71,48 @@ class Stranded(EngineLost):
 
 
 class Sink(Protocol):
-    """Takes the answers to one engine request."""
+    """Receiver of the answers to one engine request."""
 
     def push(self, output: control.Output) -> None:
-        """Take the next output."""
+        """Process the next output."""
 
     def fail(self, error: RequestError) -> None:
-        """End the request: no more will come."""
+        """End the request with `error`; no output follows."""
 
     def tried(self, *, resting: bool) -> None:
-        """Note that a suspect runs alone now; or, `resting`, that nothing runs yet, to see whether the engine dies."""
+        """Note that this quarantined request runs alone now.
+
+        `resting`: the engine idles first, to see whether it crashes without the request.
+        """
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """One engine, as /health shows it."""
+    """State of one engine as shown by /health."""
 
     replica: int
     state: str
-    """The state that the engine reports, or `unreachable`."""
+    """State reported by the engine or the supervisor, or `unreachable`."""
     detail: str
     ranks: int
     running: int
     queued: int
     outstanding_tokens: int
-    """Work before it as the router counts it: prompt tokens to compute and output tokens to come."""
+    """Pending work as counted by the router: prompt tokens to compute plus expected output tokens."""
     kv_tokens_used: int
     kv_tokens_total: int
     restarts: int
     role: Role = "both"
-    """`prefill` computes long prompts, which continue at one that does not."""
+    """A `prefill` replica computes long prompts; another replica then decodes."""
 
 
 class EngineClient:
-    """Talks to one engine at a zmq `endpoint` (`ipc://...`). Belongs to the event loop that called `start`."""
+    """Client of one engine at a ZMQ `endpoint` (`ipc://...`). Use only on the event loop that called `start`."""
 
     def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S, on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` is called after `status` or `alive` was set."""
+        """`on_change` is called after each update of `status` or `alive`."""
         self.endpoint = endpoint
         self.status: control.EngineStatus | None = None
-        """The engine's last answer, kept after it has gone."""
+        """Last status of the engine; kept after the engine is lost."""
         self.alive = False
         """True while the engine is connected and answers."""
         self._on_change = on_change
@@ -125,14 +128,14 @@ class EngineClient:
         self._beat: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Open the socket and begin the heartbeat. The engine need not be there."""
+        """Open the socket and start the heartbeat. The engine need not run yet."""
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        # IMMEDIATE: nothing is queued for an engine that is not connected, so a restarted one never gets requests
-        # whose clients have long been told that they failed.
+        # IMMEDIATE: queue nothing while disconnected, so that a restarted engine never gets requests that have
+        # failed already.
         for option, value in ((zmq.IMMEDIATE, 1), (zmq.RCVHWM, 0), (zmq.SNDHWM, 0), (zmq.LINGER, 200),
                               (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 500)):  # fmt: skip
             self._socket.setsockopt(option, value)
@@ -143,7 +146,7 @@ class EngineClient:
         self._beat = start_task(self._heartbeat(), name="engine-heartbeat")
 
     async def close(self) -> None:
-        """Tell the engine that this api is going, and close the socket. All subscriptions fail."""
+        """Detach from the engine and close the socket. All running requests fail."""
         if self._loop is None or self._beat is None:
             return
         await end_tasks(self._beat)
@@ -159,9 +162,9 @@ class EngineClient:
         self.alive = False
 
     def send(self, request: EngineRequest, sink: Sink) -> bool:
-        """Start one request whose outputs go to `sink`; False when no engine is connected to take it.
+        """Submit a request whose outputs go to `sink`; return False if no engine is connected.
 
-        The caller must `abort` it unless its last output has come.
+        The caller must `abort` the request unless its last output has arrived.
         """
         sent = self._send(control.Submit(request))
         if sent:
@@ -169,27 +172,30 @@ class EngineClient:
         return sent
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
-        """Stop a request in the engine; its sink hears no more of it. `answered`: it had all that it wants."""
+        """Abort a request in the engine; its sink gets nothing more. `answered`: the request counts as finished."""
         self._sinks.pop(request_id, None)
         self._send(control.Abort(request_id, answered))
 
     def hand_over(self) -> None:
-        """Have the engine hand over its requests: each fails with `Departed`, unless it finishes there first."""
+        """Ask the engine to hand over its requests: each fails with `Departed`, unless it finishes first."""
         self._send(control.HandOver())
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
-        """The engine's metrics in Prometheus' text format; empty when it does not answer in `timeout` seconds."""
+        """Return the engine's metrics in Prometheus' text format; empty without an answer within `timeout` seconds."""
         answer = await self._ask(control.QueryMetrics(next(self._queries)), timeout)
         return answer.text if isinstance(answer, control.MetricsText) else b""
 
     async def refresh(self, timeout: float = REFRESH_S) -> None:
-        """Have `status` as of now, or as it was if the engine does not answer in `timeout` seconds."""
+        """Update `status`; keep the old one if the engine does not answer within `timeout` seconds."""
         await self._ask(control.QueryStatus(next(self._queries)), timeout)
 
     async def cache(
         self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "", timeout: float = CACHE_S
     ) -> CacheReport:
-        """Which prefixes it keeps, once those of `drop` are gone, and how much of a prompt that is."""
+        """Return a report on cached prefixes, and how much of the prompt `tokens` they cover.
+
+        `drop`: drop prefixes first, from memory or from memory and disk ("all"). `timeout`: seconds.
+        """
         answer = await self._ask(QueryCache(next(self._queries), list(tokens), drop), timeout)
         return answer if isinstance(answer, CacheReport) else CacheReport(0, trouble="the engine does not answer")
 
@@ -210,19 +216,19 @@ class EngineClient:
     # --- socket ------------------------------------------------------------------------------------------------
 
     def _send(self, message: control.ApiMessage) -> bool:
-        """False when nobody is connected to take it."""
+        """Send a message; return False if no engine is connected."""
         if self._loop is None:
             return False
         try:
             self._socket.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:
             return False
-        # zmq's descriptor is edge-triggered and a send may swallow the edge of a message that came in meanwhile.
+        # ZMQ's descriptor is edge-triggered, and a send may consume the edge of an incoming message.
         self._loop.call_soon(self._drain)
         return True
 
     def _drain(self) -> None:
-        """Read what is there, so that everything that came together is handed on together."""
+        """Read all available messages and dispatch them in one go."""
         if self._loop is None:
             return
         for _ in range(DRAIN_BATCH):
@@ -247,7 +253,7 @@ class EngineClient:
                     sink.push(message)
                     if message.finish_reason is not None:
                         self._sinks.pop(message.request_id, None)
-            except Exception as error:  # noqa: BLE001 - it ends its request, not those that come after it
+            except Exception as error:  # noqa: BLE001 - ends only the request that the message is for
                 failure = internal_error(error, "a message of the engine")
                 sink = self._sinks.pop(getattr(message, "request_id", ""), None)
                 if sink is not None:
@@ -284,7 +290,7 @@ class EngineClient:
             future.set_result(message)
 
     def _drain_monitor(self) -> None:
-        """Notice at once when the engine's end of the socket opens or closes."""
+        """Process socket events: query the status on connect, and fail requests on disconnect."""
         while self._loop is not None:
             try:
                 frames = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -298,7 +304,7 @@ class EngineClient:
 
     async def _heartbeat(self) -> None:
         while True:
-            self._drain_monitor()  # its descriptor tells of news only after somebody has looked once
+            self._drain_monitor()  # the descriptor is edge-triggered: without a first read it never fires
             self._heard = False
             self._send(control.QueryStatus(next(self._queries)))
             await asyncio.sleep(self._heartbeat_s)
@@ -327,43 +333,43 @@ class EngineClient:
     def _fail_all(self, message: str, code: str = "engine_unavailable") -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id in sinks:
-            self._send(control.Abort(request_id))  # for an engine that was only slow
+            self._send(control.Abort(request_id))  # in case the engine was only slow
         for sink in dict.fromkeys(sinks.values()):
             sink.fail(EngineLost(message, code=code))
 
 
 @dataclass
 class Member:
-    """An engine among the replicas of a model."""
+    """One replica of a model: its client, and the supervisor's information about it."""
 
     client: EngineClient
     info: ReplicaInfo | None = None
-    """The supervisor's last report of it, if there is a supervisor."""
+    """Last report of the supervisor; None before the first, or without a supervisor."""
     leaves: bool = False
-    """True once it was asked to hand over its requests."""
+    """True once the engine was asked to hand over its requests."""
     without_ranks: float | None = None
-    """Event loop time since when its ranks have been gone."""
+    """Event loop time since which the ranks are gone; None while they run."""
 
     @property
     def role(self) -> Role:
-        """Role of the replica: prompts, answers, or both."""
+        """Role of the replica: `prefill`, `decode` or `both`."""
         return "both" if self.info is None else self.info.role
 
     @property
     def draining(self) -> bool:
-        """True if it takes nothing more, and is to leave."""
+        """True if the replica takes no new requests and will be removed."""
         return self.info is not None and self.info.state == "draining"
 
     @property
     def state(self) -> str:
-        """State for the router: the one that the engine reports, `draining` or `silent`."""
+        """State for the router: the engine's own, `draining`, or `silent` for an unreachable engine."""
         status = self.client.status
         if status is None or not self.client.alive:
             return "silent"
         return "draining" if self.draining else status.state
 
     def shown(self, replica: int, outstanding_tokens: int) -> ReplicaState:
-        """Return what /health shows of it: its last status, and what the supervisor knows beyond that."""
+        """Return the replica's state for /health, from its last status and the supervisor's report."""
         status, alive = self.client.status, self.client.alive
         told = None if self.info is None or self.info.state == "running" else self.info.state
         if status is None or not alive:
@@ -395,7 +401,7 @@ class Member:
         )
 
     def trouble(self) -> UnavailableError | None:
-        """Return why it takes no requests; None when it does."""
+        """Return why the replica takes no requests; None if it does."""
         status = self.client.status
         if status is None or not self.client.alive:
             return UnavailableError(NOBODY)
@@ -409,6 +415,6 @@ class Member:
 
 
 def why_none(members: Iterable[Member]) -> UnavailableError | None:
-    """Return why none of them takes requests; None when one does."""
+    """Return why none of the replicas takes requests; None if one does."""
     troubles = [member.trouble() for member in members if not member.draining]
     return None if None in troubles else next(iter(troubles), UnavailableError(NOBODY))

@@ -1,7 +1,7 @@
-"""In-flight requests. Each goes to the replica that the router chooses, and to another when that one is lost.
+"""In-flight requests: dispatch to replicas, and migration when a replica is lost.
 
-The api holds the prompt, the parameters and every token that it has handed on, so a request that loses its engine is
-sent to another one with the tokens so far, and its client sees no more than a pause.
+The api holds the prompt, the parameters and all output tokens so far. A request that loses its engine is sent with
+them to another one, and its client sees only a pause.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from tandem.server.engines.router import Placement, Router
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""Seconds until a request that was accepted once, and lost its replica, tries full or absent ones again."""
+"""Seconds between attempts to place an accepted request while replicas are full or absent."""
 
 
 class Answers(Protocol):
-    """Takes the answers to requests that belong together."""
+    """Receiver of the answers to a group of requests."""
 
     def push(self, output: Output) -> None:
-        """Take the next output of one of them."""
+        """Process the next output of one of the requests."""
 
     def fail(self, error: RequestError) -> None:
-        """End all of them with `error`."""
+        """End all of the requests with `error`."""
 
 
 class InflightRequest:
-    """A request, the tokens that its client has, and where it is. Takes the engine's answers as a `Sink`."""
+    """A request with its output tokens so far and its current replica; the `Sink` of the engine's answers."""
 
     def __init__(self, request: EngineRequest, answers: Answers, dispatcher: Dispatcher, only: int | None = None) -> None:
-        """Draw a seed where the client gave none, so that the text is the same on any replica.
+        """Set a random seed if sampling without one, so that any replica draws the same text.
 
-        `only`: the one replica that will do.
+        `only`: the only replica allowed; None for any.
         """
         self.only = only
         params = request.params
@@ -56,51 +56,53 @@ class InflightRequest:
             params = replace(params, seed=secrets.randbits(63))
         self.request = replace(request, params=params)
         self.request_id = request.request_id
-        """The id that the api knows."""
+        """Id within the api; replicas get `wire_id`."""
         self.answers = answers
         self._dispatcher = dispatcher
         self._attempts = 0
         self._heard = False
-        """True once its replica has sent something."""
+        """True once the current replica has sent an output."""
         self.produced = list(request.produced)
         self.placement: Placement | None = None
         self.replica: int | None = None
-        """Replica that has it; None between two."""
+        """Replica that has the request; None between two."""
         self.losses = 0
-        """Replicas that died under it."""
+        """Number of replicas that crashed while they had the request."""
         self.quarantine_record = QuarantineRecord()
         self.trial: bool | None = None
-        """True while its replica runs it alone; False while nothing runs there, to see whether that dies anyway."""
+        """Quarantine phase: True while the replica runs only this request, False while it idles first, else None."""
         self.judged = ""
-        """The sending whose loss has been judged."""
+        """`wire_id` of the last attempt whose loss was judged."""
         self.kept = 0
-        """Leading tokens that its last replica had written to disk when it handed the request over."""
+        """Leading tokens whose KV was on disk when the last replica handed over the request."""
         self.written: dict[str, int] = {}
-        """Tokens written, by KV store."""
+        """Leading tokens in each KV store, by store."""
         self.left: tuple[int, str] | None = None
-        """The replica that handed it over and the id known there, until it continues elsewhere."""
+        """Replica that handed over the request and its id there, until another replica continues; else None."""
         self.leaves = False
-        """True if its replica hands it over once its prompt is computed."""
+        """True if the current replica only prefills and then hands over."""
         self.perhaps_kept = 0
-        """Upper bound of tokens on disk after a replica died before it handed the request over."""
+        """Upper bound of leading tokens on disk, if a prefill replica was lost before the hand-over."""
         self.lost_at: float | None = None
-        """Event loop time when it lost its last replica, or followed others of its HTTP request. It was accepted once:
-        it is not turned away now because others are full."""
+        """Event loop time of the loss of the last replica, or of the submission if accepted with an earlier window.
+
+        If set, the request was accepted before: full replicas make it wait instead of fail.
+        """
         self.refused_by: set[int] = set()
 
     @property
     def wire_id(self) -> str:
-        """The id for the replica: another one each time, as a slow engine may still be busy with the last."""
+        """Id for the replica, distinct per attempt, as a slow engine may still work on an earlier one."""
         return self.request_id if self._attempts == 1 else f"{self.request_id}+{self._attempts - 1}"
 
     @property
     def suspect(self) -> bool:
-        """True if it must run alone."""
+        """True if the request may have crashed engines and must run alone (quarantine)."""
         return self.quarantine_record.end >= 0 and self.quarantine_record.suspect
 
     @property
     def may_leave(self) -> bool:
-        """True if one replica may compute its prompt and another continue: none has begun so far."""
+        """True if prefill and decode may run at different replicas."""
         request = self.request
         return (
             request.on_disk
@@ -113,7 +115,10 @@ class InflightRequest:
         )
 
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
-        """Take it off its replica, which `died` unless it was leaving anyway and has `kept` its tokens on disk."""
+        """Record the loss of the replica at `now` (event loop time).
+
+        `died`: the replica crashed. `kept`: leading tokens whose KV it left on disk.
+        """
         self.kept = max(self.kept, kept)
         if self.leaves and not kept:
             self.perhaps_kept = len(self.request.prompt)
@@ -123,15 +128,15 @@ class InflightRequest:
 
     @property
     def computed(self) -> int:
-        """Positions that its replica has surely computed."""
+        """Number of positions that the current replica has certainly computed."""
         return len(self.request.prompt) + len(self.produced) if self._heard else 0
 
     def blame(self, *, alone: bool) -> None:
-        """Note that its replica died while it worked on it."""
+        """Record in the quarantine record that the replica crashed; `alone`: nothing else ran there."""
         self.quarantine_record.died(self.computed, len(self.request.prompt) + len(self.produced), alone=alone)
 
     def depart(self) -> EngineRequest:
-        """Return what to send now."""
+        """Start a new attempt and return the request to send, with the output tokens so far."""
         self._attempts += 1
         self.trial, self._heard, self.leaves = None, False, False
         return replace(
@@ -139,9 +144,9 @@ class InflightRequest:
         )
 
     def place(self, router: Router, avoid: Collection[int]) -> Placement | None:
-        """Choose a replica among those that are not to be avoided; None when none takes it."""
+        """Choose a replica, except `avoid` and those that refused; None if none takes requests."""
         request = self.request
-        key = f"{request.group}:{request.cache_key}" if request.cache_key else ""  # keys are each client's own
+        key = f"{request.group}:{request.cache_key}" if request.cache_key else ""  # cache keys are per client
         self.placement = router.place(
             [*request.prompt, *self.produced],
             request.params.max_tokens,
@@ -155,12 +160,12 @@ class InflightRequest:
         return self.placement
 
     def end_placement(self) -> None:
-        """Take it off the router's account of its replica."""
+        """Remove the request from the router's load of its replica."""
         if self.placement is not None:
             self.placement.end()
 
     def push(self, output: Output) -> None:
-        """Take an output of the replica."""
+        """Append an output of the replica and pass it to the dispatcher."""
         self.produced += output.tokens
         self._heard = True
         if self._attempts > 1:
@@ -168,25 +173,28 @@ class InflightRequest:
         self._dispatcher.arrived(self, output)
 
     def tried(self, *, resting: bool) -> None:
-        """Take note that it runs alone now, or will when its replica has stood idle and lived."""
+        """Note the quarantine phase: it runs alone, or (`resting`) its replica idles first."""
         self.trial = not resting
 
     def fail(self, error: RequestError) -> None:
-        """Take the replica's refusal, or the news that it is lost."""
+        """Pass a refusal by the replica, or its loss, to the dispatcher."""
         self._dispatcher.failed(self, error)
 
 
 class IsolatedRetries:
-    """Runs suspects one at a time: which is on trial, and which wait for it."""
+    """Queue that retries quarantined requests one at a time."""
 
     def __init__(self, send: Callable[[InflightRequest], None]) -> None:
-        """`send` starts one whose turn has come."""
+        """`send` sends a request whose turn has come."""
         self._send = send
         self._current: InflightRequest | None = None
         self._waiting: deque[InflightRequest] = deque()
 
     def must_wait(self, inflight: InflightRequest) -> bool:
-        """Return True for a suspect while another is on trial; it is sent later. Call before an in-flight request is sent."""
+        """Return whether to hold back a request; call before each send.
+
+        True for a quarantined request while another one runs alone: it is queued and sent later.
+        """
         if not inflight.suspect:
             return False
         if self._current not in (None, inflight):
@@ -197,13 +205,13 @@ class IsolatedRetries:
         return False
 
     def judge(self, replica: int, inflights: Collection[InflightRequest]) -> None:
-        """Blame those of `inflights` that may have killed a replica."""
+        """Record the crash of `replica` with those of `inflights` that may have caused it."""
         here = [inflight for inflight in inflights if inflight.replica == replica]
         for inflight in here:
             inflight.judged = inflight.wire_id
         tried = [inflight for inflight in here if inflight.trial is not None]
         if any(inflight.trial is False for inflight in tried):
-            # It died while nothing ran there: something else kills engines.
+            # The replica crashed while idle, so no request is the cause.
             for inflight in inflights:
                 inflight.quarantine_record.clear()
             self._current = None
@@ -213,7 +221,7 @@ class IsolatedRetries:
         self._call_next()
 
     def look(self, inflight: InflightRequest, *, over: bool = False) -> None:
-        """Clear an in-flight request that has passed the point of death; if it was on trial, or is over, call the next."""
+        """Clear a request that has passed the position of the crash; if it ran alone or is `over`, send the next."""
         if over and inflight in self._waiting:
             self._waiting.remove(inflight)
         if inflight.quarantine_record.end >= 0 and inflight.quarantine_record.passed(inflight.computed):
@@ -224,18 +232,18 @@ class IsolatedRetries:
         self._call_next()
 
     def _call_next(self) -> None:
-        """Send those that wait, as long as nobody is on trial; one that is no suspect any more need not wait."""
+        """Send waiting requests until one of them runs alone; cleared ones need not wait."""
         while self._waiting and self._current is None:
             self._send(self._waiting.popleft())
 
 
 class Dispatcher:
-    """Sends requests to the replicas of one model, and sends them again. Belongs to one event loop."""
+    """Dispatcher of requests to the replicas of one model, with retries. Not thread-safe: use on one event loop."""
 
     def __init__(self, router: Router, members: Mapping[int, Member], patience_s: float) -> None:
-        """`members` are the replicas that there are, by number; others change them, and tell the router.
+        """`members`: current replicas by number, maintained by `Replicas` together with the router.
 
-        A request that was accepted waits up to `patience_s` seconds for a replica when all are lost.
+        `patience_s`: seconds that an accepted request waits for a replica when all are lost.
         """
         self._router = router
         self._members = members
@@ -243,13 +251,13 @@ class Dispatcher:
         self._inflights: dict[str, InflightRequest] = {}
         self._retries = IsolatedRetries(self._retry)
         self.history = History()
-        """Events that this api has noticed, and, without a supervisor, those of engines."""
+        """Events of this api, and, without a supervisor, of the engines."""
         self.tell: Callable[[NoteEvent], None] | None = None
-        """Tells the supervisor."""
+        """Function that sends an event to the supervisor; None without one."""
         self.closing = False
-        """True once requests whose engines go are not sent again."""
+        """True during shutdown: lost requests are not sent again."""
         self._over = ""
-        """Why no engine will come any more."""
+        """Why no engine will start again; empty if one may."""
         self.registry = CollectorRegistry()
         self._moved = Counter(
             "tandem_requests_moved", "Requests that went on at another replica after theirs was lost", registry=self.registry
@@ -261,7 +269,7 @@ class Dispatcher:
         )
 
     def give_up(self, over: str) -> None:
-        """End requests that no replica has. `over`: why no engine will come any more; nothing is done if empty."""
+        """End requests without a connected replica. `over`: why no engine will start again; if empty, do nothing."""
         self._over = over
         if over:
             for inflight in [inflight for inflight in self._inflights.values() if not self._reaches(inflight)]:
@@ -272,7 +280,7 @@ class Dispatcher:
         return member is not None and member.client.alive
 
     def _member(self, inflight: InflightRequest) -> Member | None:
-        """The replica that has it, unless that has gone."""
+        """Return the replica that has the request; None if there is none or it was removed."""
         return None if inflight.replica is None else self._members.get(inflight.replica)
 
     def open(
@@ -283,10 +291,10 @@ class Dispatcher:
         *,
         accepted: bool = False,
     ) -> None:
-        """Start requests that belong together, each at its replica if these are named.
+        """Start a group of requests, at `replicas[i]` each if given.
 
-        The caller must `abort` each that is not over. `accepted`: they are the rest of what was accepted before, and
-        wait where there is no room. Raises UnavailableError; then none of them runs.
+        The caller must `abort` each unfinished one. `accepted`: the group belongs to an HTTP request accepted before, so
+        full replicas make it wait. Raises UnavailableError, and then none of them runs.
         """
         for request, only in zip(requests, replicas or repeat(None), strict=False):
             inflight = InflightRequest(request, answers, self, only)
@@ -299,9 +307,9 @@ class Dispatcher:
                 raise why_none(self._members.values()) or UnavailableError(NOBODY)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
-        """Stop a request wherever it is, without a further answer. Unknown ones are ignored.
+        """Abort a request at its replica, without a further answer. Unknown ids are ignored.
 
-        `answered`: its client has all that it wants.
+        `answered`: it counts as finished, as after a stop string.
         """
         inflight = self._inflights.pop(request_id, None)
         if inflight is None:
@@ -313,7 +321,7 @@ class Dispatcher:
             member.client.abort(inflight.wire_id, answered=answered)
 
     def _send(self, inflight: InflightRequest) -> bool:
-        """Send it to the best replica that takes it, or later if it must stand trial; False when there is none."""
+        """Send a request to the best replica, or queue it if quarantined; return False if no replica takes it."""
         if self._retries.must_wait(inflight):
             return True
         others = () if inflight.only is None else self._members.keys() - {inflight.only}
@@ -331,14 +339,14 @@ class Dispatcher:
             inflight.refused_by.add(placement.replica)
 
     def leave(self, index: int) -> None:
-        """Send what a replica has to others, but for what has to be done there, or is tried there alone."""
+        """Migrate the requests of replica `index`, except those bound to it and quarantined ones."""
         for inflight in [inflight for inflight in self._inflights.values() if inflight.replica == index]:
             if inflight.only is None and inflight.trial is None:
                 self._members[index].client.abort(inflight.wire_id)
                 self.failed(inflight, Stranded())
 
     def arrived(self, inflight: InflightRequest, output: Output) -> None:
-        """Count an output of an in-flight request and hand it on."""
+        """Account for an output of a request and pass it to its receiver."""
         self._let_go(inflight)
         over = output.finish_reason is not None
         if over:
@@ -351,14 +359,14 @@ class Dispatcher:
         inflight.answers.push(output)
 
     def _let_go(self, inflight: InflightRequest) -> None:
-        """Release the replica that handed it over, if one did: what it has computed is not needed any more."""
+        """Tell the replica that handed over the request, if any, to free its KV."""
         if inflight.left is not None:
             (index, wire_id), inflight.left = inflight.left, None
             if index in self._members:
                 self._members[index].client.abort(wire_id)
 
     def failed(self, inflight: InflightRequest, error: RequestError) -> None:
-        """Send an in-flight request that was refused, or whose replica was lost, to another if that can help."""
+        """Handle a refusal or a lost replica: send the request elsewhere if that may help, else end it with `error`."""
         inflight.end_placement()
         if self._inflights.get(inflight.request_id) is not inflight:
             return
@@ -412,7 +420,7 @@ class Dispatcher:
         inflight.answers.fail(error)
 
     def _move(self, inflight: InflightRequest, error: RequestError) -> bool:
-        """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
+        """Send a request to another replica, or schedule a retry; return False if neither is possible."""
         by_role = inflight.leaves and isinstance(error, Departed)
         if self._send(inflight):
             if isinstance(error, EngineLost) and inflight.replica is not None:
@@ -435,7 +443,7 @@ class Dispatcher:
         return False
 
     def _retry(self, inflight: InflightRequest, error: RequestError | None = None) -> None:
-        """Send a request again; `error` is what its client gets if that cannot be, by default that nobody is there."""
+        """Send a request again; if that fails, end it with `error` (default: no engine is reachable)."""
         error = error or EngineLost(NOBODY)
         if self._inflights.get(inflight.request_id) is not inflight:
             return

@@ -1,7 +1,7 @@
-"""Several models behind one api: requests wait until their model is loaded, and idle models are unloaded for it.
+"""Model pool: several models behind one api; requests wait until theirs is loaded, others are unloaded for it.
 
-The supervisor starts and ends engines. Which model is loaded is decided here, by `model_slots.py`, since the api alone
-knows which requests wait.
+The supervisor starts and stops engines. The api decides which models to load (`model_slots.py`), since only the api has
+the waiting requests.
 """
 
 from __future__ import annotations
@@ -32,43 +32,43 @@ from tandem.server.waiting import end_tasks
 logger = logging.getLogger(__name__)
 
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0
-"""Seconds between two looks while something changes, and while nothing does."""
+"""Seconds between updates: while a model loads, unloads or is waited for, and otherwise."""
 FAILED_S = 10.0
-"""Seconds until a model that could not be loaded is tried again."""
+"""Seconds until a model that failed to load is tried again."""
 LOAD_FAILED = "model_load_failed"
-"""Error code of requests to a model that cannot be loaded."""
+"""Error code of requests to a model that failed to load."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Place(ModelSlot):
-    """One model, and the requests that wait for it."""
+    """Slot of one model, with the requests that wait for it."""
 
     served: Served
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     info: ModelInfo | None = None
     closed: bool = False
-    """True while it is to be unloaded for another, and takes no new requests."""
+    """True while the model takes no new requests, as it is to be unloaded for another."""
     told: bool = False
-    """True from a command to load or unload it until the supervisor has told its effect."""
+    """True from sending a load or unload command until the supervisor's list reflects it."""
     failed_at: float = float("-inf")
     reading: asyncio.Task[None] | None = None
-    """Task that loads its tokenizer."""
+    """Task that loads the tokenizer."""
     pressed: bool = False
-    """True once a client has asked to unload it."""
+    """True once a client has requested unloading."""
 
 
 class ModelPool:
-    """All models of a server, with the interface of `Replicas`. Belongs to the event loop that called `start`."""
+    """All models of a server, with the interface of `Replicas`. Use only on the event loop that called `start`."""
 
     def __init__(self, models: Sequence[Served], link: SupervisorLink, *, max_loaded: int | None) -> None:
-        """`models` in the order of the configuration, the default one first."""
+        """`models`: in the order of the configuration, default first. `max_loaded`: most loaded models, None for no limit."""
         self._places = {served.name: _Place(name=served.name, served=served) for served in models}
         self._link = link
         for served in models:
             served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
         self.budget: dict[str, int] = {}
-        """Bytes that models may use together on each machine."""
+        """Bytes that all models together may use, by machine."""
         self.alive = False
         """True once the supervisor has listed the models."""
         self._changed = asyncio.Event()
@@ -90,12 +90,12 @@ class ModelPool:
     # --- life ---
 
     async def start(self) -> None:
-        """Connect to the supervisor, and through it to engines."""
+        """Start polling the supervisor, and connect to the engines it lists."""
         self._task = start_task(self._run(), name="model_pool")
         await self._link.start(self._listed, self._reached)
 
     async def close(self) -> None:
-        """Disconnect from all engines. All subscriptions, and requests that wait, fail."""
+        """Disconnect from all engines. Running and waiting requests fail."""
         await self._link.close()
         await end_tasks(self._task)
         for place in self._places.values():
@@ -105,20 +105,20 @@ class ModelPool:
             await place.served.client.close()
 
     def fail_waiting(self, error: RequestError) -> None:
-        """End the requests that wait for a model."""
+        """End all requests that wait for a model with `error`."""
         for place in self._places.values():
             self._refuse(place, error)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a model."""
+        """Number of requests that wait for a model."""
         return sum(len(place.waiting) for place in self._places.values())
 
     async def _listed(self, latest: ReplicaList) -> None:
-        """Take the supervisor's list."""
+        """Update models and replicas from the supervisor's list."""
         self.budget = latest.budget
         listed = [(self._places[info.model], info) for info in latest.models if info.model in self._places]
-        for place, info in listed:  # without a pause: a command that is given meanwhile must stand
+        for place, info in listed:  # no await in this loop: it would overwrite a command sent meanwhile
             before = place.info
             if info.state == "failed" and (before is None or before.state != "failed" or place.told):
                 place.failed_at = _now()
@@ -136,9 +136,9 @@ class ModelPool:
     # --- requests ---
 
     async def enter(self, served: Served) -> None:
-        """Wait until the model is loaded, and count a request there, until `leave`.
+        """Wait until the model is loaded, and count a request at it until `leave`.
 
-        Raises OverloadedError when too many wait, UnavailableError when it cannot be loaded.
+        Raises OverloadedError if too many requests wait, UnavailableError if the model fails to load.
         """
         place = self._places[served.name]
         if self._open(place) and not place.waiting:
@@ -163,19 +163,19 @@ class ModelPool:
                 place.waiting.remove(future)
 
     def leave(self, served: Served) -> None:
-        """Count out a request that had entered."""
+        """End a request that `enter` has counted."""
         place = self._places[served.name]
         place.users -= 1
         place.idle_at = _now()
         self._changed.set()
 
     def available(self, served: Served) -> bool:
-        """True when `enter` would not wait."""
+        """Return whether `enter` would return at once."""
         place = self._places[served.name]
         return self._open(place) and not place.waiting
 
     def _open(self, place: _Place) -> bool:
-        """True while it takes requests: its engines answer, also while they replace ranks."""
+        """Return whether a model takes requests: loaded, not closed, its engines ready or recovering."""
         status = place.served.client.status
         return (
             place.state == "loaded"
@@ -198,8 +198,10 @@ class ModelPool:
     # --- commands ---
 
     def state(self, served: Served) -> tuple[str, str]:
-        """Return the state of a model and its reason: `loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of a
-        loaded one, the engines' own word."""
+        """Return the state of a model and its detail text.
+
+        The state is `loading`, `unloading`, `unloaded`, `failed` or `unknown`; for a loaded model, as of `Served.state`.
+        """
         place = self._places[served.name]
         info, state = place.info, place.state
         if info is None:
@@ -211,8 +213,7 @@ class ModelPool:
         return served.state
 
     def facts(self, served: Served) -> JsonObject:
-        """Return the memory that a model needs on each machine, whether it is pinned, seconds of idleness after which
-        it is unloaded, and its requests."""
+        """Return a model's memory needs (bytes by machine), pinning, idle timeout (seconds) and number of requests."""
         place = self._places[served.name]
         info = place.info
         return {
@@ -225,7 +226,7 @@ class ModelPool:
 
     @property
     def health(self) -> str:
-        """State of the whole: healthy as long as a request can be answered, if need be by loading its model."""
+        """Overall state: `healthy` while some model is loaded or can be loaded."""
         if not self.alive:
             return "unreachable"
         states = {self.state(place.served)[0] for place in self._places.values()}
@@ -235,12 +236,12 @@ class ModelPool:
         return "failed" if states == {"failed"} else "healthy"
 
     def max_context(self, served: Served) -> int | None:
-        """Return the most tokens of prompt and output together, known before the model is loaded."""
+        """Return the context length in tokens, also before the model is loaded; None while unknown."""
         info = self._places[served.name].info
         return info.max_context if info is not None else None
 
     async def unload(self, served: Served) -> None:
-        """Unload a model once its requests are finished, and wait for that. Raises RequestError for a pinned one."""
+        """Unload a model after its running requests, and wait until done. Raises RequestError (409) for a pinned model."""
         place = self._places[served.name]
         if place.keep:
             raise refused(
@@ -267,7 +268,7 @@ class ModelPool:
             await asyncio.sleep(0)
 
     def _follow(self, place: _Place) -> None:
-        """Update the state by what supervisor and engines tell; let in the requests that may enter."""
+        """Update a model's state from supervisor and engines, and admit waiting requests if it is available."""
         info = place.info
         status = place.served.client.status
         there = place.served.client.alive and status is not None and status.state == "ready"
@@ -298,7 +299,7 @@ class ModelPool:
     async def _read_texts(self, place: _Place) -> None:
         try:
             await place.served.load_texts()
-        except Exception as error:  # noqa: BLE001 - whatever it is, requests must not wait for it
+        except Exception as error:  # noqa: BLE001 - any error must end the waiting requests
             self._refuse(place, error if isinstance(error, RequestError) else internal_error(error, "a tokenizer"))
             await asyncio.sleep(FAILED_S)
         finally:
@@ -306,7 +307,7 @@ class ModelPool:
             self._changed.set()
 
     def _act(self) -> None:
-        """Load and unload as the policy decides."""
+        """Send the load and unload commands that the policy decides."""
         if not self.alive:
             return
         decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
@@ -328,37 +329,40 @@ class ModelPool:
 
     @property
     def status(self) -> EngineStatus | None:
-        """Status of the engines of all loaded models as one; None while none is loaded."""
+        """Merged status of the engines of all loaded models; None while no engine answers."""
         parts = [part for place in self._places.values() for part in place.served.client.parts()]
         return merged_status(parts) if parts else None
 
     def check(self) -> EngineStatus:
-        """Return the status of the whole. Raises UnavailableError when no model is loaded."""
+        """Return the merged status. Raises UnavailableError if no model is loaded."""
         status = self.status
         if status is None:
             raise UnavailableError("No model is loaded just now; a request for one loads it.", code="model_loading")
         return status
 
     def replicas(self) -> list[ReplicaState]:
-        """Return each engine of each loaded model."""
+        """Return the states of all replicas of all models."""
         return [replica for place in self._places.values() for replica in place.served.client.replicas()]
 
     def events(self) -> list[Event]:
-        """Return the latest events, as the supervisor tells them."""
+        """Return the latest events of the supervisor."""
         return list(self._link.events)
 
     async def refresh(self) -> None:
-        """Ask the engines of all models how they are."""
+        """Query the status of the engines of all models."""
         await asyncio.gather(*(place.served.client.refresh() for place in self._places.values()))
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
-        """Return the metrics of all models, labelled with their names."""
+        """Return the metrics of all engines, labelled by model, and the pool's own. `timeout`: seconds per engine."""
         texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))
         return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self._registry)
 
 
 def _state(slot: ModelSlot, info: ModelInfo, there: bool) -> str:
-    """Return the slot's state as supervisor and engines have it. A loaded model stays so while its engines recover."""
+    """Return a slot's state from the supervisor's report and `there` (an engine is ready).
+
+    A loaded model stays `loaded` while its engines recover.
+    """
     if info.state == "running":
         return "loaded" if there or slot.state == "loaded" else "loading"
     return "unloading" if info.state == "unloading" else "unloaded"

@@ -1,8 +1,8 @@
-"""Which of several models are in memory: what to load, and what must go for it. Pure: no clock, no sockets.
+"""Policy of the model pool: which models to load, and which to unload for them. Pure: no clock, no sockets.
 
-Models that are asked for are loaded in the order in which they were, so that none waits for ever. Room is made by the
-model that was used least recently; one with requests under way goes only when nobody else can, and then takes no new
-requests until it is back, so that a busy model cannot keep the others out.
+Models are loaded in the order of their first waiting request, so that none starves. The least recently used model is
+unloaded first. A busy model is unloaded only if no idle one suffices; until then it takes no new requests, so that it
+cannot keep others out.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 PATIENCE_S = 1.0
-"""Seconds that a model must have been waited for before a busy one is made to finish and go."""
+"""Seconds that requests must wait for a model before a busy one is closed for it."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ModelSlot:
-    """One model as the policy sees it."""
+    """State of one model, as input to the policy. Times are in seconds of the caller's clock."""
 
     name: str
     needs: Mapping[str, int] = field(default_factory=dict)
-    """Bytes on each machine; empty where there is no memory plan."""
+    """Bytes needed, by machine; empty without a memory plan."""
     state: str = "unloaded"
     """`unloaded`, `loading`, `loaded` or `unloading`."""
     keep: bool = False
     unload_after: float | None = None
-    """Seconds of idleness after which it goes."""
+    """Idle seconds after which to unload; None for never."""
     users: int = 0
-    """Requests that it works on."""
+    """Number of running requests."""
     used_at: float = 0.0
-    """When it last began one."""
+    """Time of the last request's start."""
     idle_at: float = 0.0
-    """When it last ended one, or was loaded."""
+    """Time of the last request's end, or of loading."""
     wanted_at: float | None = None
-    """Since when requests wait for it; None when none does."""
+    """Time since which requests wait for the model; None if none does."""
 
 
 S = TypeVar("S", bound=ModelSlot)
@@ -47,11 +47,14 @@ class Decision(Generic[S]):
     load: list[S] = field(default_factory=list)
     unload: list[S] = field(default_factory=list)
     close: list[S] = field(default_factory=list)
-    """Busy models that have to finish and go."""
+    """Busy models to close: they finish their requests, then are unloaded."""
 
 
 def decide(slots: Sequence[S], budget: Mapping[str, int], max_loaded: int | None, now: float) -> Decision[S]:
-    """Return what follows from the slots as they are. Call it whenever one has changed, and as time goes by."""
+    """Return what to load, unload and close. Call after each change, and periodically.
+
+    `budget`: bytes that models may use, by machine; `max_loaded`: most loaded models (None: no limit); `now`: seconds.
+    """
     decision: Decision[S] = Decision()
     occupied = [slot for slot in slots if slot.state != "unloaded"]
     waiting = [slot for slot in slots if slot.state == "unloaded" and slot.wanted_at is not None]
@@ -64,16 +67,15 @@ def decide(slots: Sequence[S], budget: Mapping[str, int], max_loaded: int | None
         decision.unload += [slot for slot in victims if not slot.users]
         if now - (wanted.wanted_at or now) >= PATIENCE_S:
             decision.close += [slot for slot in victims if slot.users]
-        break  # the next ones wait behind it, or they would take the room that is being made
+        break  # others wait behind it, or they would take the memory that is being freed
     decision.unload += [slot for slot in occupied if slot not in decision.unload and _idle_for_long(slot, now)]
     return decision
 
 
 def _victims(wanted: S, occupied: list[S], budget: Mapping[str, int], max_loaded: int | None) -> list[S]:
-    """Return the models to unload for `wanted`: idle ones before busy ones, the least recently used first, no more
-    than needed.
+    """Return the fewest models to unload for `wanted`: idle before busy ones, then least recently used first.
 
-    None, as long as it would not fit then either: what is being loaded cannot be unloaded before it is there.
+    Empty if `wanted` would not fit even then, as loading models cannot be unloaded yet.
     """
     staying = [slot for slot in occupied if slot.state != "unloading"]
 

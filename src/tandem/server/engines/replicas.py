@@ -1,4 +1,4 @@
-"""Several engines as one: which there are, their states and their metrics."""
+"""All replicas of a model: connections, merged status, metrics, and draining."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tandem.server.engines.supervisor import SupervisorLink
 logger = logging.getLogger(__name__)
 
 STRANDED_S = 10.0
-"""Seconds, beyond twice what its last start took, for which a replica's requests wait for its ranks to come back."""
+"""Seconds, plus twice the last load time, that requests wait for a replica's ranks before they migrate."""
 
 
 _ORDER = ("ready", "recovering", "starting", "draining", "failed")
-"""The whole is in the first of these states that an engine is in."""
+"""States of engines by precedence: the merged state is the first that any engine has."""
 
 
 def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
-    """One status of the engines in `parts` (number and status, at least one): sums, all ranks, the tightest limits."""
+    """Merge the statuses of at least one engine (number, status): summed counts, all ranks, the smallest context."""
     if len(parts) == 1 and parts[0][0] == 0:
         return parts[0][1]
     states = [status for _, status in parts]
@@ -71,7 +71,7 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
 
 
 def merged_metrics(texts: Mapping[int, bytes] | Mapping[str, bytes], label: str = "replica") -> bytes:
-    """Join texts in Prometheus' format: each sample gets its text's name as `label`, each family is in one piece."""
+    """Merge texts in Prometheus' format by metric family; each sample gets its text's name as the label `label`."""
     families: dict[str, Metric] = {}
     for name, text in texts.items():
         for family in text_string_to_metric_families(text.decode()):
@@ -89,7 +89,7 @@ class _Merged(Collector):
 
 
 class Replicas:
-    """Engines by number. Belongs to the event loop that called `start`."""
+    """All engines of one model, by number. Use only on the event loop that called `start`."""
 
     def __init__(
         self,
@@ -100,8 +100,10 @@ class Replicas:
         heartbeat_s: float = HEARTBEAT_S,
         patience_s: float = 0.0,
     ) -> None:
-        """`endpoints` are the zmq addresses of engines by number; with `link` the supervisor says which there are.
-        `patience_s`: as for `Dispatcher`."""
+        """`endpoints`: ZMQ addresses of engines by number; with `link`, the supervisor provides them.
+
+        `patience_s`: as for `Dispatcher`.
+        """
         self._router = router
         self._endpoints = dict(endpoints or {})
         self._link = link
@@ -110,11 +112,11 @@ class Replicas:
         self.requests = Dispatcher(router, self._members, patience_s)
         self.requests.tell = None if link is None else link.tell
         self.warmed: set[int] | None = None
-        """Replicas that have the prompts of `--warmup-prompts`; none else counts as reached. None without such prompts."""
+        """Replicas that have finished `--warmup-prompts`; only these count as reached. None without such prompts."""
         self.status: EngineStatus | None = None
-        """The engines that answer as one; the last that was known when none does; None before any has answered."""
+        """Merged status of the engines that answer, or the last one known; None before the first answer."""
         self._taking = False
-        """True while an engine takes requests."""
+        """True while some engine takes requests."""
         self._load = Gauge(
             "tandem_replica_outstanding_tokens",
             "Work before a replica as the router counts it",
@@ -123,14 +125,14 @@ class Replicas:
         )
 
     async def start(self) -> None:
-        """Connect, and ask the supervisor which replicas there are."""
+        """Connect to the engines and start polling the supervisor, if any."""
         for index, endpoint in self._endpoints.items():
             await self._join(index, endpoint)
         if self._link is not None:
             await self._link.start(lambda latest: self.update(latest.replicas, latest.over), self.reached)
 
     async def close(self) -> None:
-        """Leave all engines. All subscriptions fail."""
+        """Disconnect from all engines. All running requests fail."""
         self.requests.closing = True
         if self._link is not None:
             await self._link.close()
@@ -138,9 +140,9 @@ class Replicas:
             await member.client.close()
 
     async def update(self, replicas: Sequence[ReplicaInfo], over: str = "") -> None:
-        """Make these the replicas: connect to new ones, leave those that are not named.
+        """Connect to new replicas, and remove those not in `replicas`.
 
-        `over`: why the server ends, as no engine will come any more; requests that wait for one end at once.
+        `over`: if not empty, why no engine will start again; waiting requests then fail at once.
         """
         named = {info.replica: info for info in replicas}
         for index in [index for index in self._members if index not in named]:
@@ -160,7 +162,7 @@ class Replicas:
         await client.start()
 
     def _changed(self, index: int) -> None:
-        """Take an engine's new status, or its loss."""
+        """Update router and merged status after a change of an engine's status or its loss."""
         if index in self._members:
             self._tell_router(index)
         self._merge()
@@ -178,7 +180,7 @@ class Replicas:
             self.status = merged_status(parts)
 
     async def _leave(self, index: int) -> None:
-        """Drop a replica; what it still had moves on."""
+        """Remove a replica; its remaining requests move to others."""
         member = self._members.pop(index)
         self._router.leave(index)
         self._load.clear()
@@ -187,13 +189,13 @@ class Replicas:
         await member.client.close()
 
     def reached(self) -> int:
-        """Replicas that are connected and take requests at once."""
+        """Return the number of replicas that are connected, ready and warmed."""
         return sum(
             member.state == "ready" and (self.warmed is None or index in self.warmed) for index, member in self._members.items()
         )
 
     def _relieve(self) -> None:
-        """Have draining replicas hand over their requests where others can read what they have computed."""
+        """Migrate the requests of draining replicas whose KV another ready replica can read, and of stranded ones."""
         ready = [index for index, member in self._members.items() if member.state == "ready"]
         for index, member in self._members.items():
             status = member.client.status
@@ -209,7 +211,7 @@ class Replicas:
             self._leave_stranded(index, member, others=[other for other in ready if other != index])
 
     def _leave_stranded(self, index: int, member: Member, others: Sequence[int]) -> None:
-        """Send a replica's requests to `others` once its machine has been gone for too long."""
+        """Move a replica's requests to `others` once its ranks have been gone for too long."""
         now, status = asyncio.get_running_loop().time(), member.client.status
         if member.state != "recovering" or status is None:
             member.without_ranks = None
@@ -226,22 +228,22 @@ class Replicas:
         return any(member.client.alive for member in self._members.values())
 
     def parts(self) -> list[tuple[int, EngineStatus]]:
-        """Number and status of each engine that answers."""
+        """Return number and status of each engine that answers."""
         known = [(index, member.client.status, member.client.alive) for index, member in self._members.items()]
         return [(index, status) for index, status, alive in known if status is not None and alive]
 
     def check(self) -> EngineStatus:
-        """Return the status of the whole. Raises UnavailableError when no engine takes requests."""
+        """Return the merged status. Raises UnavailableError if no engine takes requests."""
         if self.status is None or not self._taking:
             raise why_none(self._members.values()) or UnavailableError(NOBODY)
         return self.status
 
     def replicas(self) -> list[ReplicaState]:
-        """Each engine by itself."""
+        """Return the state of each replica."""
         return [member.shown(index, self._router.outstanding(index)) for index, member in self._members.items()]
 
     def events(self) -> list[Event]:
-        """Return recent events, from the supervisor, or from the engines if there is none."""
+        """Return recent events from the supervisor, or, without one, from the engines."""
         if self._link is not None:
             return list(self._link.events)
         for index, status in self.parts():
@@ -249,7 +251,7 @@ class Replicas:
         return self.requests.history.after()
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
-        """Metrics of all engines that answer, labelled with their numbers, and the router's."""
+        """Return the metrics of all engines, labelled by replica, and the router's. `timeout`: seconds per engine."""
         indices = list(self._members)
         for index in indices:
             self._load.labels(str(index)).set(self._router.outstanding(index))
@@ -257,13 +259,16 @@ class Replicas:
         return merged_metrics(dict(zip(indices, texts, strict=True))) + generate_latest(self.requests.registry)
 
     async def refresh(self) -> None:
-        """Ask all engines how they are."""
+        """Query the status of all engines."""
         await asyncio.gather(*(member.client.refresh() for member in self._members.values()))
 
     async def cache(
         self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "", replica: int | None = None
     ) -> dict[int, CacheReport]:
-        """Return which prefixes each replica that answers keeps, or only `replica`; `drop` removes them first."""
+        """Return the cache reports of all connected replicas, or only of `replica`, by number.
+
+        `tokens`: prompt to look up; `drop`: prefixes to drop first.
+        """
         asked = {
             index: member.client for index, member in self._members.items() if member.client.alive and replica in (None, index)
         }

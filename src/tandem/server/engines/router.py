@@ -1,13 +1,11 @@
-"""Which replica gets a request: the one with the least work before it, counting what its prefix cache saves.
+"""Choose the replica for each request: the one with the least pending work, minus what its prefix cache saves.
 
-Work is counted in tokens: prompts not yet answered, and output still to come. A replica that was lately sent a prompt
-with the same beginning need not compute that part again, so it is preferred until it has more work before it than the
-least loaded one by exactly the tokens that it saves. Replicas that keep prompts in the same directory, or lend them to
-one another, read what another of them was sent: that saves a share of computing it.
+Work is counted in tokens: prompts not yet computed plus expected output. A replica that was recently sent the same prefix
+need not compute that part again. So it is preferred until its extra work exceeds the tokens it saves. Replicas with a
+shared KV directory, or with remote KV, read each other's prefixes, which saves a share of the work.
 
-Replicas have roles. Those for prefill get long prompts alone, which go on elsewhere once they are computed; the others
-get all else. Roles are wishes: whoever is there does what has to be done. Pure: no clock, no sockets; used by one
-thread.
+Replicas have roles. Prefill replicas get only long prompts, which others decode; other replicas get everything else.
+Roles are preferences: without a replica of the right role, any other serves. Pure: no clock, no sockets, one thread.
 """
 
 from __future__ import annotations
@@ -23,43 +21,43 @@ from tandem.kv.index import block_hashes
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 
 EXPECTED_OUTPUT = 256
-"""Tokens of output that a request is expected to have, when its limit is higher: few come near their limit."""
+"""Output tokens expected of a request, unless its limit is lower: few requests come near their limit."""
 TAIL = 32
-"""Tokens that are still expected of one that has gone beyond that."""
+"""Further output tokens expected of a request beyond `EXPECTED_OUTPUT`."""
 
 CAPACITY = 8192
 """Blocks remembered for one replica (262,144 tokens)."""
 MOST_BLOCKS = 512
-"""Blocks of one prompt that are looked at, so that a very long one does not hold up the others."""
+"""Most blocks of one prompt to hash and compare, to bound the time per request."""
 DISK_CAPACITY = 65536
 """Blocks remembered for one disk (2 million tokens)."""
 LONG = 512
-"""Tokens to compute from which a prompt disturbs those who decode."""
+"""Tokens to compute from which a prompt is long, so that its prefill would slow down decoding requests."""
 SLOWER = 2.0
-"""A replica for prefill may take this many times as long for a prompt as the one where the request continues."""
+"""Most time a prefill replica may take for a prompt, as a multiple of the decoding replica's."""
 AGAIN = 16
-"""Every so many prompts that would take too long there, one goes there all the same: speeds change."""
+"""One of this many prompts above `SLOWER` is sent to the prefill replica anyway, since speeds change."""
 LATER = 4.0
-"""The first token may come this many times as late from there, queues counted, for each request that is decoded where
-the prompt would otherwise be computed."""
+"""Most time to first token at a prefill replica, queues included, as a multiple of the decoding replica's, per request
+at the latter."""
 KEY_TOKENS = 8192
-"""Value, in tokens of work, of keeping requests with one key together."""
+"""Value, in tokens of work, of sending requests with the same cache key to one replica."""
 
 _RANK = {"ready": 0, "recovering": 1}
-"""States in which a replica takes requests; a rank above 0 only while none of a lower one can. One that loads for the
-first time refuses them, for it may never serve; what was accepted elsewhere waits until it does."""
+"""States in which a replica takes requests; those with a higher number only while no replica has a lower one. A starting
+replica takes none, as its first load may fail."""
 
 
 def prompt_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """Hashes of the first `MOST_BLOCKS` whole blocks, the same ones as the engine's prefix cache uses."""
+    """Return the hashes of the first `MOST_BLOCKS` whole blocks, as the engine's prefix cache computes them."""
     return block_hashes(tokens[: MOST_BLOCKS * BLOCK_SIZE])
 
 
 class SentPrefixes:
-    """The blocks that one replica was sent; the least recently sent are forgotten first."""
+    """LRU set of the blocks that were sent to one replica or disk."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        """`capacity` in blocks."""
+        """`capacity`: most blocks."""
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
@@ -67,7 +65,7 @@ class SentPrefixes:
         return len(self._blocks)
 
     def note(self, hashes: Sequence[bytes]) -> None:
-        """Record a prompt that was sent. Its last block is forgotten first: it needs the others."""
+        """Record a sent prompt by its block hashes. Its last block is evicted first, as later blocks need earlier ones."""
         for digest in reversed(hashes):
             self._blocks[digest] = None
             self._blocks.move_to_end(digest)
@@ -75,7 +73,7 @@ class SentPrefixes:
             self._blocks.popitem(last=False)
 
     def matched(self, hashes: Sequence[bytes]) -> int:
-        """Tokens of the longest prefix that was sent before."""
+        """Return the length, in tokens, of the longest prefix that was sent before."""
         count = 0
         for digest in hashes:
             if digest not in self._blocks:
@@ -84,36 +82,36 @@ class SentPrefixes:
         return count * BLOCK_SIZE
 
     def clear(self) -> None:
-        """Forget all blocks: the replica's cache is gone."""
+        """Forget all blocks, as the replica's cache is lost."""
         self._blocks.clear()
 
 
 @dataclass(eq=False)
 class Placement:
-    """One request at the replica that was chosen for it, until `end`."""
+    """One request at its chosen replica, counted in the replica's load until `end`."""
 
     replica: int
     state: ReplicaLoad
     max_tokens: int
     prefill: int
-    """Prompt tokens to compute; 0 from the first output on."""
+    """Prompt tokens to compute; 0 after the first output."""
     done: int
     """Output tokens so far."""
     kept: int = 0
-    """Leading tokens that others wrote where this replica reads them, and that it does not have in memory."""
+    """Leading tokens that the replica can read from a KV store, if more than it has in memory; else 0."""
     leaves: bool = False
-    """True when it continues elsewhere once its prompt is computed."""
+    """True if another replica continues the request after prefill."""
 
     @property
     def left(self) -> int:
-        """Tokens of work that are expected."""
+        """Expected work in tokens."""
         if self.leaves and self.prefill:
             return self.prefill
         output = min(self.max_tokens - self.done, max(EXPECTED_OUTPUT - self.done, TAIL))
         return self.prefill + max(output, 0)
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` more of output; nothing after `end`."""
+        """Count `tokens` more output tokens; no effect after `end`."""
         if self in self.state.placements:
             before = self.left
             self.prefill = 0
@@ -121,7 +119,7 @@ class Placement:
             self.state.load += self.left - before
 
     def end(self) -> None:
-        """Take the request off its replica. Safe to call again."""
+        """Remove the request from its replica's load. Idempotent."""
         if self in self.state.placements:
             self.state.placements.remove(self)
             self.state.load -= self.left
@@ -129,47 +127,47 @@ class Placement:
 
 @dataclass(eq=False)
 class ReplicaLoad:
-    """A replica as the router knows it: state, disk, role, and what is placed there."""
+    """The router's record of a replica: state, KV store, role, and placed requests."""
 
     state: str = "silent"
     sent: SentPrefixes = field(default_factory=SentPrefixes)
     store: str = ""
-    """Name of its disk; empty for none."""
+    """KV directories, separated by blanks; empty for none."""
     saves: float = 0.0
-    """Share of the time to compute a prompt that reading it from disk saves."""
+    """Share of the prefill time, from 0 to 1, that reading from its own store saves."""
     reach: frozenset[str] = frozenset()
-    """Directories that it reads from, including those that others lend."""
+    """KV directories it can read, including remote KV."""
     lent_saves: float = 0.0
-    """Share that reading from directories of others saves."""
+    """Share of the prefill time, from 0 to 1, that reading remote KV saves."""
     role: Role = "both"
     pace: float = 0.0
-    """Prompt tokens per second; 0: unknown."""
+    """Prefill speed in tokens per second; 0: unknown."""
     room: int = 0
-    """Longest prefix, in tokens, that it can take from elsewhere."""
+    """Longest prefix, in tokens, that it can load from a store."""
     load: int = 0
-    """Sum of `left` over its placements."""
+    """Pending work in tokens: the sum of `left` over its placements."""
     placements: set[Placement] = field(default_factory=set)
     last: int = 0
-    """Number of the choice that took it last."""
+    """Sequence number of the last placement here; breaks ties."""
 
 
 class Router:
-    """Knows each replica's state, load and recent prompts."""
+    """Router over replicas, by their state, load, role and recently sent prefixes."""
 
     def __init__(self, *, affinity: bool = True) -> None:
-        """`affinity`: the engines have prefix caches, so where a prompt's beginning was sent before matters."""
+        """`affinity`: consider recently sent prefixes; for engines with prefix caches."""
         self._affinity = affinity
         self._replicas: dict[int, ReplicaLoad] = {}
         self._stores: dict[str, SentPrefixes] = {}
-        """Prefixes sent to any replica with this disk."""
+        """Prefixes sent to replicas with this KV store, by store."""
         self._choices = 0
         self._slow = 0
-        """Prompts for which a replica for prefill was too slow."""
+        """Number of prompts for which a prefill replica was too slow."""
 
     # --- replicas ---
 
     def join(self, replica: int) -> None:
-        """A new replica; it gets nothing before `set_state` says that it can."""
+        """Add a replica; it gets no requests until `set_state`."""
         self._replicas.setdefault(replica, ReplicaLoad())
 
     def leave(self, replica: int) -> None:
@@ -177,38 +175,40 @@ class Router:
         self._replicas.pop(replica, None)
 
     def set_state(self, replica: int, state: str) -> None:
-        """`ready`, `recovering`, or one in which it takes nothing (`starting`, `draining`, `failed`, `silent`)."""
+        """Set a replica's state; it takes requests in `ready` and `recovering`.
+
+        The other states are `starting`, `draining`, `failed` and `silent`.
+        """
         known = self._replicas[replica]
         if known.state != state and state != "draining":
-            known.sent.clear()  # its ranks were or will be replaced, and their caches with them
+            known.sent.clear()  # its ranks are replaced, which loses their caches
         known.state = state
 
     def set_disk(self, replica: int, store: str, saves: float, reach: Iterable[str] = (), lent_saves: float = 0.0) -> None:
-        """Set where a replica keeps prompts: directories with blanks between them, empty for nowhere.
+        """Set a replica's KV `store`: directories separated by blanks, empty for none. Replicas that share it have the same.
 
-        Replicas that read what one another writes have the same. `saves`: share of the time to compute a prompt that
-        reading it from there saves. `reach`: directories that it reads from, including those that others lend it, for
-        which the share is `lent_saves`.
+        `reach`: directories it can read, including remote KV. `saves`, `lent_saves`: share of the prefill time, from 0 to
+        1, that reading from its own store or from remote KV saves.
         """
         known = self._replicas[replica]
         known.store, known.saves, known.reach, known.lent_saves = store, saves, frozenset(reach), lent_saves
 
     def set_role(self, replica: int, role: Role, pace: float = 0.0, room: int = 0) -> None:
-        """Set its role, its prompt tokens per second (0: unknown), and the longest prefix that it has room for."""
+        """Set a replica's role, its prefill speed in tokens/s (0: unknown), and the longest prefix it can load, in tokens."""
         known = self._replicas[replica]
         known.role, known.pace, known.room = role, pace, room
 
     def reads(self, replica: int, store: str) -> bool:
-        """True if it can read what replicas with this store have written."""
+        """Return whether the replica can read KV written by replicas with this store."""
         known = self._replicas[replica]
         return store != "" and (store == known.store or known.reach.issuperset(store.split()))
 
     def outstanding(self, replica: int) -> int:
-        """Tokens of work before a replica."""
+        """Return a replica's pending work in tokens."""
         return self._replicas[replica].load
 
     def requests(self, replica: int) -> int:
-        """Requests at a replica."""
+        """Return the number of requests at a replica."""
         return len(self._replicas[replica].placements)
 
     # --- requests ---
@@ -225,17 +225,17 @@ class Router:
         may_leave: bool = False,
         written: Mapping[str, int] | None = None,
     ) -> Placement | None:
-        """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
+        """Choose a replica for a request and add it to its load; None if no replica outside `avoid` takes requests.
 
-        `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
-        Requests with the same `key` go to the same replica, unless that has `KEY_TOKENS` more work before it.
-        `on_disk`: the prompt is written there. `may_leave`: one replica may compute the prompt and another continue.
-        `written`: leading tokens that replicas' stores certainly hold, by store.
+        `tokens`: the prompt, plus the `done` output tokens that another replica has produced. Requests with the same `key`
+        go to one replica, unless it has `KEY_TOKENS` more work. `on_disk`: the replica writes the prompt's KV to disk.
+        `may_leave`: prefill and decode may run at different replicas. `written`: leading tokens known to be in a KV store,
+        by store.
         """
         candidates = self._candidates(avoid)
         if not candidates:
             return None
-        others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # or have been and wrote
+        others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # removed replicas may have written KV
         hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
@@ -266,9 +266,9 @@ class Router:
         return placement
 
     def _reader(self, home: int, work: Mapping[int, int], tokens: int, *, ends: bool, may_leave: bool) -> tuple[int, bool]:
-        """Choose who computes a long prompt whose request continues at `home`, and whether it leaves afterwards.
+        """Choose the replica to prefill a long prompt that `home` decodes; also return whether the request moves afterwards.
 
-        `work`: tokens to compute, by candidate. `ends`: no output follows.
+        `work`: tokens to compute, by candidate. `tokens`: length of the prompt. `ends`: no decode follows.
         """
         known = self._replicas
         if known[home].role == "prefill":
@@ -283,14 +283,14 @@ class Router:
         return home, False
 
     def _follows(self, home: int, reader: int, tokens: int) -> bool:
-        """True if `home` can take over `tokens` that `reader` computes."""
+        """Return whether `home` can load the KV of `tokens` tokens that `reader` computes."""
         return (
             self.reads(home, self._replicas[reader].store)
             and self._replicas[home].room >= tokens // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
         )
 
     def _bears(self, reader: int, home: int, work: Mapping[int, int]) -> bool:
-        """True if the first token would not come much later from `reader`."""
+        """Return whether prefill at `reader` is fast enough compared with `home` (see `SLOWER` and `LATER`)."""
         there, here = self._replicas[reader], self._replicas[home]
         ratio = here.pace / there.pace if here.pace and there.pace else 1.0
         if ratio * work[reader] > SLOWER * work[home]:
@@ -308,17 +308,16 @@ class Router:
         return [index for index, rank in ranks.items() if rank == best]
 
     def check(self) -> None:
-        """Raise AssertionError unless the tables agree (for tests)."""
+        """Raise AssertionError unless loads and placements are consistent (for tests)."""
         for index, replica in self._replicas.items():
             assert all(placement.replica == index and placement.state is replica for placement in replica.placements)
             assert replica.load == sum(placement.left for placement in replica.placements) >= 0
 
 
 def _home(key: str, replicas: Collection[int]) -> int | None:
-    """Return where requests with this key go, None for no key or one replica.
+    """Return the replica for a cache key; None without a key or with a single replica.
 
-    All apis choose alike, and few keys move when a replica joins or leaves (rendezvous hashing, Thaler and
-    Ravishankar 1998).
+    Rendezvous hashing (Thaler and Ravishankar 1998): all apis agree, and few keys move when replicas change.
     """
     if not key or len(replicas) < 2:
         return None

@@ -1,4 +1,4 @@
-"""One model as the api serves it: its settings, its engines, its tokenizer."""
+"""One served model: settings, engines and tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.server.engines.replicas import Replicas
 
 
 class Served:
-    """Settings are those of this model: context, parsers and limits of others may differ."""
+    """Settings, engines and tokenizer of one model. Context, parsers and limits may differ between models."""
 
     def __init__(self, settings: Settings, client: Replicas) -> None:
         self.settings = settings
@@ -21,17 +21,17 @@ class Served:
 
     @property
     def name(self) -> str:
-        """Name of the model in answers."""
+        """Model name in responses."""
         return next(self.names(), "default")
 
     def names(self) -> Iterator[str]:
-        """Every name under which it may be asked for, the served one first; `default` is not the model's own."""
+        """Yield all names of the model, except `default`: the engine's first, then those of the settings."""
         if self.client.status is not None:
             yield self.client.status.model
         yield from filter(None, (self.settings.model.served_name, self.settings.model.model))
 
     def status(self) -> EngineStatus:
-        """The status of an engine that takes requests. Raises UnavailableError when there is none."""
+        """Return the engines' status. Raises UnavailableError if none takes requests or the model is still loading."""
         status = self.client.check()
         if status.max_context < 1:
             raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
@@ -39,19 +39,19 @@ class Served:
 
     @property
     def state(self) -> tuple[str, str]:
-        """`loaded`, `unreachable` or the engines' own word for another state; and why."""
+        """State (`loaded`, `unreachable`, or another state of the engines) and its detail text."""
         status = self.client.status
         if status is None or not self.client.alive:
             return "unreachable", ""
         return "loaded" if status.state == "ready" else status.state, status.detail
 
     def ready(self) -> bool:
-        """True when a request sent now would be worked on at once."""
+        """Return whether a request would be served now: an engine is ready and the tokenizer is loaded."""
         status = self.client.status
         return status is not None and self.client.alive and status.state == "ready" and self.texts.ready(status)
 
     async def load_texts(self) -> None:
-        """Have the tokenizer of the engine's model in memory, once there is one. Raises UnavailableError."""
+        """Load the tokenizer of the engine's model, if an engine has reported one. Raises UnavailableError."""
         status = self.client.status
         if status is not None and status.source and not self.texts.ready(status):
             await self.texts.tokenizer(status)

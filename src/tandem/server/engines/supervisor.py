@@ -1,4 +1,4 @@
-"""How the api learns which engines there are: it asks the supervisor's control socket once a second."""
+"""Client of the supervisor's control socket: polls the list of replicas once a second and sends commands."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
 INTERVAL_S, BEGIN_S = 1.0, 0.1
-"""Seconds between two questions, and while replicas come or go."""
+"""Seconds between polls: normally, and while replicas start or stop."""
 ANSWER_S = 0.05
-"""Seconds after a question at which the answer is looked for."""
+"""Seconds between a poll and reading its answer."""
 
 OnReplicas = Callable[[messages.ReplicaList], Awaitable[None]]
 Reached = Callable[[], int]
-"""Says how many engines are connected and take requests."""
+"""Function that returns the number of engines that are connected and take requests."""
 
 
 class SupervisorLink:
-    """Polls the control socket at `path`. Belongs to the event loop that called `start`."""
+    """Poller of the control socket at `path`. Use only on the event loop that called `start`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
         self._number = self._fresh_from = 0
-        """Number of the last question, and of the first one after the last command: earlier answers are outdated."""
+        """Numbers of the last poll, and of the first poll after the last command: earlier answers are outdated."""
         self.events: deque[Event] = deque(maxlen=KEPT)
-        """Latest events of the supervisor."""
+        """Latest events of the supervisor, oldest first."""
 
     async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
-        """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
+        """Start polling: call `on_replicas` with each answer, and report `reached()` with each poll.
 
-        No supervisor need answer.
+        The supervisor need not run yet.
         """
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -60,7 +60,7 @@ class SupervisorLink:
         self._task = start_task(self._run(on_replicas, reached), name="supervisor-link")
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop polling and close the socket."""
         if self._task is None:
             return
         await end_tasks(self._task)
@@ -69,7 +69,7 @@ class SupervisorLink:
         self._task = None
 
     def tell(self, request: messages.LoadModel | messages.UnloadModel | messages.NoteEvent) -> None:
-        """Send a command. The next list that is handed on shows its effect."""
+        """Send a command. The next list given to `on_replicas` reflects it."""
         self._send(request)
         if not isinstance(request, messages.NoteEvent):
             self._fresh_from = self._number + 1
@@ -84,7 +84,7 @@ class SupervisorLink:
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
-                # One that drains is never reached, and others wait for its room; a failed one stays for long.
+                # Poll fast while a replica drains (it is never reached); failed ones stay for long and do not count.
                 known = sum(replica.state != "failed" for replica in latest.replicas)
                 await on_replicas(latest)
             if known is not None:
@@ -93,13 +93,13 @@ class SupervisorLink:
 
     def _send(self, request: messages.SupervisorRequest) -> None:
         try:
-            # The empty frame is what a REP socket expects before the message.
+            # A REP socket expects an empty frame before the message.
             self._socket.send_multipart([b"", msgspec.msgpack.encode(request)], zmq.NOBLOCK)
         except zmq.Again:
             return
 
     def _answer(self) -> messages.ReplicaList | None:
-        """The latest list that is here."""
+        """Read all received messages; return the latest list that is not outdated, or None."""
         latest: messages.ReplicaList | None = None
         while True:
             try:
@@ -113,7 +113,7 @@ class SupervisorLink:
                 continue
             if isinstance(message, messages.ReplicaList):
                 latest = message if message.number >= self._fresh_from else latest
-                known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
+                known = self.events[-1].number if self.events else 0  # answers may overlap, as the next poll may come first
                 self.events.extend(event for event in message.events if event.number > known)
             elif isinstance(message, messages.ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)

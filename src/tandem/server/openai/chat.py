@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the request behind its conversation, and its answer, whole or in chunks."""
+"""Route POST /v1/chat/completions, optionally with server-side conversations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def chat_completions(http: Request) -> Response:
         for reply, answer in zip(replies, answers, strict=True)
     ]
     if fields.max_tokens != 0:
-        turn.answered(messages[0][0])  # the conversation goes on with the first choice
+        turn.answered(messages[0][0])  # the conversation continues with the first choice
 
     def body() -> bytes:
         answer = {
@@ -72,10 +72,10 @@ async def chat_completions(http: Request) -> Response:
 
 
 class ChatWriter(ChunkWriter):
-    """A chat in chunks in OpenAI's order: role, text and calls, finish, usage."""
+    """Writer of a streamed chat answer: role, text and calls, finish, usage."""
 
     def __init__(self, generation: Generation, replies: list[Reply], turn: ConversationTurn, fields: ChatRequest) -> None:
-        """`replies` read the choices."""
+        """`replies`: parsers of the choices, in order."""
         super().__init__("chat.completion.chunk", generation, fields)
         self._replies, self._turn, self._fields = replies, turn, fields
         self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
@@ -85,14 +85,14 @@ class ChatWriter(ChunkWriter):
         return chat_logprobs(self._generation.tokenizer, entries) if self._fields.logprobs else None
 
     def head(self) -> bytes:
-        """The role of each choice."""
+        """Return a chunk with the role for each choice."""
         return b"".join(
             self._envelope.chunk(_choice(index, {"role": "assistant", "content": ""}), self._turn.shown)
             for index in range(len(self._replies))
         )
 
     def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
-        """Chunks with what the text adds, if anything, and one for the end."""
+        """Return the chunks for new text, and one with the finish_reason at the end of the choice."""
         reply, ended = self._replies[delta.index], delta.finish_reason is not None
         entries = self._entries[delta.index]
         entries += delta.logprobs
@@ -114,7 +114,7 @@ class ChatWriter(ChunkWriter):
         return chunks
 
     def usage(self, usage: dict[str, object], extras: dict[str, object]) -> bytes:
-        """The last chunk, without choices."""
+        """Return the last chunk, which has the usage and no choices."""
         return super().usage(usage, {**self._turn.shown, **extras})
 
 
@@ -125,36 +125,36 @@ def _choice(
 
 
 class ConversationTurn:
-    """The part of one request in its conversation."""
+    """One request and its answer as part of a stored conversation."""
 
     def __init__(
         self, given: str | None, store: Conversations | None = None, owner: str = "", asked: bytes = b"", past: int = 0
     ) -> None:
-        """`asked`: all messages of the request as a JSON list, of which the first `past` were kept."""
+        """`given`: the client's conversation id, if any. `asked`: JSON list of all messages; the first `past` were stored."""
         self._name = owner, given or str(uuid.uuid4())
         self._carried = given is not None
         self._store, self._asked = store, asked
         self.shown: JsonObject = {"conversation_id": self._name[1]}
-        """Fields of the answer."""
+        """Extra fields for the answer."""
         if store is not None:
             self.shown["conversation_messages"] = past
 
     @property
     def kept(self) -> bool:
-        """True if conversations are kept."""
+        """True if the server stores conversations."""
         return self._store is not None
 
     def answered(self, message: JsonObject) -> None:
-        """Add `message` to the conversation, if that is kept."""
+        """Store the conversation with the answer `message`, if conversations are stored."""
         if self._store is not None:
             self._store.put(self._name, self._asked[:-1] + b"," + encode_json(message) + b"]", carried=self._carried)
 
 
 async def parse_turn(http: Request) -> tuple[ChatRequest, ConversationTurn]:
-    """Read the request's body, after the messages that are kept of its conversation. Raises RequestError."""
+    """Read the request's body and prepend the stored messages of its conversation. Raises RequestError."""
     api = get_api(http)
     store = api.conversations
-    if store is None or "tandem.seed" in http.scope:  # from the journal, which outlives what is kept here
+    if store is None or "tandem.seed" in http.scope:  # journaled requests outlive conversations in memory
         fields = await parse(http, ChatRequest)
         return fields, ConversationTurn(fields.conversation_id)
     raw = await read_body(http, api.max_body)
@@ -172,14 +172,14 @@ async def parse_turn(http: Request) -> tuple[ChatRequest, ConversationTurn]:
             param="conversation_id",
             code="context_length_exceeded",
         )
-    http.scope.pop("tandem.ignored", None)  # its fields are read once more
+    http.scope.pop("tandem.ignored", None)  # the fields are parsed again
     return await understood(http, whole, ChatRequest), ConversationTurn(given, store, owner, asked, count)
 
 
 def _joined(past: bytes, raw: bytes) -> tuple[bytes, bytes, int]:
-    """Return the body with the messages of `past` first, these messages, and how many are of `past`.
+    """Return the body with the messages of `past` prepended, the joined messages, and how many of them are from `past`.
 
-    Instructions in the request replace those before.
+    System and developer messages in the request replace earlier ones.
     """
     body: JsonObject = from_json(raw)
     before: list[JsonObject] = from_json(past)

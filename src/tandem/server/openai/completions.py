@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Route POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def completions(http: Request) -> Response:
         return await streamed(generation, CompletionWriter(fields, generation, choices), include_usage=fields.include_usage)
     answers = await generation.collect()
     for index, answer in enumerate(answers):
-        answer.prompt = answers[index - index % n].prompt  # the first choice has it for all of its prompt
+        answer.prompt = answers[index - index % n].prompt  # only the first choice of each prompt has them
 
     def body() -> bytes:
         whole = [{"index": answer.index, **choice.whole(answer)} for choice, answer in zip(choices, answers, strict=True)]
@@ -95,13 +95,13 @@ def _echoes_logprobs(fields: CompletionRequest) -> bool:
 
 
 def _asked_of_prompt(fields: CompletionRequest) -> int | None:
-    """How many of the most likely tokens are wanted for each place of the prompt; None for nothing at all of it."""
+    """Return the number of most likely tokens to report per prompt position; None for no prompt log probabilities."""
     wanted = [fields.prompt_logprobs, fields.logprobs if fields.echo else None, 0 if fields.max_tokens == 0 else None]
     return max((count for count in wanted if count is not None), default=None)
 
 
 class _Writing:
-    """How one choice is written."""
+    """Formatter of one choice: echo, text and log probabilities."""
 
     def __init__(self, fields: CompletionRequest, echo: str, prompt: list[int], tokenizer: Tokenizer) -> None:
         self.echo = echo
@@ -110,16 +110,16 @@ class _Writing:
         self._logprobs = CompletionLogprobs(tokenizer) if fields.logprobs is not None else None
 
     def of_prompt(self, places: PromptLogprobs) -> dict[str, list[object]] | None:
-        """`logprobs` of the prompt that is echoed."""
+        """Return the `logprobs` object of the echoed prompt."""
         assert self._logprobs is not None
         return self._logprobs.echoed(self.echo, self._prompt, places, self._fields.logprobs or 0)
 
     def of_output(self, entries: list[TokenLogprob]) -> dict[str, list[object]] | None:
-        """`logprobs` of what comes after it."""
+        """Return the `logprobs` object of output tokens; None if not requested."""
         return self._logprobs.format(entries) if self._logprobs is not None else None
 
     def whole(self, answer: Delta) -> dict[str, object]:
-        """All of the choice, but its index."""
+        """Return the complete choice object, without its index."""
         parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
         parts.append(self.of_output(answer.logprobs))
         logprobs = {name: [value for part in parts if part is not None for value in part[name]] for name in parts[0] or ()}
@@ -137,7 +137,10 @@ class _Writing:
 async def encode_prompts(
     texts: RequestTexts, prompts: Sequence[str | list[int]], param: str, *, closed: bool = False
 ) -> list[list[int]]:
-    """Return the token ids of every prompt, which fit into the context. Raises RequestError naming `param`."""
+    """Return the token ids of each prompt (text or token ids), checked against context and vocabulary.
+
+    `closed`: end as embedding models expect. Raises RequestError naming `param`.
+    """
     context = texts.status.max_context
     encoded = iter(await texts.encode([prompt for prompt in prompts if isinstance(prompt, str)], param, closed=closed))
     tokens = [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -151,7 +154,7 @@ async def encode_prompts(
 
 
 async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> list[str]:
-    """The text to put before each choice."""
+    """Return the text to put before each choice: its prompt with `echo`, else empty. `n`: choices per prompt."""
     echoes = []
     for prompt in fields.prompt:
         text = ""
@@ -162,14 +165,14 @@ async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> lis
 
 
 class CompletionWriter(ChunkWriter):
-    """A completion in chunks."""
+    """Writer of a streamed completion."""
 
     def __init__(self, fields: CompletionRequest, generation: Generation, choices: list[_Writing]) -> None:
         super().__init__("text_completion", generation, fields)
         self._choices = choices
 
     def head(self) -> bytes:
-        """The prompts, when they are to be echoed; with log probabilities each waits for those."""
+        """Return chunks with the echoed prompts; with log probabilities, `delta` returns them instead."""
         return b"".join(
             self._envelope.chunk({"text": choice.echo, "index": index, "logprobs": None, "finish_reason": None})
             for index, choice in enumerate(self._choices)
@@ -177,7 +180,7 @@ class CompletionWriter(ChunkWriter):
         )
 
     def delta(self, delta: Delta, extras: dict[str, object] | None) -> bytes:
-        """One chunk; the last one of a choice carries its finish_reason."""
+        """Return a chunk for new text, after the echoed prompt if its log probabilities have arrived."""
         mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:
             logprobs = mine.of_prompt(delta.prompt)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""Route POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter()
 
 @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingRequest))
 async def embeddings(http: Request) -> Response:
-    """One vector of length 1 for each input."""
+    """Return an embedding, normalized to length 1, for each input."""
     fields = await parse(http, EmbeddingRequest)
     served = await acquire(http, fields.model)
     status = served.status()
@@ -48,7 +48,7 @@ async def embeddings(http: Request) -> Response:
 
 
 def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
-    """Check what needs the model but no tokenizer. Raises RequestError."""
+    """Check pooling, dimensions and inputs against the model, before tokenizing. Raises RequestError."""
     if status.pooling is None:
         raise RequestError(
             "This model's files ask for a way of pooling that is not supported; start the server with "

@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of the two endpoints, and of a prompt's tokens in vLLM's."""
+"""Log probabilities in the formats of chat and completions, and vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for a probability of zero, as at OpenAI: JSON has no infinity."""
+"""Log probability reported for a probability of zero, as at OpenAI: JSON has no infinity."""
 
 
 def _finite(logprob: float) -> float:
@@ -21,7 +21,7 @@ def _finite(logprob: float) -> float:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> dict[str, object]:
-    """`choices[].logprobs` of a chat answer: the `bytes` of all entries together are the text."""
+    """Return `choices[].logprobs` of a chat answer; the `bytes` of all entries together are the text."""
     content = [
         {
             **_chat_token(tokenizer, entry.token, entry.logprob),
@@ -38,10 +38,9 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, o
 
 
 def prompt_places(tokenizer: Tokenizer, tokens: Sequence[int], places: PromptLogprobs, count: int) -> list[Raw | None]:
-    """Return `prompt_logprobs` as vLLM has them: for each token of the prompt, by id, itself and the `count` most
-    likely ones in its place.
+    """Return vLLM's `prompt_logprobs`: for each prompt position, the token itself and the `count` most likely, by id.
 
-    The first is None: nothing stands before it. Each place is JSON already, a tenth of its objects in memory.
+    The first position is None. The others are encoded JSON, which takes a tenth of the memory of objects.
     """
     written: list[Raw | None] = [None]
     for token, place in zip(tokens[1:], places, strict=True):
@@ -61,7 +60,7 @@ def _written(place: Mapping[str, object]) -> Raw:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of one completion, which may come in several chunks. Offsets are in characters."""
+    """Formatter of `choices[].logprobs` of one completion, over several chunks. Offsets are in characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +68,10 @@ class CompletionLogprobs:
         self._offset = 0
 
     def echoed(self, text: str, tokens: Sequence[int], places: PromptLogprobs, count: int) -> dict[str, list[object]]:
-        """Return the object for a prompt that the answer begins with, as `text`; its first token has no probability."""
+        """Return the object for an echoed prompt with the text `text`; its first token has no log probability.
+
+        `count`: most likely tokens per position.
+        """
         whole = self._object((token, place.logprob, place.top[:count]) for token, place in zip(tokens[1:], places, strict=True))
         whole["tokens"].insert(0, self._name(tokens[0]))
         for values in (whole["token_logprobs"], whole["top_logprobs"]):
@@ -79,7 +81,7 @@ class CompletionLogprobs:
         return whole
 
     def _offsets(self, text: str, tokens: Sequence[int]) -> list[int]:
-        """Return where each token begins in `text`, which may lack what the tokenizer put before it: BOS, a space."""
+        """Return each token's offset in `text`, which may lack what the tokenizer has added in front (BOS, a space)."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         offsets, place = [], 0
         for token in tokens:
@@ -91,7 +93,7 @@ class CompletionLogprobs:
         return offsets
 
     def format(self, entries: list[TokenLogprob]) -> dict[str, list[object]]:
-        """Return the object for the next tokens."""
+        """Return the object for the next output tokens."""
         whole = self._object((entry.token, entry.logprob, entry.top) for entry in entries)
         whole["text_offset"] = []
         for entry in entries:
@@ -100,7 +102,7 @@ class CompletionLogprobs:
         return whole
 
     def _object(self, entries: Iterable[tuple[int, float, Sequence[tuple[int, float]]]]) -> dict[str, list[object]]:
-        """The object without offsets, for tokens with their log probabilities and the likeliest in their place."""
+        """Return the object without offsets from (token id, log probability, most likely tokens) triples."""
         whole: dict[str, list[object]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
         for token, logprob, top in entries:
             name = self._name(token)
@@ -112,7 +114,7 @@ class CompletionLogprobs:
         return whole
 
     def _name(self, token: int) -> str:
-        """The token's text; parts of a character as OpenAI writes them, so that they stay distinct as keys."""
+        """Return the token's text; incomplete UTF-8 as `bytes:\\x..`, as at OpenAI, so that keys stay distinct."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()

@@ -1,4 +1,4 @@
-"""Bodies of requests: the messages of a conversation, the calls in them, and the tools that may be called."""
+"""Schemas of messages, tool calls and tools in request bodies."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "objec
 
 
 MAX_FIELDS = 64
-"""Most fields of one object: each unknown one would be an error of its own."""
+"""Most fields of one object, as pydantic reports each unknown one as an error."""
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
-"""Pieces of one message."""
+"""Most content parts of one message."""
 MAX_CALLS = 1024
-"""Tool calls in one message."""
+"""Most tool calls in one message."""
 
 
 class Strict(BaseModel):
-    """Base: no conversions, no extra fields, no NaN or infinity. null says nothing, in whatever field."""
+    """Base of schemas: no type conversions, no unknown fields, no NaN or infinity; null counts as absent."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that may stand here too."""
+    """Further fields that are accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -48,16 +48,16 @@ class Strict(BaseModel):
 
 
 class Tagged(Strict):
-    """An object whose `type` says which of its fields it needs, and which others it may have."""
+    """Base of objects whose `type` determines the required and allowed fields."""
 
     noun: ClassVar[str]
-    """Name of the object in errors."""
+    """Name of the object in error messages."""
     needs: ClassVar[Mapping[str, set[str]]]
-    """Fields that must be there, by type."""
+    """Required fields, by type."""
     takes: ClassVar[Mapping[str, set[str]]]
-    """Further fields, by type."""
+    """Optional fields, by type."""
     always: ClassVar[set[str]]
-    """Fields that all types may have."""
+    """Optional fields of all types."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +88,7 @@ def _required(model: type[BaseModel]) -> frozenset[str]:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """For an object with names of the client's: each entry could be an error of its own."""
+    """Return a validator that limits the entries of an object with free keys, as each could be an error."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
@@ -100,7 +100,7 @@ def at_most(limit: int) -> BeforeValidator:
 
 
 def only_type(kind: str, data: object) -> object:
-    """A tool as it came. Raises PydanticCustomError when it is of another type: its other fields are others as well."""
+    """Return a tool unchanged. Raises PydanticCustomError for another `type`, before errors about its other fields."""
     given = data.get("type", kind) if isinstance(data, dict) else kind
     if isinstance(given, str) and given != kind:
         raise PydanticCustomError("unsupported", "tools of type '{type}' are not supported", {"type": given[:40]})
@@ -112,7 +112,7 @@ class CalledFunction(Strict):
 
     name: str
     arguments: str = ""
-    """JSON, as the model wrote it."""
+    """JSON text, as the model wrote it; maybe invalid."""
 
 
 class ToolCall(Strict):
@@ -138,11 +138,11 @@ class Message(Strict):
     @model_validator(mode="before")
     @classmethod
     def _flatten(cls, data: object) -> object:
-        """Join text parts, and drop what OpenAI's answers carry as empty when a client sends them back."""
+        """Join text parts, and drop the empty fields of OpenAI's answers that clients send back."""
         if not isinstance(data, dict):
             return data
         if data.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
-            data = {**data, "reasoning_content": data["reasoning"]}  # as vLLM and OpenRouter call it
+            data = {**data, "reasoning_content": data["reasoning"]}  # vLLM's and OpenRouter's name
         unsupported = {"refusal", "annotations", "audio", "function_call"}
         empty = {*unsupported, "tool_calls", "tool_call_id"}
         data = {key: value for key, value in data.items() if key not in empty or value not in (None, [])}
@@ -186,18 +186,18 @@ def _part_text(index: int, part: object) -> str:
 
 
 class FunctionSpec(Strict):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: JsonObject | None = None
-    """JSON schema of the arguments; without one there are none."""
+    """JSON schema of the arguments; None for a function without arguments."""
     strict: bool | None = None
-    """Arguments fit the schema whenever a call is forced; otherwise the model is free."""
+    """Accepted but ignored: the schema is enforced whenever a call is forced, and never otherwise."""
 
 
 class Tool(Strict):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     without_effect = frozenset({"cache_control"})
     type: Literal["function"]
@@ -205,7 +205,7 @@ class Tool(Strict):
 
 
 class ToolChoice(Strict):
-    """OpenAI's `tool_choice` in one form."""
+    """Normalized `tool_choice`."""
 
     mode: Literal["auto", "none", "required", "named"]
     name: str | None = None

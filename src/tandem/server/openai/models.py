@@ -1,4 +1,4 @@
-"""The models that there are: /v1/models. Where there are several: loading and unloading them."""
+"""Routes under /v1/models: list models, and load and unload them in a model pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter()
 
 
 def model_object(api: Api, served: Served) -> dict[str, object]:
-    """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
+    """Return OpenAI's model object, extended by vLLM's `max_model_len` and the loading state."""
     state, detail = served.state if api.model_pool is None else api.model_pool.state(served)
     return {
         "id": served.name,
@@ -32,7 +32,7 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
 
 
 def model_info(api: Api, served: Served) -> dict[str, object]:
-    """A model in Anthropic's shape."""
+    """Return Anthropic's model object."""
     known = model_object(api, served)
     return {
         "type": "model",
@@ -55,7 +55,7 @@ def _answer(api: Api, served: Served) -> Response:
 
 @router.get("/v1/models")
 async def models(http: Request) -> Response:
-    """All models, the default one first; in Anthropic's shape where the header `anthropic-version` asks for it."""
+    """List all models, default first; in Anthropic's format with a header `anthropic-version`."""
     api = get_api(http)
     if _for_anthropic(http):
         page = [model_info(api, served) for served in api.served]
@@ -67,7 +67,7 @@ async def models(http: Request) -> Response:
 
 @router.get("/v1/models/{model_id:path}")
 async def model(http: Request, model_id: str) -> Response:
-    """One model under any of its names."""
+    """Return a model by any of its names."""
     api = get_api(http)
     served = api.find(model_id)
     if _for_anthropic(http):
@@ -77,7 +77,7 @@ async def model(http: Request, model_id: str) -> Response:
 
 @router.post("/v1/models/{model_id:path}/load")
 async def load(http: Request, model_id: str) -> Response:
-    """Load a model, and answer when that is done. Others may go for it, as for a request."""
+    """Load a model and respond when done; as for a request, other models may be unloaded for it."""
     api = get_api(http)
     api.check()
     return _answer(api, await acquire(http, model_id))
@@ -85,7 +85,7 @@ async def load(http: Request, model_id: str) -> Response:
 
 @router.post("/v1/models/{model_id:path}/unload")
 async def unload(http: Request, model_id: str) -> Response:
-    """Have a model finish what it has, and leave memory; answered when that is done. The next request loads it."""
+    """Unload a model after its running requests and respond when done. The next request loads it again."""
     api = get_api(http)
     served = api.find(model_id)
     if api.model_pool is None:

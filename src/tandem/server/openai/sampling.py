@@ -1,4 +1,4 @@
-"""Checks that need the model: context length, token ids; and the sampling parameters that come of a request."""
+"""Checks of a request against the model (context length, token ids), and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.server.openai.schemas import SamplingFields
 Number = TypeVar("Number", int, float)
 
 MOST_PROMPT_LOGPROBS = 2**20
-"""Log probabilities of prompts in one answer: about 70 MB of JSON."""
+"""Most log probabilities of prompts in one answer: about 70 MB of JSON."""
 _SEED_MASK = 2**64 - 1
 
 
 def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
-    """Raises RequestError when an id is not in the vocabulary."""
+    """Raise RequestError if a token id is not in the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocab_size:
             message = f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1})."
@@ -28,8 +28,10 @@ def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> Non
 
 
 def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
-    """Raises RequestError for more sequences than the server allows in one request, when nothing would come of it,
-    and for log probabilities of its prompt in a stream."""
+    """Raise RequestError for too many sequences, for `max_tokens` 0 without a use, or for prompt logprobs in a stream.
+
+    `most_choices`: limit of sequences per request; `prompts`: number of prompts; `echo`: the prompt is returned.
+    """
     n = fields.n or 1
     if prompts > most_choices:
         message = f"At most {most_choices} prompts in one request, not {prompts}."
@@ -50,9 +52,10 @@ def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, 
 
 
 def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: int) -> None:
-    """Raises RequestError for more log probabilities of prompts than one answer may hold: memory of the api.
+    """Raise RequestError for more log probabilities of prompts than `MOST_PROMPT_LOGPROBS`, to bound the api's memory.
 
-    `count` most likely tokens are asked for at each of `tokens` in all, and written for each of `choices`.
+    `count`: most likely tokens per position (None: not requested); `tokens`: prompt tokens in all; `choices`: choices
+    per prompt.
     """
     if count is not None and (told := tokens * choices * (count + 1)) > MOST_PROMPT_LOGPROBS:
         times = f", in each of {choices} choices" if choices > 1 else ""
@@ -64,10 +67,10 @@ def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: i
 
 
 def room(prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str) -> int:
-    """Most tokens that the output may have: what is left of the context when more is asked for.
+    """Return the output limit in tokens, capped by what is left of the context.
 
-    The limit is the request's, else the server's, else the model's own, else what is left of the context. Raises
-    RequestError with OpenAI's words and code when the prompt leaves no room.
+    The limit is the request's (`asked`), else the server's, else the model's, else the rest of the context. Raises
+    RequestError, in OpenAI's words, if the prompt is empty or leaves no room.
     """
     context, default = status.max_context, served.settings.server.default_max_tokens or status.defaults.max_tokens
     if not prompt:
@@ -88,9 +91,9 @@ def sampling_params(
     form: StructuredOutputs | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable.
+    """Return the sampling parameters of choice number `choice`, with the model's defaults for missing fields.
 
-    What the request leaves open is as the model's own defaults say.
+    A given seed is increased by `choice`, so that each choice is reproducible and different. Raises RequestError.
     """
     if form is not None:
         for name in ("min_tokens", "ignore_eos"):
@@ -135,10 +138,10 @@ def sequences_of(
     form: StructuredOutputs | None,
     prompt_logprobs: int | None,
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Return one prompt's sequences, a pair of prompt and parameters for each choice. Raises RequestError.
+    """Return (prompt, sampling parameters) for each choice of one prompt. Raises RequestError naming `param`.
 
-    `asked`: the output limit of the request, which may be beyond the context. In an answer in one piece the
-    first choice has the prompt's log probabilities for all.
+    `asked`: output limit of the request, which may exceed the context. Without streaming, only the first choice computes
+    the prompt's log probabilities.
     """
     max_tokens = room(prompt, asked, served, status, param=param)
     return [

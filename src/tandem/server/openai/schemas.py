@@ -1,4 +1,4 @@
-"""Bodies of requests, field by field. Types are strict ("5" is not a number) and unknown fields are errors."""
+"""Schemas of OpenAI's request bodies. Types are strict ("5" is not a number) and unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
 MAX_CHOICES = 8192
 MAX_TOKENS = 2**20
-"""Token ids in one prompt."""
+"""Most token ids in a body of /detokenize."""
 SEED_LIMIT = 2**63
 
 
@@ -26,52 +26,52 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Every chunk carries the usage so far, as vLLM has it."""
+    """Put the usage so far into every chunk (vLLM)."""
     include_obfuscation: bool | None = None
-    """Accepted for OpenAI's clients; nothing is padded here."""
+    """Accepted but ignored: chunks are never padded."""
 
 
 BUDGETS = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
-"""Fields with a budget: vLLM's, Qwen's, and llama.cpp's, where -1 is none."""
+"""Thinking budget fields of vLLM, Qwen and llama.cpp (-1: no limit)."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ReasoningEffort(Strict):
-    """OpenAI's `reasoning`."""
+    """OpenAI's `reasoning` object."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted: reasoning is not summed up, but shown in full."""
+    """Accepted but ignored: reasoning is returned in full, without a summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """OpenRouter's budget of thinking, a part of the output limit."""
+    """OpenRouter's thinking budget in tokens, included in the output limit."""
 
 
 class Reasoning(ReasoningEffort):
-    """OpenRouter's `reasoning`."""
+    """OpenRouter's `reasoning` object."""
 
     enabled: bool | None = None
     exclude: bool | None = None
-    """The answer comes without what the model thinks."""
+    """Leave reasoning out of the answer."""
 
 
 class ThinkingSwitch(Strict):
-    """`thinking` as GLM's, DeepSeek's and Kimi's servers have it."""
+    """`thinking` object of GLM, DeepSeek and Kimi."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
     clear_thinking: bool | None = None
-    """Accepted: what is kept of earlier thinking is the template's to say."""
+    """Accepted but ignored: the chat template decides which earlier reasoning to keep."""
 
 
 class JsonSchema(Strict):
-    """Schema of OpenAI's format `json_schema`."""
+    """OpenAI's `json_schema` object in `response_format`."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     schema_: JsonObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Accepted for OpenAI's clients; the schema always holds."""
+    """Accepted but ignored: the schema is always enforced."""
 
 
 class ResponseFormat(Strict):
@@ -88,7 +88,7 @@ class ResponseFormat(Strict):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs]:
-        """The field that holds the form, and the form. Not for the type `text`."""
+        """Name of the field with the response format, and the format; undefined for the type `text`."""
         if self.json_schema is None or self.json_schema.schema_ is None:
             return "response_format", StructuredOutputs(json_object=True)
         return "response_format.json_schema.schema", StructuredOutputs(json=self.json_schema.schema_)
@@ -118,23 +118,22 @@ StopTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_S
 
 
 CacheKey = Annotated[str, Field(max_length=1024)]
-"""Requests with the same one go to the same replica."""
+"""Cache key: requests with the same key go to the same replica."""
 Retention = Literal["in_memory", "in-memory", "24h"]
-"""How long a prompt's prefix may be kept: in memory alone, or on disk too, where there is one. OpenAI has both ways to
-write the first."""
+"""Where a prompt's prefix may be cached: only in memory (OpenAI has both spellings), or also on disk (`24h`)."""
 
 
 class SamplingFields(Strict):
-    """How to choose tokens; the same for chat and completions."""
+    """Fields shared by chat and completions: sampling, structured output, streaming and caching."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """0 is for requests about the prompt alone (`check`); -1 is none, as for llama.cpp and LM Studio."""
+    """Output limit in tokens. 0: only the prompt (see `check_sizes`); -1: no limit, as for llama.cpp and LM Studio."""
     min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
     temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
     top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=RANGES["top_k"].high)] | None = None
-    """-1 is off too, as vLLM has it."""
+    """0 or -1 (vLLM) disables it."""
     min_p: Annotated[float, Field(**RANGES["min_p"].bounds)] | None = None
     repetition_penalty: Annotated[float, Field(**RANGES["repetition_penalty"].bounds)] | None = None
     frequency_penalty: Annotated[float, Field(**RANGES["frequency_penalty"].bounds)] | None = None
@@ -175,9 +174,9 @@ class SamplingFields(Strict):
         return None if value == -1 else value
 
     def asked_form(self) -> tuple[str, StructuredOutputs] | None:
-        """Return the field that asks for structured output, and its form; None when none does.
+        """Return the name of the field with a response format, and the format; None for free text.
 
-        Raises RequestError when several fields ask.
+        Raises RequestError if several fields have one.
         """
         response_formats = {
             f"guided_{name}": _form(name, value)
@@ -204,7 +203,7 @@ class SamplingFields(Strict):
 
     @property
     def caching(self) -> JsonObject:
-        """Fields of an engine request about the prefix cache."""
+        """Prefix cache fields of an EngineRequest."""
         return {
             "cache_key": self.prompt_cache_key or "",
             "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory"),
@@ -212,12 +211,12 @@ class SamplingFields(Strict):
 
     @property
     def include_usage(self) -> bool:
-        """True when a stream ends with a chunk for the usage."""
+        """True if a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """True when every chunk carries the usage so far."""
+        """True if every chunk has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -240,10 +239,10 @@ class ChatRequest(SamplingFields):
     reasoning_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
     thinking_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
     reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
-    """Said before a budget ends the reasoning."""
+    """Text inserted before reasoning is ended by the budget."""
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     continue_final_message: bool | None = None
-    """The answer goes on with the last message, the assistant's, as vLLM has it."""
+    """Continue the last message, which is the assistant's (vLLM)."""
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
@@ -255,7 +254,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def hides_reasoning(self) -> bool:
-        """True when the answer is to come without what the model thinks."""
+        """True if the answer must leave out reasoning."""
         return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @field_validator("tools")
@@ -279,7 +278,7 @@ class ChatRequest(SamplingFields):
 
 
 def normalise_prompt(value: object) -> list[Any]:
-    """Return OpenAI's four forms of a prompt as a list of prompts."""
+    """Return OpenAI's four forms of a prompt as a list of strings or of token id lists. Raises PydanticCustomError."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -296,7 +295,7 @@ def normalise_prompt(value: object) -> list[Any]:
 
 
 Prompts = Annotated[list[Any], BeforeValidator(normalise_prompt)]
-"""Strings or lists of token ids, whatever form they came in."""
+"""List of strings or of token id lists, normalized from OpenAI's four forms."""
 
 
 class CompletionRequest(SamplingFields):
@@ -337,7 +336,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Conversation | None = None
     add_special_tokens: bool | None = None
-    """By default true for a prompt; a chat template writes its own special tokens."""
+    """Default true for a prompt; without effect on messages, as the chat template adds special tokens."""
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
     chat_template_kwargs: JsonObject | None = None

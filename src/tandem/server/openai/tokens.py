@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, and GET /tokenizer_info where it is asked for, in vLLM's shapes."""
+"""Routes POST /tokenize, POST /detokenize and (if enabled) GET /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter()
 
 @router.post("/tokenize", openapi_extra=documented(TokenizeRequest))
 async def tokenize(http: Request) -> Response:
-    """Token ids of a prompt, or of a conversation in the chat template."""
+    """Return the token ids of a prompt, or of a conversation rendered with the chat template."""
     fields = await parse(http, TokenizeRequest)
     texts = await RequestTexts.of(http, await acquire(http, fields.model))
     if fields.messages is not None:
@@ -43,7 +43,7 @@ async def tokenize(http: Request) -> Response:
 
 @router.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
-    """Text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     fields = await parse(http, DetokenizeRequest)
     texts = await RequestTexts.of(http, await acquire(http, fields.model))
     check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")

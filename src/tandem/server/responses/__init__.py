@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, in terms of the chat requests that the server knows."""
+"""OpenAI's Responses API, translated to chat requests."""

@@ -1,4 +1,4 @@
-"""One response while it is written: its object, its output items, and its events."""
+"""Build a response of the Responses API: its object, output items and stream events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event,
 
 
 def empty_response(fields: ResponsesRequest, response_id: str, model: str, created: int, status: str) -> JsonObject:
-    """A response that has no output (yet); what was asked for stands in it, with the defaults."""
+    """Return a response object without output that echoes the request's parameters, with defaults filled in."""
     form = fields.text.format if fields.text is not None else None
     return {
         "id": response_id,
@@ -50,16 +50,16 @@ def empty_response(fields: ResponsesRequest, response_id: str, model: str, creat
 
 
 def error_event(error: RequestError) -> JsonObject:
-    """The event that ends a stream that failed, but for its number."""
+    """Return the `error` event that ends a failed stream, without `sequence_number`."""
     fields = envelope(error)["error"]
     return {"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}
 
 
 class Answering(AnswerWriter):
-    """Turns what a generation yields into the events of one response."""
+    """Converter of a generation's deltas to the events and the object of one response."""
 
     def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems, created: int) -> None:
-        """`created` in seconds since 1970."""
+        """`created`: seconds since 1970."""
         params = generation.params
         self._start = {
             **empty_response(fields, generation.request_id, model, created, "in_progress"),
@@ -69,27 +69,27 @@ class Answering(AnswerWriter):
         self.generation = generation
         self.created = created
         self.keep: Callable[[], Awaitable[None]] | None = None
-        """Stores the response when it is over, for a response with `store`."""
+        """Function that stores the finished response; None without `store`."""
         self._output = output
         self._status = "in_progress"
         self._completed_at: int | None = None
         self._sent = 0
         self.stored = False
-        """True when the response is stored, or about to be."""
+        """True if the response is stored or about to be."""
 
     async def whole(self, answer: Delta) -> Response:
-        """Return the response object."""
+        """Return the HTTP response for a complete answer."""
         self.take(answer)
         await self.end()
         return json_response(self.response())
 
     def head(self) -> bytes:
-        """The response opens."""
+        """Return the events `response.created` and `response.in_progress`."""
         kinds = ("response.created", "response.in_progress")
         return self._events([{"type": kind, "response": self.response()} for kind in kinds])
 
     def take(self, delta: Delta) -> list[JsonObject]:
-        """Events for new text."""
+        """Process new text and return its events as dictionaries."""
         ended = delta.finish_reason is not None
         events = self._output.read(delta.text, last=ended)
         if ended:
@@ -99,36 +99,36 @@ class Answering(AnswerWriter):
         return events
 
     async def end(self) -> None:
-        """Store the finished response, if asked to, before the client gets its last event."""
+        """Store the finished response, if requested, before the client gets the last event."""
         self.stored = self.keep is not None
         if self.keep is not None:
             await self.keep()
 
     def delta(self, delta: Delta, extras: JsonObject | None) -> bytes:
-        """Return the events that a text adds."""
+        """Return the encoded events for new text."""
         return self._events(self.take(delta))
 
     def usage(self, usage: JsonObject, extras: JsonObject) -> bytes:
-        """The response closes."""
+        """Return the final event, with the whole response object."""
         return self._events([{"type": f"response.{self._status}", "response": self.response()}])
 
     def last_event(self) -> bytes:
-        """The event that closes the response."""
+        """Return the final event as it is stored, without advancing the sequence number."""
         event = {"type": f"response.{self._status}", "response": self.response(), "sequence_number": self._sent}
         return named_event(event)
 
     def done(self) -> bytes:
-        """Return nothing: the last event says that the stream is over."""
+        """Return nothing, as the final event ends the stream."""
         return b""
 
     def error(self, error: RequestError) -> bytes:
-        """The response fails."""
+        """Return the event `response.failed`."""
         why = {"code": error.code or error.kind, "message": error.message}
         failed = {**self.response(), "status": "failed", "error": why}
         return self._events([{"type": "response.failed", "response": failed}])
 
     def response(self) -> JsonObject:
-        """The response object as it is now."""
+        """Return the current response object."""
         cut, over = self._status == "incomplete", self._status != "in_progress"
         return {
             **self._start,
@@ -141,7 +141,7 @@ class Answering(AnswerWriter):
         }
 
     def _usage(self) -> JsonObject:
-        """Tokens; those of the reasoning are counted from its text where its tags are not tokens."""
+        """Return the usage. Reasoning tokens are counted from its text if the generation does not count them."""
         counted = self.generation.usage()
         output = counted["completion_tokens"]
         details = counted.get("completion_tokens_details")
@@ -165,24 +165,24 @@ class Answering(AnswerWriter):
 
 
 class OutputItems:
-    """Items so far. Events are dictionaries without `sequence_number`."""
+    """Builder of output items. Methods return events as dictionaries without `sequence_number`."""
 
     def __init__(self, reply: Reply, tools: Iterable[Function] = (), ids: Callable[[], str] | None = None) -> None:
-        """`tools` may be called. `ids` makes the ids of items, of 32 hex digits; by default they are random."""
+        """`tools`: tools that may be called. `ids` returns 32 hex digits for each item id; random by default."""
         self._spaces = {qualified(tool.namespace, tool.name): tool for tool in tools if tool.namespace}
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self.items: list[JsonObject] = []
         self.reasoning = ""
-        """All of the reasoning."""
+        """Whole reasoning text so far."""
         self._reply = reply
         self._open: type[Event] | None = None
 
     def read(self, text: str, *, last: bool) -> list[JsonObject]:
-        """Events for new text of the model; with `last` also for what was held back."""
+        """Return the events for new text of the model; with `last` (end of the text) also for text held back."""
         return [event for read in self._reply.read(text, last=last) for event in self.add(read)]
 
     def add(self, event: Event) -> list[JsonObject]:
-        """Take what the model wrote."""
+        """Add a parser event to the items and return the resulting events."""
         if isinstance(event, CallStart):
             return self._start(event)
         events = [] if isinstance(event, self._open or ()) else self._start(event)
@@ -192,7 +192,7 @@ class OutputItems:
         return [*events, self._event(f"{_NAMES[type(event)]}.delta", delta=event.text, **self._logprobs)]
 
     def close(self, status: str = "completed") -> list[JsonObject]:
-        """The last item ends."""
+        """Close the open item, if any, and return the events for that."""
         if self._open is None:
             return []
         kind, item = self._open, self.items[-1]
@@ -206,7 +206,7 @@ class OutputItems:
 
     @property
     def _part(self) -> JsonObject:
-        """The part of an item that holds the text that grows."""
+        """Dictionary that holds the growing text: the last item's content part, or the item itself."""
         item: JsonObject = self.items[-1]
         return item["content"][0] if "content" in item else item
 
@@ -242,7 +242,7 @@ class OutputItems:
         return events
 
     def _named(self, name: str) -> JsonObject:
-        """The function that the model calls `name`, as its client calls it."""
+        """Return `name`, and `namespace` if any, of the function with the qualified name `name`."""
         tool = self._spaces.get(name)
         return {"name": name} if tool is None else {"name": tool.name, "namespace": tool.namespace}
 

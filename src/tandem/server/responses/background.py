@@ -1,7 +1,6 @@
-"""Background responses: jobs of the journal that keep their events.
+"""Background responses: journaled jobs that keep their events.
 
-A job that is begun again, after a crash of the server say, draws the same tokens under the same ids, so that a client
-can follow its events from where it was.
+A job restarted after a crash samples the same tokens with the same ids, so that a client can resume its event stream.
 """
 
 from __future__ import annotations
@@ -33,30 +32,33 @@ _PREFIX, _JOB_PREFIX = "resp_", "req-"
 
 
 class Ids:
-    """Ids that are the same whenever a job is begun again; they have 32 hex digits."""
+    """Generator of ids (32 hex digits) that are the same after a restart of the job."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
         self._count = 0
 
     def __call__(self) -> str:
-        """The next id."""
+        """Return the next id."""
         self._count += 1
         return hashlib.blake2b(f"{self._job_id}:{self._count}".encode(), digest_size=16).hexdigest()
 
 
 def response_id(entry: Entry) -> str:
-    """The response's id, from that of its job."""
+    """Return the id of a response from its journal entry."""
     return _PREFIX + entry.id.removeprefix(_JOB_PREFIX)
 
 
 def job_id(response_id: str) -> str:
-    """The id of a response's entry in the journal."""
+    """Return the id of a response's journal entry."""
     return _JOB_PREFIX + response_id.removeprefix(_PREFIX)
 
 
 async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Response:
-    """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
+    """Start a background response and return its object or event stream.
+
+    Raises RequestError for an invalid request, or without a journal.
+    """
     api, jobs = get_api(http), get_jobs(http)
     if jobs is None:
         raise RequestError(
@@ -71,7 +73,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     http.scope["tandem.metered"] = True
     outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
     entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline), counted=True)
-    api.release(http.scope)  # the job counts from here on, and could not begin where its client may run but one request
+    api.release(http.scope)  # the job has its own lease; with max_concurrent_requests 1 it could not start otherwise
     stored = StoredResponse(jobs, entry, jobs.job(entry))
     if fields.stream:
         return stored.stream(http, -1)
@@ -79,7 +81,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
 
 
 async def work(job: Job, answer: Answering) -> Response:
-    """Run to the end: the events, which whoever follows the job gets as they come. Raises RequestError."""
+    """Run the job to its end; return all events, which `job.log` also gets one by one. Raises RequestError."""
     generation = answer.generation
     try:
         job.log.restart(answer.head())
@@ -93,7 +95,7 @@ async def work(job: Job, answer: Answering) -> Response:
 
 
 def wanted_events(http: Request) -> int | None:
-    """The number after which events are asked for, -1 for all; None for the response itself. Raises RequestError."""
+    """Return the event number to stream after (-1: all events), or None if no stream is requested. Raises RequestError."""
     query = http.query_params
     after = query.get("starting_after")
     if query.get("stream", "false").lower() not in ("true", "1"):
@@ -108,7 +110,7 @@ def wanted_events(http: Request) -> int | None:
 
 
 async def kept(http: Request, name: str) -> StoredResponse | None:
-    """Return a response of this client that is kept, or None."""
+    """Return the stored response of this client with the id `name`, or None."""
     jobs = get_jobs(http)
     if jobs is None or not name.startswith(_PREFIX):
         return None
@@ -117,7 +119,7 @@ async def kept(http: Request, name: str) -> StoredResponse | None:
 
 
 async def find(http: Request, name: str) -> StoredResponse:
-    """Return a response of this client that is kept. Raises NotFoundError."""
+    """Return the stored response of this client with the id `name`. Raises NotFoundError."""
     if (stored := await kept(http, name)) is not None:
         return stored
     raise NotFoundError(
@@ -130,19 +132,19 @@ async def find(http: Request, name: str) -> StoredResponse:
 
 @dataclass
 class StoredResponse:
-    """One response that is kept."""
+    """Stored response: its journal entry and its job."""
 
     jobs: Jobs
     entry: Entry
     job: Job | None
-    """None when it was over before."""
+    """Running job; None if the response was finished already."""
 
     async def request(self) -> bytes:
-        """Body of the request. Raises JournalError, and ServerError when it is damaged."""
+        """Return the body of the request. Raises JournalError, or ServerError if damaged."""
         return await self.jobs.write(self.jobs.journal.request, self.entry)
 
     async def response(self, http: Request) -> JsonObject:
-        """The response object as it is now. Raises RequestError when the server ends."""
+        """Return the current response object. Raises RequestError, also at shutdown."""
         return self._response(await self.jobs.reply(self.entry, self.job), http)
 
     def _response(self, reply: StoredReply | None, http: Request) -> JsonObject:
@@ -163,7 +165,7 @@ class StoredResponse:
         return {**outline, "id": response_id(self.entry), "created_at": int(self.entry.created), "status": status}
 
     def stream(self, http: Request, after: int) -> StreamingResponse:
-        """The events after number `after` as they come."""
+        """Return a stream of the events after number `after`."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(http, after + 1), media_type="text/event-stream", headers=headers)
 
@@ -189,15 +191,15 @@ class StoredResponse:
             yield named_event({"type": "response.failed", "response": final, "sequence_number": sent})
         else:
             events = reply.body.split(b"\n\n")[:-1]
-            # After a restart there may be fewer than a client has seen, as more tokens came at once; the last is sent.
+            # A restarted job may have fewer events than the client has seen (larger deltas): then send only the last.
             yield b"".join(event + b"\n\n" for event in events[sent if sent <= len(events) else -1 :])
 
     async def cancel(self) -> None:
-        """Stop it, and wait until that is written down."""
+        """Cancel the job, if it runs, and wait until that is stored."""
         if self.job is not None:
             self.job.cancelled.set()
             await asyncio.shield(self.job.reply)
 
     async def forget(self) -> None:
-        """Stop it, and keep nothing of it."""
+        """Cancel the job, if it runs, and delete the response."""
         await self.jobs.forget(self.entry)

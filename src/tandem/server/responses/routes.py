@@ -1,7 +1,7 @@
-"""POST /v1/responses; asking for those that are kept, going on from them, stopping them and having them forgotten.
+"""Routes of the Responses API: create, retrieve, cancel and delete responses.
 
-What is kept of a response with `store` holds all of its conversation: whoever goes on from it needs no more, whatever
-has become of the responses before it.
+A response stored with `store` includes its whole conversation, so it can be continued even if earlier responses are
+deleted.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"
 
 @router.post("/v1/responses", openapi_extra=documented(ResponsesRequest, streams=True))
 async def responses(http: Request) -> Response:
-    """Answer as OpenAI's Responses API does: in one piece, as a stream, or in the background."""
+    """Create a response: in one piece, as a stream, or in the background."""
     raw = await read_body(http, get_api(http).max_body)
     job: Job | None = http.scope.get("tandem.job")
     get_api(http).quotas.enter(http.scope)
     fields = await understood(http, raw, ResponsesRequest)
     kept = None
-    if job is None:  # a job's conversation is whole
+    if job is None:  # a job's body includes the earlier conversation
         stores = _keeps(http, fields)
         fields, raw = await _with_past(http, fields, raw)
         kept = raw if stores else None
@@ -70,8 +70,7 @@ async def responses(http: Request) -> Response:
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
-    """Submit the request. A `job` keeps its response id and time of creation when it runs again after a crash. Raises
-    RequestError."""
+    """Submit the request. The response of a `job` keeps its id and creation time after a restart. Raises RequestError."""
     ids = background.Ids(job.entry.id) if job is not None else None
     response_id = background.response_id(job.entry) if job is not None else new_id("resp", "_")
     created = time.time() if job is None else job.entry.created
@@ -86,7 +85,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
 
 @router.get("/v1/responses/{response_id}", openapi_extra=_STREAMS)
 async def retrieve(http: Request, response_id: str) -> Response:
-    """A kept response as it is now, or with `stream` its events after number `starting_after`."""
+    """Return a stored response, or, with `stream`, its events after number `starting_after`."""
     stored = await background.find(http, response_id)
     after = background.wanted_events(http)
     return json_response(await stored.response(http)) if after is None else stored.stream(http, after)
@@ -94,7 +93,7 @@ async def retrieve(http: Request, response_id: str) -> Response:
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel(http: Request, response_id: str) -> Response:
-    """Stop a background response; one that is over stays as it is."""
+    """Cancel a background response; a finished one is returned unchanged."""
     stored = await background.find(http, response_id)
     await stored.cancel()
     return json_response(await stored.response(http))
@@ -102,14 +101,14 @@ async def cancel(http: Request, response_id: str) -> Response:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(http: Request, response_id: str) -> Response:
-    """Stop a background response if it still runs, and keep nothing of it."""
+    """Cancel a response if it runs, and delete it."""
     await (await background.find(http, response_id)).forget()
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def input_items(http: Request, response_id: str) -> Response:
-    """The items that a kept response was made from, those of the responses before it among them, in pages."""
+    """List the input items of a stored response, including the earlier conversation, in pages."""
     stored = await background.find(http, response_id)
     body = await stored.request()
     items = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
@@ -117,7 +116,7 @@ async def input_items(http: Request, response_id: str) -> Response:
 
 
 async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple[ResponsesRequest, bytes]:
-    """The request with the conversation of `previous_response_id` before its own input. Raises RequestError."""
+    """Return request and body with the conversation of `previous_response_id` before their input. Raises RequestError."""
     previous = fields.previous_response_id
     if not previous:
         return fields, raw
@@ -149,7 +148,7 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
             param="previous_response_id",
             code="context_length_exceeded",
         )
-    http.scope.pop("tandem.ignored", None)  # its fields are read once more
+    http.scope.pop("tandem.ignored", None)  # the fields are parsed again
     return await understood(http, whole, ResponsesRequest), whole
 
 
@@ -164,7 +163,7 @@ def _items(content: str | list[JsonObject]) -> list[JsonObject]:
 
 
 def _keeps(http: Request, fields: ResponsesRequest) -> bool:
-    """Whether the response is to be kept. Raises RequestError when it cannot be."""
+    """Return whether to store the response (`store`). Raises RequestError without a journal."""
     if not fields.store or fields.background:
         return False
     if get_jobs(http) is not None:
@@ -181,7 +180,7 @@ def _needs_journal(param: str, other: str) -> RequestError:
 
 
 async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
-    """Write a response that is over into the journal; where that fails, the response says that it is not stored."""
+    """Store a finished response in the journal; if that fails, clear `answer.stored`."""
     jobs = get_jobs(http)
     assert jobs is not None
     try:

@@ -1,4 +1,4 @@
-"""Body of POST /v1/responses. Types are strict and unknown fields are errors."""
+"""Schema of POST /v1/responses. Types are strict and unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "
 
 
 class TextPart(Strict):
-    """A piece of an item's text."""
+    """Text part of an item."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -27,7 +27,7 @@ class TextPart(Strict):
 
 
 def as_parts(value: object) -> object:
-    """A text as the parts that it stands for."""
+    """Convert a plain string to a list of one text part; return anything else unchanged."""
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
@@ -35,7 +35,7 @@ Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Item(Tagged):
-    """An item of the conversation."""
+    """Item of the conversation."""
 
     noun = "item"
     needs = {
@@ -59,7 +59,7 @@ class Item(Tagged):
     output: Parts | None = None
     summary: Parts | None = None
     encrypted_content: str | None = None
-    """Accepted from other servers, and not read: what it holds is theirs."""
+    """Accepted but ignored: only the server that made it can decrypt it."""
 
     _texts = field_validator("content", "output", mode="before")(as_parts)
 
@@ -88,17 +88,17 @@ HOSTED = frozenset(
         "custom",
     }
 )
-"""Types of tools that OpenAI runs, or that need what it alone has."""
+"""Types of tools that OpenAI's servers run, or that only OpenAI supports."""
 
 
 class Function(FunctionSpec):
-    """A function that the model may call; here without a wrapper."""
+    """Function that the model may call; flat, without chat's `function` wrapper."""
 
     type: Literal["function"]
     namespace: str | None = None
-    """The namespace that it came in."""
+    """Namespace that contains the function, if any."""
     hosted: bool = False
-    """A tool that its server runs, such as a search: it is left out here."""
+    """True for a server-side tool such as web search, which is ignored here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,12 +108,12 @@ class Function(FunctionSpec):
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """The name by which the model calls a function."""
+    """Return the name of a function for the model: `namespace.name`, or `name`."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def flattened(tools: object) -> object:
-    """Tools with the functions of namespaces among the others, each saying where it came from."""
+    """Return the list of tools with each namespace replaced by its functions, which get a `namespace` field."""
     if not isinstance(tools, list):
         return tools
     flat: list[object] = []
@@ -127,14 +127,14 @@ def flattened(tools: object) -> object:
 
 
 class Form(Strict):
-    """The form of the answer."""
+    """Response format."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     schema_: JsonObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
-    """Accepted: the schema always holds."""
+    """Accepted but ignored: the schema is always enforced."""
 
     @model_validator(mode="after")
     def _belongs(self) -> Form:
@@ -144,11 +144,11 @@ class Form(Strict):
 
 
 class Text(Strict):
-    """How the answer is written."""
+    """Response format and verbosity."""
 
     format: Form | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Accepted: how long an answer gets is the model's to say."""
+    """Accepted but ignored: chat templates have no such setting."""
 
 
 Included = Literal[
@@ -180,7 +180,7 @@ class ResponsesRequest(Strict):
     reasoning: ReasoningEffort | None = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
-    """Accepted, as clients always send it: reasoning is not encrypted here, and the tools are not here."""
+    """Accepted but ignored, as clients always send it: there is no encrypted reasoning and no server-side tool."""
     previous_response_id: str | None = None
     prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: Retention | None = None
@@ -191,7 +191,7 @@ class ResponsesRequest(Strict):
 
     @property
     def functions(self) -> list[Function]:
-        """Tools that the client runs."""
+        """Tools that run at the client."""
         return [tool for tool in self.tools or () if not tool.hosted]
 
     @field_validator("input", mode="before")

@@ -1,4 +1,4 @@
-"""Responses requests as chat requests. Pure."""
+"""Translate requests of the Responses API to chat requests. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
-"""Names of fields of a chat request in this API."""
+"""Field names of this API, by field name of a chat request."""
 
 
 def chat_request(fields: ResponsesRequest) -> ChatRequest:
-    """Return a request as one of chat completions. Raises RequestError."""
+    """Return the equivalent chat request. Raises RequestError."""
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention")
     data: JsonObject = {name: getattr(fields, name) for name in same}
     data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens}
@@ -63,15 +63,15 @@ def _conversation(fields: ResponsesRequest) -> list[JsonObject]:
 
 @dataclass
 class _Message:
-    """One message of a template, made of all items that stand together."""
+    """Chat message built from adjacent items of one role."""
 
     role: str
     others: JsonObject
     texts: dict[str, list[str]] = field(default_factory=lambda: {"content": []})
-    """By field; joined at the end, as many may come."""
+    """Texts by field, joined at the end."""
 
     def add(self, name: str, text: str) -> None:
-        """More text, if there is any."""
+        """Append `text`, unless empty, to the field `name`."""
         if text:
             self.texts.setdefault(name, []).append(text)
 
@@ -82,8 +82,7 @@ class _Message:
 
 
 def _last(messages: list[_Message], role: str) -> _Message:
-    """Return the last message if it has this role, else append a new one: templates expect adjacent parts of a role as
-    one message."""
+    """Return the last message if it has this role, else append one: templates expect no adjacent messages of one role."""
     if not messages or messages[-1].role != role:
         messages.append(_Message(role, {}))
     return messages[-1]

@@ -1,4 +1,4 @@
-"""Routes that say how the server is: service, health, status, metrics, and what happened lately; and cancelling."""
+"""Routes for service information, health, status, metrics and events, and to cancel requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _health(api: Api) -> str:
 
 
 def _detail(api: Api) -> str:
-    """Return what the engine does, or why there is none."""
+    """Return the engine's detail text, or, if none answers, why."""
     status = api.client.status
     if status is not None and api.client.alive:
         return status.detail
@@ -68,10 +68,10 @@ def _detail(api: Api) -> str:
     return details[0] if details else status.detail if status else ""
 
 
-@router.head("/", include_in_schema=False)  # agents look so whether anybody is there
+@router.head("/", include_in_schema=False)  # agents probe the server with it
 @router.get("/")
 async def service(http: Request) -> Response:
-    """Name the service and its endpoints; a browser is sent to the page."""
+    """Return the service's name and endpoints; redirect browsers to /ui."""
     if prefers_page(http.headers.get("accept", "")):
         return RedirectResponse("/ui", 307)
     return json_response({"name": "Tandem", "version": __version__, "model": _model_name(get_api(http)), "endpoints": ENDPOINTS})
@@ -79,7 +79,7 @@ async def service(http: Request) -> Response:
 
 @router.get("/health/live")
 async def live() -> Response:
-    """The api process answers. Needs no key."""
+    """Return 200 while the api process runs (liveness). Needs no API key."""
     return json_response({"status": "alive"})
 
 
@@ -88,14 +88,14 @@ _DOWN: dict[int | str, dict[str, object]] = {503: {"description": "The same, whi
 
 @router.get("/health/ready", responses=_DOWN)
 async def ready(http: Request) -> Response:
-    """200 when a request sent now would be worked on at once, else 503. Needs no key."""
+    """Return 200 if a request would be served now, or once its model is loaded; else 503. Needs no API key."""
     api = get_api(http)
     return json_response({"status": "ready"}) if api.ready() else json_response({"status": _health(api)}, 503)
 
 
 @router.get("/health", responses=_DOWN)
 async def health(http: Request) -> Response:
-    """State of api, engine and ranks; without a key, where one is needed, the state alone."""
+    """Return the state of api, engine and ranks; without a required API key, only the overall state."""
     api = get_api(http)
     state = _health(api)
     code = 200 if state in ("healthy", "recovering") else 503
@@ -134,7 +134,7 @@ def _port(http: Request) -> int | None:
 
 @router.get("/model/info")
 async def model_info(http: Request) -> Response:
-    """The model (of several, the default one) and how it is spread."""
+    """Return the (default) model's limits, and its layout over ranks."""
     api = get_api(http)
     served = api.served[0]
     status, limit = served.client.check(), served.settings.server.default_max_tokens
@@ -161,7 +161,7 @@ async def model_info(http: Request) -> Response:
 
 @router.get("/v1/status")
 async def status_route(http: Request) -> Response:
-    """The engine's state as of now, and this client's running requests."""
+    """Return the engine's current state, and this client's running requests."""
     api = get_api(http)
     await api.client.refresh()
     status = api.client.status
@@ -189,7 +189,7 @@ async def status_route(http: Request) -> Response:
 
 
 def _model(api: Api, served: Served) -> dict[str, object]:
-    """Return a model as in /v1/models, with its memory and loading."""
+    """Return a model as in /v1/models, with its memory needs and its loading progress."""
     status = served.client.status
     loading = status.loading if status is not None and status.state == "starting" else []
     facts = api.model_pool.facts(served) if api.model_pool is not None else {}
@@ -212,7 +212,7 @@ def _live(request: Running) -> dict[str, object]:
 
 @router.post("/v1/requests/{request_id}/cancel")
 async def cancel(http: Request, request_id: str) -> Response:
-    """Stop a running request; its own client gets an error with code `request_cancelled`."""
+    """Abort a running request; its own client gets an error with code `request_cancelled`."""
     request = get_api(http).find_live(request_id, get_group(http))
     if request is None:
         raise NotFoundError(f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found")
@@ -222,7 +222,7 @@ async def cancel(http: Request, request_id: str) -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
-    """Prometheus metrics of the engine and of this api."""
+    """Return Prometheus metrics of the engines and of this api process."""
     api = get_api(http)
     if not api.settings.server.enable_metrics:
         raise NotFoundError("Metrics are switched off (--enable-metrics turns them on).", code="unknown_url")
@@ -238,7 +238,7 @@ async def events_route(
     after: Annotated[int, Query(ge=0, description="number of the last event that the client has")] = 0,
     limit: Annotated[int, Query(ge=1, le=KEPT, description="only the latest so many")] = KEPT,
 ) -> Response:
-    """Ranks and replicas lost and replaced, models loaded and unloaded, and so on, the oldest first."""
+    """Return recent events, oldest first, such as lost or replaced ranks and loaded or unloaded models."""
     require_known(http.query_params, ("after", "limit"))
     api, group = get_api(http), get_group(http)
     events = api.client.events()
@@ -249,7 +249,7 @@ async def events_route(
 
 
 def _shown(event: Event, *, mine: bool) -> dict[str, object]:
-    """Return an event for a client; the id of a request is for its own client alone."""
+    """Return an event as JSON for a client; request ids are included only if `mine`."""
     return {
         "object": "event",
         "number": event.number,

@@ -1,15 +1,15 @@
-"""The api's own metrics."""
+"""Prometheus metrics of the api process."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 LATENCY_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-"""Seconds: from a refused request to a long answer."""
+"""Histogram buckets, in seconds, from a refused request to a long answer."""
 
 
 class ApiMetrics:
-    """Counters of one api process, in a registry of its own."""
+    """Metrics of one api process, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = own = CollectorRegistry()
@@ -40,5 +40,5 @@ class ApiMetrics:
         )
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)

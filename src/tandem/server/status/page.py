@@ -1,4 +1,4 @@
-"""The page at /ui: a few files, served as they are. It needs no build step and no other host."""
+"""Static files of the web page at /ui. There is no build step, and no file comes from another host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ router = APIRouter(include_in_schema=False)
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {file.name: file for file in (Path(__file__).parents[1] / "ui").rglob("*") if file.suffix in _TYPES}
-"""Files of the page, by name; ui/vendored/VENDORED.md lists those of others."""
+"""Files of the page, by name; ui/vendored/VENDORED.md lists third-party ones."""
 PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
-"""Paths of the page. They need no key: the page asks for it, and all that it shows comes from the API."""
+"""Paths of the page. They need no API key: the page prompts for it and gets all data from the API."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -27,20 +27,20 @@ _HEADERS = {
 
 
 def prefers_page(accept: str) -> bool:
-    """Whether an Accept header names HTML before JSON, as browsers do and clients do not."""
+    """Return whether an Accept header lists HTML before JSON, as browsers do."""
     kinds = [kind.split(";")[0].strip().lower() for kind in accept.split(",")]
     return "text/html" in kinds and "application/json" not in kinds[: kinds.index("text/html")]
 
 
 @router.get("/ui")
 async def page() -> Response:
-    """The page."""
+    """Return the page's HTML."""
     return _file("index.html")
 
 
 @router.get("/ui/{name}")
 async def part(name: str) -> Response:
-    """A file that it needs."""
+    """Return a file of the page."""
     if name not in FILES:
         raise NotFoundError("The page has no such file.", code="unknown_url")
     return _file(name)

@@ -1,4 +1,4 @@
-"""The planner over HTTP: layouts of the served model on machines that the client names."""
+"""Routes of the planner: layouts of a served model over machines described by the client."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tandem.server.sse import json_response
 router = APIRouter()
 
 MAX_HOSTS = 8
-"""The planner compares arrangements of all subsets of them."""
+"""Most machines in a request: the planner compares arrangements of all their subsets."""
 
 
 @router.get("/v1/plan/choices")
 async def choices(http: Request) -> Response:
-    """The chips, links and goals that /v1/plan knows by name."""
+    """Return the names of chips, links and goals for /v1/plan, with their bandwidths and latencies."""
     require_known(http.query_params, ())
     chips = [{"name": name, "bandwidth": chip.bandwidth, "apple": chip.apple} for name, chip in CHIPS.items()]
     links = [{"name": name, "bandwidth": link.bandwidth, "latency": link.latency} for name, link in LINKS.items()]
@@ -43,7 +43,7 @@ async def plan_route(
     goal: Goal | None = None,
     model: Annotated[str | None, Query(description="which of several models")] = None,
 ) -> Response:
-    """Compare the ways to spread a served model over machines. The model need not be loaded, and is not."""
+    """Compare layouts of a served model over machines, without loading the model."""
     api = get_api(http)
     api.quotas.enter(http.scope)
     require_known(http.query_params, [name for name in inspect.signature(plan_route).parameters if name != "http"])

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI has them."""
+"""Routes /v1/files and /v1/batches of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ HOUR_S = 3600.0
 
 
 class _Content(FileResponse):
-    """The bytes of a file. Refusals of a Range header are said as all errors are."""
+    """File response whose errors about a Range header have our error envelope."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve it."""
+        """Send the file or the error."""
         refusal: Response | None = None
 
         async def tell(message: Message) -> None:
@@ -59,7 +59,7 @@ class _Content(FileResponse):
 
 
 class ExpiresAfter(Strict):
-    """When results are dropped."""
+    """Expiry of a batch's output files."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=SHORTEST_S, le=LONGEST_S)]
@@ -71,7 +71,7 @@ class BatchRequest(Strict):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,2}h$")]
-    """Hours, such as 24h."""
+    """Time limit in hours, such as 24h."""
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -98,7 +98,7 @@ _BYTES = {"responses": {"200": {"content": {"application/octet-stream": {"schema
 
 
 def _batches(http: Request) -> Batches:
-    """Raises RequestError without a journal."""
+    """Return the application's batches. Raises RequestError without a journal."""
     batches = cast("Batches | None", http.app.state.batches)
     if batches is None:
         raise RequestError(
@@ -111,7 +111,7 @@ def _batches(http: Request) -> Batches:
 
 
 def _owner(http: Request) -> str | None:
-    """Whose files and batches may be seen; None for all."""
+    """Return the client group whose files and batches this client may see; None for all (no API keys)."""
     return get_group(http) if get_api(http).keys else None
 
 
@@ -131,7 +131,7 @@ def _batch(http: Request, batch_id: str) -> BatchRecord:
 
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(http: Request) -> Response:
-    """Take a file for a batch."""
+    """Upload an input file for a batch."""
     batches = _batches(http)
     api = get_api(http)
     api.check_open()
@@ -142,7 +142,7 @@ async def create_file(http: Request) -> Response:
 
 @router.get("/v1/files")
 async def list_files(http: Request) -> Response:
-    """Files of this client, the latest first, in pages."""
+    """List this client's files, latest first, in pages."""
     purpose = http.query_params.get("purpose")
     files = [file.shown() for file in _batches(http).files.of(_owner(http)) if purpose in (None, file.purpose)]
     return json_response(page(files, http, newest_first=True, most=10_000, usual=10_000))
@@ -156,9 +156,9 @@ async def retrieve_file(http: Request, file_id: str) -> Response:
 
 @router.get("/v1/files/{file_id}/content", openapi_extra=_BYTES)
 async def file_content(http: Request, file_id: str) -> Response:
-    """The bytes of a file."""
+    """Return the content of a file."""
     file = _file(http, file_id)
-    # What a client sent is never shown as a page of this server.
+    # Browsers must never render a client's file as a page of this server.
     headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
     path = _batches(http).files.path(file.id)
     with on_disk():
@@ -177,7 +177,7 @@ async def delete_file(http: Request, file_id: str) -> Response:
 
 @router.post("/v1/batches", openapi_extra=documented(BatchRequest))
 async def create_batch(http: Request) -> Response:
-    """Begin a batch over a file."""
+    """Create a batch from an uploaded file and start it."""
     batches, api = _batches(http), get_api(http)
     api.check_open()
     raw = await read_body(http, MAX_BODY)
@@ -209,20 +209,20 @@ async def create_batch(http: Request) -> Response:
 
 @router.get("/v1/batches")
 async def list_batches(http: Request) -> Response:
-    """Batches of this client, the latest first, in pages."""
+    """List this client's batches, latest first, in pages."""
     batches = [batch.shown() for batch in _batches(http).of(_owner(http))]
     return json_response(page(batches, http, newest_first=True))
 
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
-    """A batch as it is now."""
+    """Return a batch's current state."""
     return json_response(_batch(http, batch_id).shown())
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(http: Request, batch_id: str) -> Response:
-    """Stop a batch; answers that are there stay."""
+    """Cancel a batch; finished answers are kept."""
     batch = _batch(http, batch_id)
     await _batches(http).cancel(batch)
     return json_response(batch.shown())

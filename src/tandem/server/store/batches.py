@@ -1,7 +1,7 @@
-"""Batches: each line of a file is a job, and its answer a line of another file.
+"""Batches: each line of the input file runs as a job, and its answer becomes a line of an output file.
 
-The lines of a batch that is not over are rows of the journal, and their answers too. A batch that is taken up again,
-after the api was killed say, goes on with those without an answer, under the same seeds.
+The journal holds the lines of unfinished batches and their answers. A batch resumed after a restart runs only lines
+without an answer, with the same seeds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Result = TypeVar("Result")
 
 MOST_LINES = 50_000
 MOST_ERRORS = 100
-"""Most errors of its input file that a batch object lists."""
+"""Most input file errors listed in a batch object."""
 MOST_OPEN, MOST_KEPT = 100, 1000
-"""Most unfinished batches of one client, and most batches of it in all."""
+"""Most unfinished batches, and most batches in all, of one client."""
 DISK_POLL_S = 1.0
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _ENDINGS = {
@@ -49,7 +49,7 @@ _ENDINGS = {
 
 
 class BatchRecord(ClientRecord, kw_only=True):
-    """A batch as it is kept. Times are seconds since 1970."""
+    """Stored state of a batch. Times are seconds since 1970."""
 
     endpoint: str
     input_file_id: str
@@ -57,21 +57,21 @@ class BatchRecord(ClientRecord, kw_only=True):
     expires_at: float
     metadata: dict[str, str] | None = None
     keep_s: float = KEEP_S
-    """Seconds for which its results are kept."""
+    """Retention of the output files in seconds."""
     status: str = "validating"
     end: str = "completed"
-    """The status that it is on its way to."""
+    """Final status that the batch is heading for."""
     times: dict[str, float] = msgspec.field(default_factory=dict)
     """Time of the change to each status."""
     errors: list[Json] = []
     total: int = 0
-    """Requests of its file; 0 until they are in the journal."""
+    """Number of requests in the input file; 0 until they are in the journal."""
     completed: int = 0
     failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
     trouble: Json | None = None
-    """The fault that keeps it from going on."""
+    """Error that currently blocks the batch; None if there is none."""
 
     def shown(self) -> Json:
         """Return OpenAI's batch object."""
@@ -103,19 +103,19 @@ def fault(code: str, message: str, line: int | None = None, param: str | None = 
 
 @dataclass
 class _Running:
-    """A batch that is not over."""
+    """Runtime state of an unfinished batch."""
 
     record: BatchRecord
     task: asyncio.Task[None] | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it is cancelled."""
+    """Set when the batch is cancelled."""
     asked: int = 0
-    """Lines that are asked for now."""
+    """Number of lines being run."""
     waiting: set[Job] = field(default_factory=set)
-    """Jobs of lines that are refused for now."""
+    """Jobs of lines that wait after a refusal."""
 
     def pause(self, job: Job, refusal: StoredReply | None) -> None:
-        """Note that a line waits, or for None that it is tried again; the batch shows why all of its lines wait."""
+        """Note that a line waits after `refusal`, or (None) is retried; if all lines wait, the batch shows the reason."""
         if refusal is None:
             self.waiting.discard(job)
             return
@@ -126,10 +126,10 @@ class _Running:
 
 
 class Batches(Records[BatchRecord]):
-    """All batches of all clients, and their files. Belongs to the event loop that called `start`."""
+    """All batches of all clients, and their files. Use only on the event loop that called `start`."""
 
     def __init__(self, api: Api, jobs: Jobs) -> None:
-        """Read the records. Raises ConfigError when the files' directory cannot be used."""
+        """Read the stored batches and files. Raises ConfigError if the files' directory is unusable."""
         super().__init__(jobs, BatchRecord)
         server = api.settings.server
         assert server.journal is not None
@@ -150,9 +150,9 @@ class Batches(Records[BatchRecord]):
     # --- life ---
 
     async def start(self) -> None:
-        """Resume the batches of an earlier process, once the bytes of all lines are known.
+        """Count the bytes of all batch lines, then resume the batches of an earlier process.
 
-        The journal's limit leaves these out: nothing must be dropped by it before.
+        The journal's size limit excludes these bytes, so they must be known before it is first enforced.
         """
         batches = self._open()
         still_open = {batch.id for batch in batches}
@@ -168,7 +168,7 @@ class Batches(Records[BatchRecord]):
             self._begin(batch)
 
     async def close(self) -> None:
-        """Stop; the next process resumes batches that are not over."""
+        """Stop all batches; the next process resumes unfinished ones."""
         await end_tasks(self._leftovers, *(running.task for running in self._running.values()))
         self.files.close()
 
@@ -178,8 +178,8 @@ class Batches(Records[BatchRecord]):
     # --- requests of clients ---
 
     async def create(self, batch: BatchRecord) -> None:
-        """Accept a batch over a file that is there. Raises RequestError."""
-        async with self._accepting:  # those that come together are counted one by one
+        """Accept and start a batch over an existing file. Raises RequestError."""
+        async with self._accepting:  # so that concurrent calls respect the limits
             source = self.files.find(batch.input_file_id, None)
             self.files.check_room(batch.owner, source.bytes if source is not None else 0)
             mine = self.of(batch.owner)
@@ -199,7 +199,7 @@ class Batches(Records[BatchRecord]):
         self._begin(batch)
 
     async def cancel(self, batch: BatchRecord) -> None:
-        """Stop a batch that runs; answers that are there stay. Raises RequestError for one that is over."""
+        """Cancel a batch; finished answers are kept. Raises RequestError for a finished batch."""
         if batch.status not in OPEN:
             raise RequestError(
                 f"A batch with the status '{batch.status}' cannot be cancelled.", param="batch_id", code="invalid_value"
@@ -211,13 +211,13 @@ class Batches(Records[BatchRecord]):
                 await self.put(batch)
             finally:
                 if batch.id not in self._running:
-                    self._begin(batch)  # an error had ended it
+                    self._begin(batch)  # its task had ended with an internal error
                 self._running[batch.id].stop.set()
 
     # --- one batch ---
 
     def _begin(self, batch: BatchRecord) -> None:
-        batch.errors = []  # of an earlier try
+        batch.errors = []  # drop errors of an earlier attempt
         running = self._running[batch.id] = _Running(batch)
         if batch.status == "cancelling":
             running.stop.set()
@@ -229,14 +229,14 @@ class Batches(Records[BatchRecord]):
             while batch.status in OPEN:
                 await self._through(batch, lambda: self._advance(running))
             await self._through(batch, lambda: self._drop_lines(batch.id, batch.owner))
-        except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
+        except Exception as error:  # noqa: BLE001 - outermost handler, as in the gate: the client sees the error
             internal_error(error, "a batch")
             batch.errors = [fault("internal_error", "Internal server error; a restart of the server goes on with the batch.")]
         finally:
             del self._running[batch.id]
 
     async def _advance(self, running: _Running) -> None:
-        """Take a batch to its next status; may be begun again at any time. Raises OSError, JournalError."""
+        """Take a batch to its next status; can be repeated after a failure. Raises OSError, JournalError."""
         if not running.record.total:
             await self._import(running.record)
         elif running.record.status == "finalizing":
@@ -245,7 +245,7 @@ class Batches(Records[BatchRecord]):
             await self._answer(running)
 
     async def _through(self, batch: BatchRecord, step: Callable[[], Awaitable[Result]]) -> Result:
-        """Return what a step returns, once disk and journal take it; meanwhile the batch shows the fault."""
+        """Run `step` and return its result; retry while disk or journal fail, showing the error in the batch."""
         while True:
             try:
                 outcome = await step()
@@ -268,8 +268,8 @@ class Batches(Records[BatchRecord]):
         await self._through(batch, lambda: self.put(batch))
 
     async def _import(self, batch: BatchRecord) -> None:
-        """Check the file, and write its lines into the journal. Raises OSError, JournalError."""
-        await self._drop_lines(batch.id, batch.owner)  # of an earlier try
+        """Validate the input file and write its lines to the journal. Raises OSError, JournalError."""
+        await self._drop_lines(batch.id, batch.owner)  # drop lines of an earlier attempt
         errors: list[Json] = []
         total = 0
         blocks = _blocks(self.files.path(batch.input_file_id), batch, self._api.max_body)
@@ -283,7 +283,7 @@ class Batches(Records[BatchRecord]):
                     self._jobs.lines_bytes[batch.id] += sum(len(body) + LINE_BYTES for _, body in lines)
         except FileNotFoundError:
             if not self.files.directory.exists():
-                raise  # it may come back
+                raise  # the disk may be mounted again
             errors = [fault("files_lost", "The file was removed before it was read. Send it again, for another batch.")]
         if not total and not errors:
             errors = [fault("empty_file", "There are no requests in the file.", param="input_file_id")]
@@ -292,7 +292,7 @@ class Batches(Records[BatchRecord]):
         await self.files.end_reading(batch.input_file_id)
 
     async def _drop_over(self, over: list[tuple[str, str]]) -> None:
-        """Delete the lines of batches that are over, as soon as the disk takes that."""
+        """Delete the lines of finished batches; retry while the journal fails."""
         for batch_id, owner in over:
             while True:
                 try:
@@ -303,11 +303,11 @@ class Batches(Records[BatchRecord]):
 
     async def _drop_lines(self, batch_id: str, owner: str) -> None:
         while await self._jobs.write(self._jobs.journal.drop_lines, batch_id, owner):
-            pass  # in pieces, as other calls wait meanwhile
+            pass  # in small steps, so that other journal calls need not wait long
         self._jobs.lines_bytes.pop(batch_id, None)
 
     async def _answer(self, running: _Running) -> None:
-        """Ask for all lines without an answer, until they have one, or the batch is cancelled or late."""
+        """Run all unanswered lines, until all are answered, or the batch is cancelled or expires."""
         batch = running.record
         batch.completed, batch.failed, self._jobs.lines_bytes[batch.id] = await self._jobs.write(
             self._jobs.journal.count_lines, batch.id, batch.owner
@@ -358,7 +358,10 @@ class Batches(Records[BatchRecord]):
         self._jobs.lines_bytes[batch.id] += len(reply.body)
 
     async def _publish(self, batch: BatchRecord) -> None:
-        """Make files of the results; where answers are damaged, the batch goes back to them. Raises OSError."""
+        """Write the output files and finish the batch; with damaged answers, return to `in_progress`.
+
+        Raises OSError, JournalError.
+        """
         outs: dict[str, BinaryIO] = {}
         counts: Counter[str] = Counter()
         last = 0
@@ -389,7 +392,7 @@ class Batches(Records[BatchRecord]):
                 setattr(batch, f"{kind}_file_id", file_id)
         finally:
             for out in outs.values():
-                with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+                with contextlib.suppress(OSError):  # else removed at the next start
                     out.close()
                     Path(out.name).unlink(missing_ok=True)
         batch.completed, batch.failed = counts["output"], counts["error"]
@@ -402,12 +405,15 @@ class Batches(Records[BatchRecord]):
         await self._turn(batch, batch.end)
 
     def _write(self, batch: BatchRecord, lines: list[tuple[Entry, bytes]], outs: dict[str, BinaryIO]) -> Counter[str]:
-        """Write lines of results to files by kind, opened when needed; how many of each. Raises OSError."""
+        """Append result lines to the files in `outs` by kind (`output`, `error`), opening them when needed.
+
+        Return the number of lines by kind, including `damaged`. Raises OSError.
+        """
         counts: Counter[str] = Counter()
         for entry, body in lines:
             custom_id = str(entry.outline, "utf-8", "replace") if isinstance(entry.outline, bytes) else ""
             if entry.id != line_id(batch.id, custom_id):
-                continue  # damaged, so that nobody can tell whose it is
+                continue  # damaged: its custom_id is unknown
             if entry.status is not None:
                 kind = "output" if entry.status == 200 else "error"
                 text = answer_line(entry.id, custom_id, entry.status, body)
@@ -424,7 +430,7 @@ class Batches(Records[BatchRecord]):
 
 
 def _blocks(path: Path, batch: BatchRecord, longest: int) -> Iterator[tuple[list[tuple[Entry, bytes]], list[Json]]]:
-    """Read a file piece by piece: its requests, and its faults. Raises OSError."""
+    """Yield the requests and errors of an input file in blocks. `longest`: most bytes of a line. Raises OSError."""
     lines: list[tuple[Entry, bytes]] = []
     faults: list[Json] = []
     size = 0

@@ -1,4 +1,4 @@
-"""A request that comes from no connection, answered by the routes as if it had."""
+"""Internal calls: run a request through the routes without a connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.server.engines.model_pool import LOAD_FAILED
 from tandem.server.failures import error_response, internal_error
 
 LONGEST_PAUSE_S = 10.0
-"""Most seconds between two attempts of a refused request, even if the refusal names a longer wait."""
+"""Most seconds between two attempts of a refused request, whatever its Retry-After."""
 
 
 class StoredReply(Struct, frozen=True):
@@ -26,14 +26,14 @@ class StoredReply(Struct, frozen=True):
 
     @property
     def retry_s(self) -> float | None:
-        """Seconds until the request may be tried again, at most `LONGEST_PAUSE_S`; None for a final answer."""
+        """Seconds until a retry, at most `LONGEST_PAUSE_S`; None for a final answer."""
         if self.status not in (429, 503) or LOAD_FAILED.encode() in self.body:
             return None
         return min(float(dict(self.headers).get(b"retry-after", b"1")), LONGEST_PAUSE_S)
 
 
 def post_scope(root: object, route: str, group: str, size: int) -> Scope:
-    """Return the ASGI scope of a POST of `size` bytes of JSON to the application `root`, from a trusted client."""
+    """Return the ASGI scope of a POST of `size` bytes of JSON, authenticated as `group`, to the application `root`."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(size).encode())]
     return {
         "type": "http",
@@ -58,9 +58,9 @@ def post_scope(root: object, route: str, group: str, size: int) -> Scope:
 async def call(
     api: Api, app: ASGIApp, root: object, route: str, body: bytes, group: str, gone: asyncio.Event, more: Mapping[str, object]
 ) -> StoredReply:
-    """Return the response of `app` to a POST for a client, also when the routes raise an exception.
+    """POST `body` to `route` of `app` on behalf of `group` and return the response; exceptions become error responses.
 
-    `gone` is set when the client has left. `more` goes into the scope.
+    `gone`: set to simulate a disconnect. `more`: further scope items.
     """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     response: list[Message] = []
@@ -75,20 +75,20 @@ async def call(
         response.append(message)
 
     scope = {**post_scope(root, route, group, len(body)), **more}
-    del body  # it may be large, and the answer may take long
+    del body  # free the memory, as the answer may take long
     try:
         await app(scope, receive, send)
         whole = b"".join(message.get("body", b"") for message in response)
         return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
     except RequestError as error:
         return reply_of(error)
-    except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
+    except Exception as error:  # noqa: BLE001 - outermost handler, as in the gate: the client needs an answer
         return reply_of(internal_error(error, route))
     finally:
         api.release(scope)
 
 
 def reply_of(error: RequestError) -> StoredReply:
-    """Return an error as the response that the server gives."""
+    """Return an error as an HTTP response."""
     response = error_response(error)
     return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))

@@ -1,6 +1,6 @@
-"""The journal's database: tables, SQLite settings that its promises rest on, a checksum for each row, and repair.
+"""SQLite database of the journal: tables, durability settings, a checksum per row, and repair.
 
-SQLite's pages have no checksums: without one, a row that the disk has changed would be shown to a client.
+SQLite pages have no checksums; without one per row, data corrupted by the disk could reach a client.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 NOT_OURS = "is not a journal that this version can read; move it away"
 APPLICATION_ID, VERSION = 0x54644A6C, 2
-"""SQLite's application_id and user_version, which tell a journal from other databases. Version 1 has no `records`."""
+"""SQLite's application_id and user_version of a journal. Version 1 has no table `records`."""
 TABLES = {"requests": ("requests", 11), "answers": ("requests", 4), "records": ("records", 5)}
-"""For each table the one whose AUTOINCREMENT numbers its rows, and its number of columns. `number` is the first."""
+"""For each table, the table whose AUTOINCREMENT numbers its rows, and its number of columns (`number` is the first)."""
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
 CREATE TABLE requests(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL,
@@ -43,22 +43,21 @@ CREATE TABLE records(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL 
 _VACUUM = "auto_vacuum = INCREMENTAL"
 PAGE = 4096
 HEADER = 100
-"""Bytes of SQLite's header."""
+"""Size of SQLite's file header in bytes."""
 _CONSTANT = slice(0, 24), slice(44, 92)
 _OF_HEADERS = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)
-"""SQLite's codes for a wrong header, among other faults."""
+"""SQLite result codes that may mean a corrupt header."""
 MOST_CHANGED = 512
-"""Bytes behind the header in which a first page of ours may differ from a new one's; another database's differs in
-more."""
+"""Most bytes behind the header by which a journal's first page differs from a new one's; other databases differ in more."""
 
 
 def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
-    """The database, which nobody else can use then. With `durable`, what is committed outlives the machine's power.
+    """Open or create the database, locked exclusively. `durable`: commits survive a power failure.
 
-    Raises ConfigError for a database of another kind, OSError, sqlite3.Error.
+    Raises ConfigError for a database that is not a journal, OSError, sqlite3.Error.
     """
     with contextlib.suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # what SQLite makes beside it is as private
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # SQLite creates its side files with the same mode
     database = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
     try:
         database.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()
@@ -78,7 +77,7 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
             f"synchronous = {'FULL' if durable else 'NORMAL'}",
         ):
             database.execute(f"PRAGMA {setting}").fetchall()
-        database.executescript(f"BEGIN IMMEDIATE; {missing} COMMIT")  # takes the lock, and keeps it
+        database.executescript(f"BEGIN IMMEDIATE; {missing} COMMIT")  # takes the exclusive lock
         if old and missing:
             database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()  # `_wrong_header` reads the file itself
     except BaseException:
@@ -88,7 +87,7 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
 
 
 def first_page(pages: int) -> bytes:
-    """SQLite's first page, with header and schema, of a journal of so many pages. None of them counts as free."""
+    """Return the first SQLite page (header and schema) of a journal of `pages` pages, with no free pages."""
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.execute(f"PRAGMA {_VACUUM}")
         database.executescript(_SCHEMA + _SINCE_VERSION_1)
@@ -99,25 +98,25 @@ def first_page(pages: int) -> bytes:
 
 
 def pragma(database: sqlite3.Connection, name: str) -> int:
-    """A number that SQLite has of the database. Raises sqlite3.Error."""
+    """Return the value of an integer PRAGMA. Raises sqlite3.Error."""
     value: int = database.execute(f"PRAGMA {name}").fetchone()[0]
     return value
 
 
 def code_of(error: sqlite3.Error) -> int:
-    """SQLite's primary result code; 0 for an error of Python's module."""
+    """Return SQLite's primary result code; 0 for an error of Python's sqlite3 module itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def seal(body: bytes, *values: object) -> bytes:
-    """A checksum of a row, 16 bytes."""
+    """Return the 16-byte checksum of a row: its `body` and the other `values`."""
     digest = hashlib.blake2b(msgspec.msgpack.encode(values), digest_size=16)
     digest.update(body)
     return digest.digest()
 
 
 def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
-    """The database; where it is damaged, one with what can be read of it in its place.
+    """Open the database; repair a damaged one first, keeping its readable rows.
 
     Raises ConfigError, OSError, sqlite3.Error.
     """
@@ -135,7 +134,7 @@ def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
 
 
 def _wrong_header(path: Path) -> bool:
-    """True for a journal whose header has wrong constants. Raises OSError."""
+    """Return whether the file is a journal with corrupt constants in its header. Raises OSError."""
     if (page := _own_first_page(path)) is None:
         return False
     with path.open("rb") as file:
@@ -144,7 +143,7 @@ def _wrong_header(path: Path) -> bool:
 
 
 def _own_first_page(path: Path) -> bytes | None:
-    """The first page that the file should have, if what is there in its place was one of ours. Raises OSError."""
+    """Return the first page that the file should have; None if it is not a journal. Raises OSError."""
     page = first_page(path.stat().st_size // PAGE)
     with path.open("rb") as file:
         there = file.read(PAGE)
@@ -153,8 +152,10 @@ def _own_first_page(path: Path) -> bytes | None:
 
 
 def _mend(path: Path, old: sqlite3.Connection | None) -> None:
-    """Repair a damaged journal, after a copy of it, with the readable rows of `old`; None when not even its tables can
-    be read."""
+    """Copy a damaged journal aside, then replace it by a new one with its readable rows.
+
+    `old`: the open database, to be closed first; None if it cannot be opened.
+    """
     wal, new = path.with_name(path.name + "-wal"), path.with_name("journal.new")
     copy = path.with_name("journal.damaged")
     with contextlib.closing(old) if old is not None else contextlib.nullcontext():
@@ -182,7 +183,7 @@ def _mend(path: Path, old: sqlite3.Connection | None) -> None:
 
 
 def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> tuple[int, int]:
-    """Copy row by row, as a search stops at the first page that is damaged; how many could be read, and could not."""
+    """Copy row by row, as a scan stops at the first damaged page; return the numbers of copied and unreadable rows."""
     kept = lost = 0
     with contextlib.suppress(sqlite3.DatabaseError):
         old.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -198,13 +199,13 @@ def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> tuple[int, int]:
                     continue
                 kept += len(rows)
                 new.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * width)})", rows)
-        # A request whose answer is lost is answered once more.
+        # Requests without an answer run again; answers without a request are useless.
         new.execute("DELETE FROM answers WHERE number NOT IN (SELECT number FROM requests)")
     return kept, lost
 
 
 def _numbers(old: sqlite3.Connection, counter: str) -> range:
-    """The numbers of rows in the tables that `counter` numbers, as far as they can be read."""
+    """Return the range of row numbers in the tables that `counter` numbers, as far as readable."""
     ends: list[int] = []
     for table in (table for table, (numbered_by, _) in TABLES.items() if numbered_by == counter):
         for end in ("min", "max"):
@@ -213,7 +214,7 @@ def _numbers(old: sqlite3.Connection, counter: str) -> range:
     if not ends:
         return range(0)
     first, last = max(min(ends), 1), max(ends)
-    with contextlib.suppress(sqlite3.DatabaseError):  # a number that the disk has changed may be any: none is larger
+    with contextlib.suppress(sqlite3.DatabaseError):  # caps corrupted row numbers
         row = old.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (counter,)).fetchone()
         last = min(last, *row or (last,))
     return range(first, last + 1)

@@ -1,7 +1,7 @@
-"""Files of clients: what they sent, and results of batches.
+"""Clients' files: uploads and results of batches.
 
-The bytes of a file are `ID.data` in a directory of the journal, and everything else is a record of the database: bytes
-without a record are removed at the start. Ids are made here; names that clients give are never part of a path.
+A file's content is `ID.data` in the journal's directory, its metadata a record in the database. Content without a record
+is removed at start. Ids are generated; file names from clients are never part of a path.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from tandem.server.store.journal import ClientRecord, Record
 from tandem.system.files import open_private, place_file
 
 KEEP_S = 30 * 86400.0
-"""Seconds for which a file is kept by default, as OpenAI has it."""
+"""Default retention of a file in seconds, as at OpenAI."""
 MOST_FILES = 1000
-"""Files of one client."""
+"""Most files of one client."""
 IDLE_S = 60.0
-"""Seconds that may pass between two pieces of a body."""
+"""Timeout, in seconds, between two chunks of an upload."""
 AROUND = 2**16
-"""Bytes that may come before, between and after the parts of a form, with all parts but the file."""
+"""Most bytes of a form besides its file."""
 MOST_PARTS, LONGEST_NAME = 16, 255
 SHORTEST_S, LONGEST_S = 3600, 30 * 86400
-"""Bounds of `expires_after`, as OpenAI has them."""
+"""Bounds of `expires_after`, in seconds, as at OpenAI."""
 Result = TypeVar("Result")
 
 
 class Records(Generic[Record]):
-    """All records of a kind: kept in the journal, and read from memory."""
+    """All records of one type, stored in the journal and cached in memory."""
 
     def __init__(self, jobs: Jobs, kind: type[Record]) -> None:
         self._jobs = jobs
         self._records = {record.id: record for record in jobs.journal.records(kind)}
 
     def of(self, owner: str | None) -> list[Record]:
-        """Records of a client, of all clients for None, the oldest first."""
+        """Return the records of a client (None: of all clients), oldest first."""
         mine = [record for record in self._records.values() if owner in (None, record.owner)]
         return sorted(mine, key=lambda record: (record.created_at, record.id))
 
     def find(self, name: str, owner: str | None) -> Record | None:
-        """A record by its id, if it is the client's, or for None anybody's."""
+        """Return the record with the id `name` if `owner` owns it (None: any owner), else None."""
         record = self._records.get(name)
         return record if record is not None and owner in (None, record.owner) else None
 
@@ -66,14 +66,14 @@ class Records(Generic[Record]):
         self._records[record.id] = record
 
     async def remove(self, *names: str) -> None:
-        """Delete records. Raises JournalError."""
+        """Delete the records with the ids `names`. Raises JournalError."""
         await self._jobs.write(self._jobs.journal.remove, *names)
         for name in names:
             self._records.pop(name, None)
 
 
 class File(ClientRecord, kw_only=True):
-    """Everything about a file but its bytes."""
+    """Metadata of a file. Times are seconds since 1970."""
 
     filename: str
     purpose: str
@@ -96,7 +96,7 @@ class File(ClientRecord, kw_only=True):
 
 
 def disk_trouble(error: OSError) -> tuple[str, str]:
-    """A code and words for a failure of the disk."""
+    """Return error code and description of a disk failure."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full", "the disk is full"
     return "disk_error", f"the disk fails ({error.strerror})"
@@ -104,7 +104,7 @@ def disk_trouble(error: OSError) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def on_disk() -> Iterator[None]:
-    """Raise UnavailableError for an OSError inside."""
+    """Convert an OSError raised inside to UnavailableError."""
     try:
         yield
     except OSError as error:
@@ -115,23 +115,24 @@ def on_disk() -> Iterator[None]:
 
 
 class Files(Records[File]):
-    """All files of all clients. Belongs to one event loop."""
+    """All files of all clients. Not thread-safe: use on one event loop."""
 
     def __init__(self, jobs: Jobs, directory: Path, *, max_bytes: float, sync: bool, reading: Iterable[str] = ()
                  ) -> None:  # fmt: skip
-        """Read the records, and remove bytes without a record but for those of the ids `reading`.
+        """Read the records, and remove content without a record, except of the ids in `reading`.
 
-        Records without bytes expire. Raises ConfigError when the directory cannot be used.
+        Records without content expire. `max_bytes`: limit of all files; `sync`: sync files to disk. Raises ConfigError if
+        the directory is unusable.
         """
         super().__init__(jobs, File)
         self.directory = directory
         self.reading = Counter(reading)
-        """Readers of files whose bytes are needed though a client may delete them meanwhile."""
+        """Number of readers by file id; their content is kept even if a client deletes the file."""
         self._sync = sync
         self._thread = ThreadPoolExecutor(1, "files")
         self._max_bytes = max_bytes
         self._coming: dict[BinaryIO, int] = {}
-        """Bytes so far of files that are being sent."""
+        """Bytes received so far of running uploads, by output file."""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for path in directory.iterdir():
@@ -144,19 +145,19 @@ class Files(Records[File]):
             raise ConfigError(f"--journal: cannot use {directory}: {error.strerror}", param="journal") from None
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the file thread."""
         self._thread.shutdown()
 
     async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Call what reads or writes files, one call after another."""
+        """Run `work(*arguments)` in the file thread, which runs one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def path(self, file_id: str) -> Path:
-        """Path of a file's bytes."""
+        """Return the path of a file's content."""
         return self.directory / f"{file_id}.data"
 
     def check_room(self, owner: str, more: int = 0) -> None:
-        """Raise RequestError when the client may not keep another file, of `more` bytes."""
+        """Raise RequestError if the client may not store another file of `more` bytes."""
         if len(self.of(owner)) >= MOST_FILES:
             raise RequestError(
                 f"At most {MOST_FILES} files are kept for one client; delete some.", param="file", code="too_many_files"
@@ -170,12 +171,12 @@ class Files(Records[File]):
             )
 
     def place(self, source: BinaryIO, file_id: str) -> None:
-        """Close `source`, and make it the bytes of a file, whose record is to follow. Raises OSError."""
+        """Close `source` and move it to the content path of `file_id`; the caller adds the record. Raises OSError."""
         source.close()
         place_file(Path(source.name), self.path(file_id), sync=self._sync)
 
     async def take(self, http: Request, owner: str, limit: int) -> File:
-        """Receive a form and keep its file, of at most `limit` bytes. Raises RequestError."""
+        """Receive an upload form and store its file of at most `limit` bytes. Raises RequestError."""
         declared = http.headers.get("content-length", "")
         if declared.isdigit() and int(declared[:20]) > limit + AROUND:
             raise _too_large(limit)
@@ -196,19 +197,19 @@ class Files(Records[File]):
             try:
                 await self.put(file)
             except UnavailableError:
-                with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+                with contextlib.suppress(OSError):  # else removed at the next start
                     await self.in_thread(self.path(file.id).unlink, True)
                 raise
             return file
         finally:
             del self._coming[out]
-            with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
+            with contextlib.suppress(OSError):  # closing flushes again, which fails on a full disk
                 out.close()
-            with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+            with contextlib.suppress(OSError):  # else removed at the next start
                 path.unlink(missing_ok=True)
 
     async def _pieces(self, http: Request, owner: str, limit: int, out: BinaryIO) -> AsyncGenerator[bytes, None]:
-        """The body as it comes. Raises RequestError when it is too large, or stays away."""
+        """Yield the body in chunks. Raises RequestError if it is too large or stalls for `IDLE_S`, ClientGone."""
         pieces = http.stream()
         size = 0
         try:
@@ -229,20 +230,20 @@ class Files(Records[File]):
             raise ClientGone("The client left.") from None
 
     async def drop(self, file_id: str) -> None:
-        """Delete a file; its bytes stay while they are read. Raises OSError, JournalError."""
+        """Delete a file; its content stays while it has readers. Raises OSError, JournalError."""
         if not self.reading[file_id]:
             await self.in_thread(self.path(file_id).unlink, True)
         await self.remove(file_id)
 
     async def end_reading(self, file_id: str) -> None:
-        """Remove the bytes of a file that was deleted while they were read."""
+        """Release a reader of a file; remove the content if it was the last and the file was deleted."""
         self.reading[file_id] -= 1
         if not self.reading[file_id] and file_id not in self._records:
-            with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+            with contextlib.suppress(OSError):  # else removed at the next start
                 await self.in_thread(self.path(file_id).unlink, True)
 
     async def drop_expired(self) -> None:
-        """Delete expired files, as far as the disk allows."""
+        """Delete expired files; failures are retried at the next call."""
         now = time.time()
         for file in [file for file in self._records.values() if file.expires_at < now]:
             with contextlib.suppress(OSError, UnavailableError):
@@ -250,7 +251,7 @@ class Files(Records[File]):
 
 
 class _Upload(MultiPartParser):
-    """A form whose file is written to `out` as it comes."""
+    """Multipart parser that writes the form's file to `out` while receiving."""
 
     def __init__(self, headers: Headers, pieces: AsyncGenerator[bytes, None], out: BinaryIO) -> None:
         super().__init__(headers, pieces, max_files=1, max_fields=MOST_PARTS, max_part_size=AROUND)
@@ -258,18 +259,18 @@ class _Upload(MultiPartParser):
         self._whole = False
 
     def on_headers_finished(self) -> None:
-        """Start the content of a part."""
+        """Redirect the content of a file part to `out` (a parser callback)."""
         super().on_headers_finished()
         if self._current_part.file is not None:
             self._current_part.file.file.close()
             self._current_part.file.file = self._out
 
     def on_end(self) -> None:
-        """Note that the form is whole."""
+        """Note that the form is complete (a parser callback)."""
         self._whole = True
 
     async def read(self, owner: str) -> File:
-        """Receive the form; the record of its file. Raises RequestError naming the field at fault, OSError."""
+        """Receive the form and return the metadata of its file. Raises RequestError naming the field, OSError."""
         if not self.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             raise RequestError(
                 "A file is sent as multipart/form-data, with the fields 'purpose' and 'file'.", param="file", code="invalid_form"

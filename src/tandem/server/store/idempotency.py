@@ -1,6 +1,4 @@
-"""Journalled requests: how those with an Idempotency-Key, and those whose client will not wait, get into the journal,
-asking for the answer, and having it forgotten.
-"""
+"""Journaled requests: middleware for `Idempotency-Key` and `Prefer: respond-async`, and routes to get or delete them."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ LONGEST_KEY = 255
 
 
 class Idempotency:
-    """ASGI middleware between gate and routes."""
+    """ASGI middleware, inside `Gate`, that journals requests with `Idempotency-Key` or `Prefer: respond-async`."""
 
     def __init__(self, app: ASGIApp, api: Api, jobs: Jobs) -> None:
         self._app = app
@@ -41,7 +39,7 @@ class Idempotency:
         jobs.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. Raises RequestError, which the gate answers."""
+        """Serve one request; streams and others pass through. Raises RequestError, which `Gate` answers."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ROUTES:
             await self._app(scope, receive, send)
             return
@@ -53,7 +51,7 @@ class Idempotency:
             return
         body = await read_body(Request(scope, receive), self._api.max_body)
         if await off_loop(len(body) > LARGE, _streams, body):
-            # A stream cannot be told twice; what is no JSON object is for the route to refuse.
+            # Streams cannot be replayed; bodies that are not JSON objects are refused by the route.
             await self._app(scope, _again(body, receive), send)
             return
         scope["tandem.metered"] = True
@@ -84,7 +82,7 @@ class Idempotency:
 
 
 def _key(values: Sequence[str]) -> str:
-    """The Idempotency-Key, or nothing. Raises RequestError."""
+    """Return the Idempotency-Key; empty without one. Raises RequestError for an invalid one."""
     if not values:
         return ""
     key = values[0].strip().strip('"')
@@ -106,7 +104,7 @@ class _Asked(Struct):
 
 
 def _streams(body: bytes) -> bool:
-    """Read only the field `stream`, without parsing the rest of the body."""
+    """Return whether a body asks for a stream; also True for a body that is not a JSON object. Decodes only `stream`."""
     try:
         return bool(decode_json(body, type=_Asked).stream)
     except (DecodeError, UnicodeDecodeError, RecursionError):
@@ -124,7 +122,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 def _text(reply: StoredReply) -> list[tuple[str, str]]:
-    """The headers that say something beside the length and type of the body."""
+    """Return the reply's headers as text, except Content-Length and Content-Type."""
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in reply.headers
@@ -144,7 +142,7 @@ async def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
 
 @router.get("/v1/requests/{request_id:path}")
 async def retrieve(http: Request, request_id: str) -> Response:
-    """A journalled request by its id or Idempotency-Key, with the response if there is one."""
+    """Return a journaled request by id or Idempotency-Key, with its response if there is one."""
     jobs, entry = await _find(http, request_id)
     reply = await jobs.reply(entry, jobs.job(entry))
     state = "in_progress" if reply is None else "completed" if reply.status == 200 else "failed"
@@ -162,7 +160,7 @@ async def retrieve(http: Request, request_id: str) -> Response:
 
 @router.delete("/v1/requests/{request_id:path}")
 async def forget(http: Request, request_id: str) -> Response:
-    """Stop a journalled request if it still runs, and drop its answer."""
+    """Cancel a journaled request if it runs, and delete it with its answer."""
     jobs, entry = await _find(http, request_id)
     await jobs.forget(entry)
     return json_response({"id": entry.id, "object": "request", "deleted": True})

@@ -1,6 +1,4 @@
-"""Accepted requests, their answers, and records of files and batches in an SQLite database, which outlives the process
-and the machine's power.
-"""
+"""Durable journal in SQLite: accepted requests, their answers, and records of files and batches."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from tandem.errors import ConfigError, NotFoundError, RequestError, ServerError,
 from tandem.server.store.database import NOT_OURS, code_of, open_whole, pragma, seal
 
 MOST_FREE = 16 * 2**20
-"""Bytes of free pages from which on, when they outweigh the others, pages are given back to the disk."""
+"""Bytes of free pages above which the database is shrunk, if they are also more than half of its pages."""
 PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 256
-"""Pages that are given back, and rows that are read or dropped, in one call."""
+"""Most pages freed, and most rows read or dropped, per call."""
 BYTES_AT_ONCE = 2**22
-"""About as many bytes of answers are read in one call."""
+"""Approximate limit of bytes of answers to read per call."""
 LINE_BYTES = 1300
-"""Bytes that a line and its answer take at most, about, beside their bodies."""
+"""Approximate upper bound of bytes that a batch line and its answer take besides their bodies."""
 KEPT_OPEN = float("inf")
-"""`created` of a batch's lines: they expire with their batch alone."""
+"""`created` of batch lines, which expire only with their batch."""
 CLIENT_WAITS, BACKGROUND, LINE = 0, 1, 2
 """Values of `Entry.background`."""
 _FIXED = "id, owner, key, digest, route, created, background, outline"
@@ -37,7 +35,7 @@ _OF_BATCH = f"key = ? AND key != '' AND owner = ? AND background = {LINE}"
 
 
 def make_directory(directory: Path) -> None:
-    """Begin a journal's directory, if there is none. Raises ConfigError when it cannot be one."""
+    """Create the journal's directory if missing. Raises ConfigError if it is unusable or of an earlier version."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (directory / "journal").exists():
@@ -57,19 +55,19 @@ def make_directory(directory: Path) -> None:
 
 
 class JournalError(UnavailableError):
-    """The journal cannot be used: nothing is accepted that could be lost."""
+    """The journal failed; the request is refused, as it could be lost."""
 
 
 class Entry(Struct, frozen=True):
-    """A request in the journal: one of a client, or a line of a batch."""
+    """A request in the journal: a client's, or a line of a batch."""
 
     number: int
-    """Place in the order of acceptance; 0 before that."""
+    """Row number in order of acceptance; 0 before it is stored."""
     id: str
     group: str
-    """Client, as for fair shares."""
+    """Client group, as for fair queueing."""
     key: str
-    """Idempotency-Key of the client, empty without one; the batch's id for a line."""
+    """Idempotency-Key, empty without one; for a line, the batch's id."""
     digest: bytes
     """Hash of route and body."""
     route: str
@@ -78,15 +76,15 @@ class Entry(Struct, frozen=True):
     background: int
     """CLIENT_WAITS, BACKGROUND or LINE."""
     outline: bytes = b""
-    """JSON to show while there is no answer, for routes that show something; the custom_id for a line."""
+    """JSON to show until there is an answer, if any; for a line, its custom_id."""
     status: int | None = None
-    """HTTP status of the answer; None before there is one."""
+    """HTTP status of the answer; None without one."""
     size: int = 0
-    """Bytes of the request's body."""
+    """Size of the request's body in bytes."""
 
 
 class ClientRecord(Struct, kw_only=True):
-    """A record that belongs to a client."""
+    """Base of records that belong to a client group (`owner`)."""
 
     id: str
     owner: str
@@ -98,17 +96,17 @@ Record = TypeVar("Record", bound=ClientRecord)
 
 
 class Journal:
-    """The journal in one directory. For one thread, but for `size`.
+    """Journal in one directory. Use from one thread, except `size`.
 
-    All calls raise sqlite3.Error; `told` translates it for a client.
+    All methods raise sqlite3.Error; `told` converts it to an error for clients.
     """
 
     def __init__(
         self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time, max_bytes: float = float("inf")
     ) -> None:
-        """Open or create the database, and check it; `sync` is --journal-sync, `max_bytes` --journal-max-gb.
+        """Open or create the database and check it. `sync`: --journal-sync; `max_bytes`: --journal-max-gb in bytes.
 
-        Raises ConfigError when that fails, or another process has it.
+        Raises ConfigError if that fails or another process uses it.
         """
         self.path = directory / "journal.db"
         self._sync = sync
@@ -130,7 +128,7 @@ class Journal:
             raise _unusable(f"cannot use {directory}: {error.strerror}") from None
 
     def _files(self) -> list[tuple[int, int]]:
-        """Device and inode of the database's files."""
+        """Return device and inode of the database's files."""
         files = []
         for path in (self.path, self.path.with_name(self.path.name + "-wal")):
             with contextlib.suppress(OSError):
@@ -138,8 +136,8 @@ class Journal:
         return files
 
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
-        """Return a context whose changes are committed together, or rolled back."""
-        if self._files() != self._places:  # SQLite would go on writing to files that nobody will find again
+        """Begin a transaction and return its context manager, which commits, or rolls back after an exception."""
+        if self._files() != self._places:  # SQLite would keep writing to moved or deleted files
             moved = sqlite3.OperationalError("the journal's files were moved")
             moved.sqlite_errorcode, moved.sqlite_errorname = sqlite3.SQLITE_READONLY_DBMOVED, "SQLITE_READONLY_DBMOVED"
             raise moved
@@ -149,7 +147,10 @@ class Journal:
     # --- in a transaction ---
 
     def accept(self, entry: Entry, body: bytes, *, everybody: bool, refusal: RequestError | None) -> Entry:
-        """Add a request and return it, or return the one that has its key. Raises `refusal`, if any, for a new one."""
+        """Add a request and return it, or return an existing one with its key. Raises `refusal`, if any, for a new one.
+
+        `everybody`: look for the key among all clients.
+        """
         known = self.find(entry.group, entry.key, everybody=everybody) if entry.key else None
         if known is not None:
             return known
@@ -158,18 +159,18 @@ class Journal:
         return self.add(entry, body)
 
     def add(self, entry: Entry, body: bytes) -> Entry:
-        """Add a request; the entry with its number."""
+        """Add a request and return its entry with the row number."""
         fixed = msgspec.structs.astuple(entry)[1:-2]
         values = (*fixed, seal(body, *fixed), body)
         added = self._database.execute("INSERT INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return msgspec.structs.replace(entry, number=added.lastrowid, size=len(body))
 
     def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
-        """Add a request that has been answered with status 200."""
+        """Add a request together with its answer (status 200)."""
         self.answer(self.add(entry, body), 200, answer)
 
     def find(self, group: str, name: str, *, everybody: bool) -> Entry | None:
-        """The request of a client (of anyone, for `everybody`) with this Idempotency-Key or id."""
+        """Return the request of a client (`everybody`: of any) with this Idempotency-Key or id, or None."""
         for column in ("key", "id"):
             query = (
                 f"{_ENTRIES} WHERE {column} = ? AND {column} != '' AND (? OR owner = ?) AND background != {LINE} "
@@ -180,16 +181,16 @@ class Journal:
         return None
 
     def pending(self) -> list[Entry]:
-        """Requests of clients without an answer, in the order of acceptance."""
+        """Return unanswered requests, except batch lines, in order of acceptance."""
         query = f"{_ENTRIES} WHERE status IS NULL AND background != {LINE} ORDER BY number"
         return [Entry(*row) for row in self._database.execute(query)]
 
     def request(self, entry: Entry) -> bytes:
-        """Body of a request. Raises ServerError when it is damaged, NotFoundError when it was dropped."""
+        """Return the body of a request. Raises ServerError if damaged, NotFoundError if deleted."""
         return self._sealed(f"SELECT {_FIXED}, seal, body FROM requests WHERE number = ?", entry)
 
     def reply(self, entry: Entry) -> bytes:
-        """Body of an answer. Raises ServerError when it is damaged, NotFoundError when it was dropped."""
+        """Return the body of an answer. Raises ServerError if damaged, NotFoundError if deleted."""
         return self._sealed(
             """SELECT id, digest, status, answers.seal, answers.body FROM answers
             JOIN requests USING (number) WHERE number = ?""",
@@ -197,7 +198,7 @@ class Journal:
         )
 
     def _sealed(self, query: str, entry: Entry) -> bytes:
-        """Return the last column of a row; the one before is the seal of all others."""
+        """Return the last column of a row after checking it against the checksum in the column before."""
         row = self._database.execute(query, (entry.number,)).fetchone()
         if row is None:
             raise NotFoundError("It was deleted, or dropped, while it was read.", code="request_not_found")
@@ -209,7 +210,7 @@ class Journal:
         return body
 
     def answer(self, entry: Entry, status: int, body: bytes) -> None:
-        """Store the answer to a request, unless the request was dropped meanwhile."""
+        """Store the answer to a request, unless the request was deleted meanwhile."""
         values = (status, seal(body, entry.id, entry.digest, status), body, entry.number)
         self._database.execute("INSERT INTO answers SELECT number, ?, ?, ? FROM requests WHERE number = ?", values)
 
@@ -218,19 +219,19 @@ class Journal:
         self._database.execute("DELETE FROM requests WHERE number = ?", (entry.number,))
 
     def add_lines(self, lines: Iterable[tuple[Entry, bytes]]) -> None:
-        """Add lines of a batch, each with its body."""
+        """Add batch lines, each with its body."""
         for entry, body in lines:
             self.add(entry, body)
 
     def open_lines(self, batch_id: str, owner: str, after: int) -> list[Entry]:
-        """The next lines of a batch without an answer behind the number `after`."""
+        """Return the next unanswered lines of a batch with row numbers above `after`."""
         query = f"{_ENTRIES} WHERE {_OF_BATCH} AND number > ? AND status IS NULL ORDER BY number LIMIT {ROWS_AT_ONCE}"
         return [Entry(*row) for row in self._database.execute(query, (batch_id, owner, after))]
 
     def answered_lines(self, batch_id: str, owner: str, after: int) -> list[tuple[Entry, bytes]]:
-        """The next lines of a batch behind the number `after`, with their answers.
+        """Return the next lines of a batch with row numbers above `after`, with their answers (empty: unanswered).
 
-        An answer that is damaged is dropped, so that its line is open again.
+        Damaged answers are deleted, so that their lines run again.
         """
         query = f"{_ENTRIES} WHERE {_OF_BATCH} AND number > ? ORDER BY number LIMIT {ROWS_AT_ONCE}"
         lines: list[tuple[Entry, bytes]] = []
@@ -250,26 +251,26 @@ class Journal:
         return lines
 
     def count_lines(self, batch_id: str, owner: str) -> tuple[int, int, int]:
-        """Answers with status 200, other answers, and bytes of a batch's lines and answers."""
+        """Return the numbers of answers with status 200 and of others, and the bytes of a batch's lines and answers."""
         query = f"""SELECT count(*) FILTER (WHERE status = 200), count(*) FILTER (WHERE status != 200), {_LINES_SIZE}
             FROM requests LEFT JOIN answers USING (number) WHERE {_OF_BATCH}"""
         completed, failed, size = self._database.execute(query, (batch_id, owner)).fetchone()
         return completed, failed, size
 
     def batches_with_lines(self) -> list[tuple[str, str, int]]:
-        """Batches that lines belong to, each with its owner and the bytes of its lines and answers."""
+        """Return id, owner and bytes (lines and answers) of each batch that has lines."""
         query = f"""SELECT key, owner, {_LINES_SIZE} FROM requests LEFT JOIN answers USING (number)
             WHERE background = {LINE} GROUP BY key, owner"""
         return self._database.execute(query).fetchall()
 
     def drop_lines(self, batch_id: str, owner: str) -> bool:
-        """Delete some lines of a batch; False when there are none left."""
+        """Delete up to `ROWS_AT_ONCE` lines of a batch; return False if there were none."""
         query = f"""DELETE FROM requests WHERE number IN (SELECT number FROM requests WHERE {_OF_BATCH}
             LIMIT {ROWS_AT_ONCE})"""
         return self._database.execute(query, (batch_id, owner)).rowcount > 0
 
     def records(self, kind: type[Record]) -> list[Record]:
-        """All records of a kind but for those that are damaged."""
+        """Return all records of a type; damaged ones are skipped."""
         query = "SELECT id, seal, body FROM records WHERE kind = ? ORDER BY number"
         return [
             msgspec.json.decode(body, type=kind)
@@ -287,17 +288,16 @@ class Journal:
         )
 
     def remove(self, *ids: str) -> None:
-        """Delete records."""
+        """Delete the records with these ids."""
         self._database.executemany("DELETE FROM records WHERE id = ?", [(name,) for name in ids])
 
-    # --- outside of one ---
+    # --- outside of a transaction ---
 
     def tidy(self, keep_s: float, lines_bytes: int = 0) -> bool:
-        """Drop answers to requests that are older than `keep_s` seconds, and the oldest above the size limit; give free
-        pages back; sync.
+        """Delete answered requests older than `keep_s` seconds and the oldest above the size limit; shrink; sync.
 
-        `lines_bytes` are taken by lines of batches, which the limit does not count. True when answers were dropped
-        for their size: there may still be too much.
+        `lines_bytes`: bytes of batch lines, which the limit excludes. Return True if requests were deleted for size, as
+        more may have to go.
         """
         dropped = 0
         with self.transaction() as database:
@@ -308,7 +308,7 @@ class Journal:
             )
         free, pages, size = (pragma(database, name) for name in ("freelist_count", "page_count", "page_size"))
         if (pages - free) * size - lines_bytes > self._max_bytes:
-            # Answers under an Idempotency-Key are promised for their time; the others, room permitting.
+            # Answers with an Idempotency-Key are kept for the whole retention time; the others if space permits.
             with self.transaction():
                 dropped = database.execute(
                     """DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
@@ -322,7 +322,7 @@ class Journal:
         return dropped > 0
 
     def size(self) -> int:
-        """Bytes on the disk."""
+        """Return the size of the database's files in bytes."""
         return sum(path.stat().st_size for path in self.path.parent.glob("journal.db*"))
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ def _why(error: sqlite3.Error) -> str:
 
 
 def told(error: sqlite3.Error) -> JournalError:
-    """The error that a client gets for a failure of SQLite."""
+    """Convert a failure of SQLite to an error for clients."""
     return JournalError(
         f"The journal cannot be used, so the request cannot be kept safe: {_why(error)}. Try again "
         "later, or without Idempotency-Key.",

@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch files: one request, and one answer. Pure."""
+"""Parse and write lines of OpenAI's batch files: requests and answers. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Json = dict[str, object]
 
 
 class Line(Struct, frozen=True):
-    """One request of a file."""
+    """One request of a batch file."""
 
     custom_id: str
     url: str
     body: bytes
-    """A JSON object."""
+    """Request body, a JSON object."""
 
 
 class _Request(Struct):
@@ -34,7 +34,7 @@ class _Body(Struct):
 
 
 def parse_line(raw: bytes) -> Line:
-    """Return the request of a line. Raises ValueError, which names the fault in plain words."""
+    """Parse a line of an input file. Raises ValueError with a message for the client."""
     try:
         line = msgspec.json.decode(raw, type=_Request)
     except msgspec.ValidationError:
@@ -62,9 +62,9 @@ def parse_line(raw: bytes) -> Line:
 
 def parse_lines(raws: Iterable[bytes], most: float = math.inf, longest: float = math.inf
                 ) -> Iterator[tuple[int, Line | ValueError]]:  # fmt: skip
-    """Yield the number and the request of each line that is not blank, or its fault.
+    """Yield number (from 1) and request, or error, of each line that is not blank.
 
-    There may be `most` requests and as many blank lines, of at most `longest` bytes each.
+    `most`: most requests, and most blank lines; `longest`: most bytes of a line.
     """
     custom_ids: set[str] = set()
     count = 0
@@ -93,13 +93,13 @@ class _Identified(Struct):
 
 
 def line_id(batch_id: str, custom_id: str) -> str:
-    """Id of the answer to a request of a batch; the same each time."""
+    """Return the deterministic id of a batch line's answer."""
     text = f"{batch_id}\n{custom_id}".encode("utf-8", "surrogatepass")
     return f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
 
 
 def answer_line(name: str, custom_id: str, status: int, body: bytes) -> bytes:
-    """Return the line of a request that was answered: HTTP status and JSON body. `name` is its `line_id`."""
+    """Return the output line of an answered request: HTTP status and JSON body. `name` is its `line_id`."""
     try:
         request_id = msgspec.json.decode(body, type=_Identified).id
     except msgspec.DecodeError:
@@ -109,7 +109,7 @@ def answer_line(name: str, custom_id: str, status: int, body: bytes) -> bytes:
 
 
 def failure_line(name: str, custom_id: str, code: str, message: str) -> bytes:
-    """Return the line of a request that was not run. `name` is its `line_id`."""
+    """Return the error line of a request that did not run. `name` is its `line_id`."""
     error = {"code": code, "message": message}
     return _line({"id": name, "custom_id": custom_id, "response": None, "error": error})
 

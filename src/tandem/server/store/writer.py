@@ -1,4 +1,4 @@
-"""The journal off the event loop, in a thread of its own: calls that have come together share one sync of the disk."""
+"""Thread for the journal; concurrent calls are batched into one transaction and one disk sync."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Call = Callable[[], object]
 
 
 class Writer:
-    """Makes calls in the order in which they come, and returns their results in that order. Belongs to one loop."""
+    """Runner of journal calls in a thread, in order. Not thread-safe: use on one event loop."""
 
     def __init__(self, journal: Journal, on_error: Callable[[], None]) -> None:
-        """`on_error` is called, in the thread, for each failure of the journal."""
+        """`on_error` is called in the thread for each SQLite failure."""
         self._journal = journal
         self._on_error = on_error
         self._thread = ThreadPoolExecutor(1, "journal")
@@ -35,9 +35,9 @@ class Writer:
         self._trouble = ""
 
     async def run(self, call: Callable[Given, Result], *arguments: Given.args, **options: Given.kwargs) -> Result:
-        """Call a method of the journal, and return its result once a crash cannot undo it.
+        """Call a method of the journal and return its result after the commit.
 
-        Raises JournalError, and the RequestError that the method raises.
+        Raises JournalError, and any RequestError of the method.
         """
         if self._closed:
             raise UnavailableError("The server is shutting down.", code="shutting_down")
@@ -48,11 +48,11 @@ class Writer:
         return cast(Result, await future)
 
     async def tidy(self, keep_s: float, lines_bytes: int = 0) -> bool:
-        """Call `Journal.tidy`. A failure is logged."""
+        """Call `Journal.tidy` and return its result; return False after a failure, which is logged."""
         return await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s, lines_bytes)) is True
 
     async def close(self) -> None:
-        """Finish the calls that were made, and close the journal."""
+        """Finish pending calls and close the journal."""
         self._closed = True
         if self._task is not None:
             await self._task
@@ -79,7 +79,7 @@ class Writer:
     # --- in the thread ---
 
     def _together(self, calls: list[Call]) -> list[object]:
-        """Make calls in one transaction; the result of each, or the exception that it raises."""
+        """Run calls in one transaction; return the result of each, or its exception."""
 
         def all_of_them() -> list[object]:
             with self._journal.transaction():
@@ -90,11 +90,11 @@ class Writer:
             return outcome
         if len(calls) == 1:
             return [outcome]
-        # The fault may be with one of them: the others must not fail with it.
+        # One call may have caused the failure: run them one by one, so that the others succeed.
         return [outcome for call in calls for outcome in self._together([call])]
 
     def _try(self, function: Call) -> object:
-        """Return the result, or the exception that is raised; a failure of the journal is logged until it changes."""
+        """Return the result or the exception; an SQLite failure is logged once until its message changes."""
         try:
             return function()
         except sqlite3.Error as error:
@@ -104,7 +104,7 @@ class Writer:
                 logger.error("%s", failure.message)
             self._trouble = failure.message
             return failure
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the caller gets it
+        except Exception as error:  # noqa: BLE001 - passed on to the caller on the event loop
             return error
 
 

@@ -1,4 +1,4 @@
-"""Which format a model writes: told from its chat template, or by the operator."""
+"""Choose the tool call and reasoning formats of a model, from its chat template or from the settings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
 from tandem.text.tokenizer import Tokenizer
 
 Special = Callable[[str], bool]
-"""Is a text made of special tokens of the model?"""
+"""Predicate: whether a text consists of special tokens of the model."""
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How one family writes tool calls."""
+    """Tool call format of one model family."""
 
     read: Callable[[Feed, Tools], Steps[None]]
     starts: tuple[str, ...] = ()
-    """Texts that begin calls. Where special tokens are in them they end reasoning too."""
+    """Texts that begin calls. Those made of special tokens end reasoning too."""
     others: tuple[str, ...] = ()
-    """Other texts that may be special tokens and yet must be seen."""
+    """Other markers to keep in the text even if they are special tokens."""
     signs: tuple[tuple[str, ...], ...] = ()
-    """Signs of the family in a template: all of one of these, or one of `starts` if there are none."""
+    """Alternatives of template texts that identify the family (all of one tuple); if empty, any of `starts`."""
 
 
 def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> CallFormat:
@@ -68,7 +68,7 @@ FORMATS: dict[str, CallFormat] = {
     "hermes": _plain(json_calls.hermes, (json_calls.OPEN,), json_calls.CLOSE),
     "generic": _plain(json_calls.generic, ()),
 }  # fmt: skip
-"""By the names that `--tool-parser` takes; `auto` takes the first whose signs the template shows."""
+"""Formats by the names of `--tool-parser`; `auto` selects the first whose signs are in the chat template."""
 
 THINKING: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"), "brackets": ("[THINK]", "[/THINK]"),
@@ -77,38 +77,38 @@ THINKING: dict[str, tuple[str, str]] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"), "solar": ("<|think:start|>", "<|think:end|>"),
     "kimi-k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }  # fmt: skip
-"""Tags around reasoning, by the names that `--reasoning-parser` takes beside `harmony`."""
+"""Opening and closing tags of reasoning, by the names of `--reasoning-parser` besides `harmony`."""
 
 ANSWERS: dict[str, tuple[str, ...]] = {
     "cohere": ("<|START_RESPONSE|>", "<|START_TEXT|>", "<|END_RESPONSE|>", "<|END_TEXT|>"),
     "kimi-k3": ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 }
-"""Marks of families around answers; the first begins one."""
+"""Markers around answers, by family; the first one begins an answer."""
 
 
 @lru_cache(maxsize=64)
 def _shown(template: str) -> tuple[str | None, str]:
-    """The formats of calls and of reasoning that a template shows; None and `none` where it shows none."""
+    """Return the names of the call format (None: none found) and reasoning format (`none`) that a template shows."""
     calls = _first(template.__contains__)
     marked = (name for name, (_, closing) in THINKING.items() if closing in template)
     return calls, calls if calls in ("harmony", *ANSWERS) else next(marked, "none")
 
 
 def _first(seen: Callable[[str], bool]) -> str | None:
-    """The first format whose signs are seen."""
+    """Return the first format all of whose signs satisfy `seen`, or None."""
     signs = ((name, wanted) for name, known in FORMATS.items() for wanted in known.signs or zip(known.starts, strict=True))
     return next((name for name, wanted in signs if all(map(seen, wanted))), None)
 
 
 def knows_tools(template: str) -> bool:
-    """True if the chat template puts tools into the prompt."""
+    """Return whether the chat template supports tools."""
     return "tools" in template
 
 
 def tool_format(choice: str, template: str, special: Special | None = None) -> str:
-    """Name of the format: `choice`, unless it is `auto`; models that were taught none are told of hermes'.
+    """Return the name of the tool call format: `choice`, or for `auto` the one found; by default `hermes`.
 
-    Special tokens tell where the template takes tools and shows no call.
+    `auto` looks at the template, then, if that supports tools but shows no call, at the special tokens.
     """
     if choice != "auto":
         return choice
@@ -120,16 +120,16 @@ def tool_format(choice: str, template: str, special: Special | None = None) -> s
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """Content of one answer, and the formats it is written in."""
+    """Formats of one answer."""
 
     format: str
-    """How calls are written."""
+    """Name of the tool call format."""
     reasoning: str
-    """How reasoning is written; `none` if it is not told apart."""
+    """Name of the reasoning format; `none` leaves reasoning in the content."""
     tools: Tools | None
-    """The tools that may be called; None for none."""
+    """Tools that may be called; None for none."""
     begun: bool
-    """The prompt holds the opening tag of the reasoning already."""
+    """True if the prompt ends with the opening tag of reasoning."""
     several: bool = True
     """True if more than one call is allowed."""
 
@@ -137,7 +137,7 @@ class OutputFormat:
 def told_formats(
     calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None, special: Special
 ) -> OutputFormat:
-    """The formats that the operator chose, or what the chat template shows where that is `auto`."""
+    """Return the formats from --tool-parser (`calls`) and --reasoning-parser; `auto` detects them from the template."""
     if reasoning == "auto":
         reasoning = _shown(template)[1]
     begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
@@ -146,16 +146,16 @@ def told_formats(
 
 @dataclass(frozen=True)
 class Marks:
-    """Texts around reasoning."""
+    """Tags around reasoning."""
 
     opening: str
     closing: str
     ends: tuple[str, ...]
-    """Other texts of special tokens that end it."""
+    """Other special tokens that end reasoning."""
     begun: bool = False
-    """The prompt ends with the opening text."""
+    """True if the prompt ends with the opening tag."""
     again: bool = False
-    """True if reasoning may stand in several places."""
+    """True if an answer may have several reasoning parts."""
 
 
 _HARMONY = Marks(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.ENDS[0], harmony.ENDS[1:], again=True)
@@ -163,17 +163,17 @@ _HARMONY = Marks(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", harmony.ENDS[0],
 
 @dataclass(frozen=True)
 class OutputParser:
-    """How to read one answer."""
+    """Parser of one answer."""
 
     reader: Reader
     markers: tuple[str, ...]
-    """Texts that may be special tokens and yet must be seen."""
+    """Markers to keep in the text even if they are special tokens."""
     thinking: Marks | None = None
-    """None if reasoning is not told apart."""
+    """Tags of reasoning; None if reasoning is not separated."""
 
 
 def output_parser(output_format: OutputFormat, special: Special) -> OutputParser | None:
-    """Return the reader for this tool-call format; None when all text is content."""
+    """Return the parser for an answer in these formats; None if all text is content."""
     tools = output_format.tools
     calls = output_format.format if tools is not None else ""
     if "harmony" in (output_format.reasoning, calls):
@@ -195,7 +195,7 @@ def output_parser(output_format: OutputFormat, special: Special) -> OutputParser
 
 
 def thinking_tokens(marks: Marks | None, tokenizer: Tokenizer) -> ThinkingTokens | None:
-    """Return the tokens around reasoning; None without reasoning, or where a tag is text that any tokens may spell."""
+    """Return the token ids around reasoning; None without reasoning, or if a tag has no unique tokenization."""
     if marks is None:
         return None
     opening, closing = (tuple(tokenizer.encode(tag, False)) for tag in (marks.opening, marks.closing))

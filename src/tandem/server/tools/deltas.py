@@ -1,4 +1,4 @@
-"""Events that readers yield from a model's text."""
+"""Events that parsers yield from a model's text."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer."""
+    """Piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """Text of the thinking before the answer."""
+    """Piece of the reasoning's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; its arguments follow."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
-    """Counts the calls of one answer from 0."""
+    """Index of the call in the answer, from 0."""
     name: str
     id: str = ""
-    """The id that the model gave, if any; its template wants to see the same again."""
+    """Id written by the model, if any; its chat template expects the same id in the history."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments, which together are the text of a JSON object."""
+    """Piece of a call's arguments; all pieces together are a JSON object."""
 
     index: int
     text: str
@@ -42,7 +42,7 @@ Event = Content | ReasoningText | CallStart | CallArguments
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Join neighbouring pieces of one kind, and leave out empty ones."""
+    """Join adjacent pieces of one type, and drop empty ones."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

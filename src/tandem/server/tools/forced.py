@@ -1,4 +1,4 @@
-"""Grammars of whole answers: calls that fit their schemas, or an asked form, after reasoning if there is any."""
+"""Grammars of whole answers: optional reasoning, then tool calls that fit their schemas, or a response format."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from tandem.server.tools.scan import Tools
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens
 
 MOST_CALLS = 16
-"""Calls in one forced answer: a grammar without a limit would let a model call for ever."""
+"""Most calls in one forced answer; without a limit, a model could call for ever."""
 _SPECIAL = re.compile(r"[][\\/.^$*+?(){}|]")
-"""Characters that a regular expression must escape; others must not be."""
+"""Characters to escape in a regular expression; llguidance rejects other escapes."""
 Literal = Callable[[str], str]
-"""Writes a text for a grammar: as a string, or as the special token that it is."""
+"""Function that writes a text for a Lark grammar: as a string, or as a special token if it is one."""
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """How a format writes calls, as pieces of a grammar."""
+    """Grammar pieces of a tool call format."""
 
     call: Callable[[str, Literal], tuple[str, str]]
-    """Returns the text before and after the arguments of a tool."""
+    """Function of tool name and `Literal`; returns the grammar before and after the arguments."""
     before: tuple[str, ...] = ()
     between: tuple[str, ...] | None = ("\n",)
-    """None: there is one call alone."""
+    """Texts between calls; None if the format allows only one call."""
     after: tuple[str, ...] = ()
 
 
 def literal_of(special: Mapping[str, int]) -> Literal:
-    """For a model whose special tokens have these texts."""
+    """Return the `Literal` for a model with these special tokens (ids by text)."""
     return lambda text: f"<[{special[text]}]>" if text in special else _string(text)
 
 
 def forced_format(name: str) -> str:
-    """The format to force: the model's own where that can be, else the generic one."""
+    """Return the format for forced calls: the model's own if it has a grammar here, else `generic`."""
     return name if name in _FRAMES else "generic"
 
 
 def answer_grammar(output_format: OutputFormat, text: Literal, answer: str | None) -> str:
-    """Grammar of a whole answer, in llguidance's JSON: reasoning if the model wants it, then calls or `answer`.
+    """Return the grammar of a whole answer as llguidance JSON: optional reasoning, then calls or `answer`.
 
-    `answer` is a grammar in that JSON, as `grammar_of` gives it; without one there are calls alone.
+    `answer`: a grammar from `grammar_of`; None allows only calls.
     """
     rules = [] if output_format.tools is None else _calls(output_format, output_format.tools, text)
     if answer is None:
@@ -60,7 +60,7 @@ def answer_grammar(output_format: OutputFormat, text: Literal, answer: str | Non
 
 
 def _calls(output_format: OutputFormat, tools: Tools, text: Literal) -> list[str]:
-    """Lark rule `calls`, and those it needs."""
+    """Return the Lark rule `calls` and the rules it needs."""
     frame = _FRAMES[output_format.format]
     rules = []
     for index, (tool, schema) in enumerate(tools.items()):
@@ -74,7 +74,7 @@ def _calls(output_format: OutputFormat, tools: Tools, text: Literal) -> list[str
 
 
 def _start(output_format: OutputFormat, text: Literal, answer: str) -> list[str]:
-    """Lark rule `start`: the rule `answer`, after reasoning, which the model may leave out unless it has begun."""
+    """Return the Lark rule `start`: reasoning (optional, unless the prompt has begun it), then the rule `answer`."""
     if output_format.reasoning == "harmony":
         opening = _joined((harmony.CHANNEL, "analysis", harmony.MESSAGE), text)
         again = _joined((harmony.START, "assistant"), text)
@@ -96,7 +96,7 @@ def _json(lark: str) -> str:
 
 
 def _until(end: str, text: Literal) -> str:
-    """The rule `free`: anything up to and with the first `end`."""
+    """Return the Lark rule `free`: any text up to and including the first `end`."""
     if text(end).startswith("<["):
         return f"free: /(.|\\n)*/ {text(end)}"
     return f"free[lazy]: /(.|\\n)*{_SPECIAL.sub(lambda found: chr(92) + found[0], end)}/"
@@ -116,7 +116,7 @@ def _hermes(tool: str, text: Literal) -> tuple[str, str]:
 
 
 def _tokens(tokens: Tokens, before: str, after: str, between: tuple[str, ...]) -> CallGrammar:
-    """`before` and the regular expression `after` stand around the name."""
+    """Return the pieces of a `token_calls` format; the text `before` and the regex `after` surround the name."""
 
     def call(tool: str, text: Literal) -> tuple[str, str]:
         return f"{text(tokens.one)} {_string(before + tool)} {after} {text(tokens.separator)}", text(tokens.one_end)

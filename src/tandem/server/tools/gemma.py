@@ -1,4 +1,4 @@
-"""Gemma: `call:name{key:value,...}` between special tokens, with strings between tokens of their own."""
+"""Gemma's format: `call:name{key:value,...}` between special tokens, with special tokens as string quotes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PART = re.compile(r"""(?s)<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|("(?:[^"\\]
 
 
 def gemma(feed: Feed) -> Steps[None]:
-    """Content, and calls."""
+    """Read content and calls."""
     yield from complete_calls(feed, TAGS, _calls)
 
 
 def _calls(body: str) -> Calls:
-    """Return name and arguments of a call; empty for other text."""
+    """Return the call in `body` as a list of one; empty for other text."""
     try:
         call = _CALL.fullmatch(body)
         return [(call[1], dumped(loads(_PART.sub(_as_json, call[2]))))] if call else []
@@ -31,7 +31,7 @@ def _calls(body: str) -> Calls:
 
 
 def _as_json(part: re.Match[str]) -> str:
-    """JSON of one part. Raises ValueError for a string without an end, and for numbers that are not finite."""
+    """Return a match of `_PART` as JSON. Raises ValueError for an unterminated string, NaN or infinity."""
     first, second, quoted, key, bare = part.groups()
     if bare is None:
         string = key if first is second is None else first or second or ""

@@ -1,4 +1,4 @@
-"""gpt-oss: messages on channels. `analysis` is reasoning, a recipient makes a call, the rest is content."""
+"""Harmony format of gpt-oss: messages on channels. `analysis` is reasoning, a recipient makes a call, else content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 def harmony(feed: Feed) -> Steps[None]:
-    """Every message in turn; text before any channel is content."""
+    """Read messages one by one; text before the first channel is content."""
     index = 0
     while (yield from next_visible(feed)):
         header, marker = yield from held(feed, (MESSAGE,))

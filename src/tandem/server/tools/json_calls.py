@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes and Qwen, Cohere, Llama 3, Mistral, and the list that calls are forced as."""
+"""JSON formats of tool calls: Hermes and Qwen, Cohere, Llama 3, Mistral, and the generic list for forced calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PYTHON = "<|python_tag|>"
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"', '"function"')
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]([\w-]*)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_ID = re.compile(r"[a-zA-Z0-9]{9}")  # what Mistral's templates take back
+_ID = re.compile(r"[a-zA-Z0-9]{9}")  # ids that Mistral's templates accept
 
 
 def _between(opening: str, closing: str) -> Reader:
-    """Content, and JSON calls between two tags."""
+    """Return a reader of content and of JSON calls between two tags."""
 
     def read(feed: Feed) -> Steps[None]:
         index = 0
@@ -33,14 +33,14 @@ cohere = _between(ACTION, ACTION_END)
 
 
 def generic(feed: Feed) -> Steps[None]:
-    """Calls if the text is a list of them, else content."""
+    """Read the text as a JSON list of calls, else as content."""
     if (yield from next_visible(feed)) == "[":
         yield from named_calls(feed, 0, "")
     yield from everything(feed)
 
 
 def llama3(feed: Feed) -> Steps[None]:
-    """Calls if the answer begins with one, perhaps after a tag, else content. Several are joined by `;`."""
+    """Read calls if the answer begins with one (optionally after `<|python_tag|>`), else content. `;` separates calls."""
     if (yield from next_visible(feed)) == "<":
         yield from followed(feed, PYTHON)
     if (yield from next_visible(feed)) == "{" and (yield from _may_be_call(feed)):
@@ -49,7 +49,7 @@ def llama3(feed: Feed) -> Steps[None]:
 
 
 def _may_be_call(feed: Feed) -> Steps[bool]:
-    """Is the first key of the object one that calls have? An answer may be JSON of another kind."""
+    """Return whether the object's first key is a key of calls; else the answer is other JSON."""
     while True:
         key = feed.text[1:].lstrip()
         if any(key.startswith(known) for known in _KEYS):
@@ -60,7 +60,7 @@ def _may_be_call(feed: Feed) -> Steps[bool]:
 
 
 def mistral(feed: Feed) -> Steps[None]:
-    """Content, and calls after a marker: a JSON list, or (from version 11) each as `name[ARGS]{...}`."""
+    """Read content, and calls after `[TOOL_CALLS]`: a JSON list, or (from version 11) `name[ARGS]{...}` each."""
     index = 0
     while (yield from passed_on(feed, (CALLS,))):
         if (yield from next_visible(feed)) == "[":

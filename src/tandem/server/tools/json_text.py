@@ -1,4 +1,4 @@
-"""JSON as models write it: mended while it streams, and calls that are written as JSON objects."""
+"""Repair of models' JSON while streaming, and tool calls written as JSON objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.server.tools.deltas import CallArguments, CallStart, Content
 from tandem.server.tools.scan import SPACE, Feed, Steps, followed, held, next_visible, passed_on, space
 
 Calls = list[tuple[str, str]]
-"""Names and arguments."""
+"""(name, arguments as JSON) of each call."""
 _BETWEEN_CALLS = SPACE + ",;}"
 _MEMBER = re.compile(r'\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[^\s"{}\[\],]+)(?=\s*[,}])')
 _HEAD = re.compile(r'\s*\{\s*(?:"(?:tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*"([^"\\]+)"'
@@ -26,21 +26,21 @@ _CALL_KEYS = {"name", "tool_name", "id", "tool_call_id", "type"}
 
 
 class JsonMender:
-    """Reads a JSON value as it comes, and mends what models get wrong in it.
+    """Incremental reader of one JSON value that repairs models' typical mistakes.
 
-    Control characters and lone backslashes in strings are escaped, commas before a closing bracket are dropped, and
-    Python's True, False and None and numbers that JSON lacks become words of JSON.
+    Control characters and invalid backslashes in strings are escaped, and trailing commas dropped. Python's True, False
+    and None become JSON words; NaN and Infinity become null.
     """
 
     def __init__(self) -> None:
         self.text = ""
-        """Mended text so far."""
+        """Repaired text so far."""
         self.over = False
-        """True when the value is complete, or the next text is not JSON."""
+        """True if the value is complete, or the next text is not JSON."""
         self._depth, self._quoted = 0, False
 
     def read(self, text: str, start: int, last: bool) -> int:
-        """Read on at `start`; return the place of what is not read yet. `last`: nothing follows `text`."""
+        """Continue reading at offset `start`; return the offset of the unread rest. `last`: nothing follows `text`."""
         while not self.over and start < len(text):
             found = (_IN_STRING if self._quoted else _OUTSIDE).match(text, start)
             kind, part = (found.lastgroup, found[0]) if found else ("", "")
@@ -72,19 +72,19 @@ class JsonMender:
 
 
 def loads(text: str) -> object:
-    """The value of a complete JSON text, mended. Raises ValueError or RecursionError."""
+    """Repair and decode a complete JSON text. Raises ValueError or RecursionError."""
     mender = JsonMender()
     end = mender.read(text, 0, True)
     return json.loads(mender.text + text[end:])
 
 
 def dumped(value: object) -> str:
-    """A value that a model wrote as JSON that can be sent. Raises ValueError for numbers that are not finite."""
+    """Encode a value as valid JSON; lone surrogates are replaced. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
 
 
 def json_object(feed: Feed, index: int) -> Steps[None]:
-    """Hand on the JSON object that begins here as the arguments of call `index`, up to its end or what is no JSON."""
+    """Stream the JSON object at the feed's start as arguments of call `index`, up to its end or to invalid JSON."""
     mender = JsonMender()
     while True:
         feed.take(mender.read(feed.text, 0, feed.ended))
@@ -97,10 +97,10 @@ def json_object(feed: Feed, index: int) -> Steps[None]:
 
 
 def named_calls(feed: Feed, index: int, opening: str, closing: str = "") -> Steps[int]:
-    """Calls such as `{"name": ..., "arguments": {...}}`, one, several or a list of them, and `closing` after them.
+    """Read calls such as `{"name": ..., "arguments": {...}}`: one, several, or a list, then `closing`.
 
-    Arguments stream when the name comes before them; other calls are read when they are complete. If no call comes,
-    `opening` becomes content. Returns the index of the next call.
+    Arguments stream if the name precedes them; other calls are read when complete. Without a call, `opening` becomes
+    content. Return the index of the next call.
     """
     opening += yield from space(feed)
     first, listed = index, (yield from followed(feed, "["))
@@ -140,7 +140,7 @@ def _named_call(feed: Feed, index: int, opening: str) -> Steps[int]:
 
 
 def called(calls: Calls, index: int) -> Steps[int]:
-    """Hand on complete calls; returns the index of the next call."""
+    """Yield the events of complete calls; return the index of the next call."""
     for name, arguments in calls:
         yield CallStart(index, name)
         yield CallArguments(index, arguments)
@@ -149,7 +149,7 @@ def called(calls: Calls, index: int) -> Steps[int]:
 
 
 def complete_calls(feed: Feed, tags: Mapping[str, str], read: Callable[[str], Calls]) -> Steps[None]:
-    """Content, and calls between opening and closing `tags`, each read when it is complete; `read` finds calls."""
+    """Read content, and calls between `tags` (opening to closing); `read` parses the text between when complete."""
     index = 0
     while opening := (yield from passed_on(feed, tuple(tags))):
         body, closing = yield from held(feed, (tags[opening],))
@@ -161,7 +161,7 @@ def complete_calls(feed: Feed, tags: Mapping[str, str], read: Callable[[str], Ca
 
 
 def _members(feed: Feed) -> Steps[None]:
-    """Take what stands in a call after its arguments, such as an "id"."""
+    """Skip members of a call that follow its arguments, such as an "id"."""
     while True:
         if member := _MEMBER.match(feed.text):
             feed.take(member.end())
@@ -172,7 +172,7 @@ def _members(feed: Feed) -> Steps[None]:
 
 
 def whole_calls(text: str) -> Calls:
-    """Names and arguments of a complete JSON text: a call, or a list of them; none if it is anything else."""
+    """Return the calls in a complete JSON text: one call, or a list of calls; empty for anything else."""
     try:
         value = loads(text)
         return [_whole_call(call) for call in (value if isinstance(value, list) else [value])]
@@ -181,7 +181,7 @@ def whole_calls(text: str) -> Calls:
 
 
 def _whole_call(call: object) -> tuple[str, str]:
-    """Return name and arguments of a call. Raises ValueError for other JSON, such as an answer with a name."""
+    """Return name and arguments of a call. Raises ValueError for other JSON, even if it has a "name"."""
     if not isinstance(call, dict):
         raise ValueError("not an object")
     inner = call.get("function")

@@ -1,4 +1,4 @@
-"""LFM2 and Llama 4: a Python list of calls with named arguments, between tokens or as the whole answer."""
+"""Format of LFM2 and Llama 4: a Python list of calls with named arguments, between tokens or as the whole answer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tandem.server.tools.scan import Feed, Steps, everything, next_visible
 TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 """Opening and closing token of LFM2, and of Llama 4."""
 SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",), ("<|python_start|>",), ("<|header_start|>",))
-"""Each of these, in a template, tells one of the two."""
+"""Template texts; each identifies LFM2 or Llama 4."""
 _HEAD = re.compile(r"\[\s*(?:[A-Za-z_](?:[\w.-]*\s*(?:\(.*)?)?)?", re.DOTALL)
 _WORDS = {"true": "True", "false": "False", "null": "None"}
-"""Templates show lists and objects as JSON, so that models write its words among Python's."""
+"""Python words by JSON word: models mix both, as templates show lists and objects as JSON."""
 _PART = re.compile(r"""(?s)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([A-Za-z_][\w.-]*)(?=\s*[(=])|\b(true|false|null)\b""")
-"""A string, a name that is called or given a value, or a word of JSON."""
+"""A string, a name before `(` or `=`, or a JSON word."""
 
 
 def pythonic(feed: Feed) -> Steps[None]:
-    """Content, and calls between tokens; or nothing but calls, in Llama's JSON too."""
+    """Read content and calls between tokens, or an answer that is only calls, also in Llama's JSON."""
     first = yield from next_visible(feed)
     if first == "{":
         yield from llama3(feed)
@@ -32,7 +32,7 @@ def pythonic(feed: Feed) -> Steps[None]:
 
 
 def _bare(feed: Feed) -> Steps[None]:
-    """The whole answer, which begins with a bracket, as calls if it is a list of them, else as content."""
+    """Read a whole answer that begins with a bracket: as calls if it is a list of calls, else as content."""
     while _HEAD.fullmatch(feed.text):
         if feed.ended:
             calls = _python_calls(feed.text)
@@ -45,11 +45,11 @@ def _bare(feed: Feed) -> Steps[None]:
 
 
 def _python_calls(text: str) -> Calls:
-    """Names and arguments of `[f(a=1), g(b="x")]`; none if the text is anything else."""
+    """Return the calls in text such as `[f(a=1), g(b="x")]`; empty for anything else."""
     names: list[str] = []
 
     def plain(part: re.Match[str]) -> str:
-        """Names may be words of Python, or have dashes and dots, so that others stand for them."""
+        """Replace a name by a placeholder, as names may be Python keywords or have dashes and dots."""
         if part[2]:
             names.append(part[2])
             return f"n{len(names) - 1}"

@@ -1,6 +1,7 @@
-"""Reading a text that is still coming: a feed, generators over it, and what all formats need.
+"""Building blocks of streaming parsers: the feed of text, and generators (readers) over it.
 
-A reader yields events, and None when it can say no more until there is more text or the text has ended.
+A reader yields events, and yields None when it needs more text or the end of the text. "Return" in the docstrings of
+generators here means the value of `yield from`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from tandem.server.tools.deltas import CallStart, Content, Event, ReasoningText,
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
 Tools = Mapping[str, JsonMapping]
-"""The JSON schema of each tool's arguments, by the tool's name."""
+"""JSON schemas of the tools' arguments, by tool name."""
 SPACE = " \t\r\n"
 
 
 class Feed:
-    """Text that has come and is not read yet."""
+    """Received text that is not read yet."""
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
         self.dropped: tuple[str, ...] = ()
-        """Markers around content that are no content."""
+        """Markers to remove from content."""
 
     def take(self, count: int) -> str:
         """Remove and return the first `count` characters."""
@@ -37,22 +38,22 @@ Reader = Callable[[Feed], Steps[None]]
 
 
 class StreamParser:
-    """Runs a reader over text in pieces; what `push` and `finish` return adds up to the same, however it is cut."""
+    """Driver of a reader over chunks of text; the joined events do not depend on the chunking."""
 
     def __init__(self, reader: Reader) -> None:
         self._feed = Feed()
         self._steps = reader(self._feed)
         self._space = ""
         self.calls = 0
-        """Calls that have begun."""
+        """Number of tool calls so far."""
 
     def push(self, text: str) -> list[Event]:
-        """Return the events that are certain now that `text` has come."""
+        """Append `text` and return the events that are certain now."""
         self._feed.text += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """Return the remaining events: no more text comes."""
+        """End the text and return the remaining events."""
         self._feed.ended = True
         events = self._run()
         if self._space and not self.calls:
@@ -68,7 +69,7 @@ class StreamParser:
         return merged(events)
 
     def _tidied(self, event: Event) -> list[Event]:
-        """Hold back white space after content: beside calls it is no content but their layout."""
+        """Hold back white space after content, and drop it before a call, where it is only layout."""
         if isinstance(event, Content):
             text = self._space + event.text
             kept = text.rstrip()
@@ -84,13 +85,13 @@ class StreamParser:
 
 
 def first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
-    """Place of the marker that comes first, and the marker; the text's length and "" if there is none."""
+    """Return offset and text of the first marker from `start` on; the text's length and "" if there is none."""
     places = [(place, marker) for marker in markers if (place := text.find(marker, start)) >= 0]
     return min(places, default=(len(text), ""))
 
 
 def begun(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a marker."""
+    """Return the length of the longest suffix of `text` that is a prefix of a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
@@ -99,7 +100,7 @@ def begun(text: str, markers: Sequence[str]) -> int:
 
 
 def passed_on(feed: Feed, markers: Sequence[str], kind: Callable[[str], Event] = Content) -> Steps[str]:
-    """Hand on text up to the first of `markers`; returns the marker, which is taken, or "" at the end."""
+    """Yield text as events of `kind` up to the first of `markers`; consume and return the marker, or "" at the end."""
     seen = (*markers, *feed.dropped)
     while True:
         place, marker = first(feed.text, seen)
@@ -115,7 +116,7 @@ def passed_on(feed: Feed, markers: Sequence[str], kind: Callable[[str], Event] =
 
 
 def held(feed: Feed, markers: Sequence[str]) -> Steps[tuple[str, str]]:
-    """Wait for the first of `markers`; returns the text before it and the marker, or all that is left and ""."""
+    """Wait for the first of `markers`; consume and return the text before it and the marker; at the end, the rest and ""."""
     while True:
         place, marker = first(feed.text, markers)
         if marker or feed.ended:
@@ -125,7 +126,7 @@ def held(feed: Feed, markers: Sequence[str]) -> Steps[tuple[str, str]]:
 
 
 def space(feed: Feed) -> Steps[str]:
-    """White space that comes next, taken."""
+    """Consume and return the white space that comes next."""
     taken = ""
     while True:
         rest = feed.text.lstrip()
@@ -136,12 +137,12 @@ def space(feed: Feed) -> Steps[str]:
 
 
 def everything(feed: Feed) -> Steps[None]:
-    """All text is content."""
+    """Read all text as content."""
     yield from passed_on(feed, ())
 
 
 def without(dropped: tuple[str, ...], reader: Reader) -> Reader:
-    """Return a reader that drops the texts in `dropped` wherever they stand, and reads as `reader`."""
+    """Return `reader` with the markers in `dropped` removed from content."""
 
     def read(feed: Feed) -> Steps[None]:
         feed.dropped = dropped
@@ -151,9 +152,9 @@ def without(dropped: tuple[str, ...], reader: Reader) -> Reader:
 
 
 def thinking(tags: tuple[str, str], answer: Reader, *, begun: bool, ends: tuple[str, ...] = ()) -> Reader:
-    """A reader of reasoning between `tags`, then of `answer`. `begun`: the prompt holds the opening tag already.
+    """Return a reader of reasoning between `tags`, then of `answer`. `begun`: the prompt has the opening tag already.
 
-    `ends` begin an answer too: models leave out the closing tag before a call, or put it after.
+    `ends`: markers that also end reasoning, since models omit the closing tag before a call or put it after.
     """
     opening, closing = tags
 
@@ -173,7 +174,7 @@ def thinking(tags: tuple[str, str], answer: Reader, *, begun: bool, ends: tuple[
 
 
 def next_visible(feed: Feed, skipped: str = SPACE) -> Steps[str]:
-    """The next character that is none of `skipped`, which are taken; "" at the end."""
+    """Consume characters in `skipped`; return the next other character without consuming it, or "" at the end."""
     while True:
         feed.text = feed.text.lstrip(skipped)
         if feed.text or feed.ended:
@@ -182,7 +183,7 @@ def next_visible(feed: Feed, skipped: str = SPACE) -> Steps[str]:
 
 
 def followed(feed: Feed, marker: str) -> Steps[bool]:
-    """Take `marker` if it comes next."""
+    """Consume `marker` if it comes next; return whether it did."""
     while not feed.ended and len(feed.text) < len(marker) and marker.startswith(feed.text):
         yield None
     if not feed.text.startswith(marker):

@@ -1,4 +1,4 @@
-"""Formats with a tag around each argument: GLM, LongCat, Qwen3-Coder, Seed, MiniMax M2, DeepSeek V3.2, Kimi K3, ..."""
+"""Tool call formats with a tag per argument: GLM, LongCat, Qwen3-Coder, Seed, MiniMax M2, DeepSeek V3.2, Kimi K3, ..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEEPEST = 16
 
 
 class TypedCall:
-    """Puts the arguments of one call together as JSON, one at a time."""
+    """Builder of one call's arguments as JSON, one argument at a time."""
 
     def __init__(self, index: int, name: str, tools: Tools) -> None:
         self.name, self.index = name, index
@@ -30,21 +30,21 @@ class TypedCall:
 
     @property
     def empty(self) -> bool:
-        """True while there are no arguments."""
+        """True while there is no argument."""
         return self._text == "{"
 
     def argument(self, key: str, value: str) -> CallArguments:
-        """One more argument, of the type that the schema asks for."""
+        """Return the event for one more argument, converted to the type in the tool's schema."""
         return self.value(key, typed_value(value, part_of(self.schema, self.schema, "properties", key), self.schema))
 
     def value(self, key: str, text: str) -> CallArguments:
-        """One more argument whose value is JSON already."""
+        """Return the event for one more argument whose value `text` is JSON."""
         text = f"{self._text}{dumped(key)}: {text}"
         self._text = ", "
         return CallArguments(self.index, text)
 
     def end(self) -> CallArguments:
-        """The end of the object."""
+        """Return the event that closes the JSON object."""
         return CallArguments(self.index, "{}" if self.empty else "}")
 
 
@@ -56,7 +56,7 @@ class _Element:
 
 
 def nested_arguments(call: TypedCall, body: str, mark: str) -> Steps[None]:
-    """All arguments of a call, which `body` holds; `mark` stands before every tag."""
+    """Yield the arguments of a call from its complete `body` of nested tags; `mark` precedes each tag."""
     text, *parts = re.split(re.escape(mark) + r"<(/?)([\w:.$-]+)>", body)
     path = [_Element("", text)]
     for slash, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
@@ -72,7 +72,7 @@ def nested_arguments(call: TypedCall, body: str, mark: str) -> Steps[None]:
 
 
 def _members(element: _Element, schema: object, root: object) -> dict[str, str]:
-    """JSON of what an object holds, by key; a key that comes several times is a list."""
+    """Return the members of an object as JSON, by key; a repeated key becomes a list."""
     found: dict[str, list[str]] = {}
     for member in element.inside:
         found.setdefault(member.name, []).append(_json(member, part_of(schema, root, "properties", member.name), root))
@@ -94,12 +94,12 @@ def _json(element: _Element, schema: object, root: object) -> str:
 
 
 def part_of(schema: object, root: object, *path: str) -> object:
-    """Return the value at `path` in a schema, or in one that it is put together from; None if there is none."""
+    """Return the value at `path` in `schema` or in its anyOf, oneOf, allOf and $ref parts; None if there is none."""
     return next((part for choice in _alternatives(schema, root) if (part := _at(choice, path)) is not None), None)
 
 
 def allowed_types(schema: object, root: object) -> tuple[set[str], list[object]]:
-    """JSON types that `schema`, a part of `root`, allows, and the values if it lists them."""
+    """Return the JSON types that `schema`, a part of `root`, allows, and its enum or const values."""
     types, choices = set[str](), list[object]()
     for part in _alternatives(schema, root):
         kind = part.get("type")
@@ -109,7 +109,7 @@ def allowed_types(schema: object, root: object) -> tuple[set[str], list[object]]
 
 
 def typed_value(text: str, schema: object, root: object) -> str:
-    """JSON of a value whose `schema`, a part of `root`, tells numbers and the like from text that looks like them."""
+    """Return `text` as a JSON value of a type that `schema`, a part of `root`, allows; else as a string."""
     allowed, choices = allowed_types(schema, root)
     if allowed == {"string"} or text in choices:
         return dumped(text)
@@ -127,7 +127,7 @@ def typed_value(text: str, schema: object, root: object) -> str:
 
 
 def _alternatives(schema: object, root: object, depth: int = 0) -> Iterator[JsonMapping]:
-    """A schema, and those that it is put together from."""
+    """Yield a schema and, recursively, its anyOf, oneOf, allOf and $ref parts."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return
     yield schema
@@ -151,36 +151,36 @@ _CDATA = "<![CDATA["
 
 @dataclass(frozen=True)
 class Tags:
-    """Tags of a format around calls and arguments. One that ends with a space goes on with attributes."""
+    """Tags of a format around calls and arguments. After a tag that ends with a space, attributes follow."""
 
     call: str
     call_end: str
     argument: str
     value_end: str
     head_end: str = ">"
-    """Ends the name of a call; empty where the first argument or the end of the call does."""
+    """Text that ends the name of a call; empty if the first argument or the end of the call ends it."""
     key_end: str = ">"
     value: str = ""
-    """Stands between a key and its value, if `key_end` is not all that does."""
+    """Text between `key_end` and the value, if any."""
     sections: Mapping[str, str] = field(default_factory=dict)
-    """Opening and closing tag around all calls; without one, calls stand alone."""
+    """Closing by opening tag around all calls; empty if calls have no section."""
     bare: bool = False
-    """Calls may stand outside of a section too."""
+    """True if calls may also appear outside of a section."""
     json: str = ""
-    """Begins all arguments as one JSON object."""
+    """Tag before all arguments as one JSON object, if the format has one."""
     cdata: bool = False
-    """Values may be CDATA sections."""
+    """True if values may be CDATA sections."""
     nested: str = ""
-    """Stands before every tag of a format whose arguments are elements in elements."""
+    """Mark before every tag, for formats whose arguments are nested elements."""
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """Tags that may come first."""
+        """Tags that may begin calls."""
         return (*self.sections, *((self.call,) if self.bare or not self.sections else ()))
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Tags that come later."""
+        """All other tags."""
         return (*self.sections.values(), self.call, self.call_end, self.argument, self.value_end, self.key_end)
 
 
@@ -215,7 +215,7 @@ KIMI_K3 = Tags("<|open|>call ", "<|close|>call<|sep|>", "<|open|>argument ", "<|
 
 
 def tagged(feed: Feed, tools: Tools, tags: Tags) -> Steps[None]:
-    """Content, and calls as `tags` mark them; the schemas in `tools` tell the types of arguments."""
+    """Read content, and calls in the format of `tags`; the schemas in `tools` determine the types of arguments."""
     index, closing, called = 0, "", False
     while marker := (yield from passed_on(feed, (*tags.starts, tags.call, closing) if closing else tags.starts)):
         opening = ""
@@ -244,7 +244,7 @@ def tagged(feed: Feed, tools: Tools, tags: Tags) -> Steps[None]:
 
 
 def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[str]:
-    """The arguments of one call, after its name; returns the tag that ends them, "" for one that is not taken."""
+    """Read the arguments of one call; return the tag that ended them. The tag of a next call is put back into the feed."""
     ends = (tags.call_end, closing) if closing else (tags.call_end,)
     opens = (*tags.sections, tags.call)
     yield CallStart(call.index, call.name)
@@ -273,7 +273,7 @@ def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[s
 
 
 def _value(feed: Feed, tags: Tags, ends: tuple[str, ...], opens: tuple[str, ...]) -> Steps[str]:
-    """A value up to its closing tag or, where that is missing, up to the next argument or the end of the call."""
+    """Read a value up to its closing tag, or, if that is missing, up to the next argument or the call's end."""
     while True:
         quoted = feed.text.find("]]>") if tags.cdata and feed.text.lstrip().startswith(_CDATA) else 0
         start = len(feed.text) if quoted < 0 else quoted
@@ -300,7 +300,7 @@ def _argument(call: TypedCall, tags: Tags, head: str, value: str) -> CallArgumen
 
 
 def _attributes(tag: str, head: str) -> dict[str, str]:
-    """Attributes of a tag, with quotes of either kind or none; what Kimi K3 or a tag without any has is `name`."""
+    """Return a tag's attributes, quoted or not. `name` is also Kimi K3's `tool` or `key`, or the text without attributes."""
     if not tag.endswith(" "):
         return {"name": head.strip()}
     found = {name: unescape(one or two or bare) for name, one, two, bare in _ATTRIBUTE.findall(head)}

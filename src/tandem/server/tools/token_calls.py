@@ -1,4 +1,4 @@
-"""DeepSeek V3, R1 and V3.1, and Kimi K2: calls between special tokens, with one more between name and arguments."""
+"""Format of DeepSeek V3, R1, V3.1 and Kimi K2: calls between special tokens, another one between name and arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = re.compile(r"\s*((?:functions\.)?([\w./-]+)(:\d+)?)\s*")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one family."""
+    """Special tokens of one family: around all calls, around one call, and between name and arguments."""
 
     all: str
     one: str
@@ -31,9 +31,9 @@ KIMI = Tokens("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_cal
 
 
 def token_calls(feed: Feed, tokens: Tokens) -> Steps[None]:
-    """Content, and calls in a section of their own or without it.
+    """Read content and calls, with or without the section's tokens.
 
-    A call is `name SEPARATOR {}` (V3.1), `function SEPARATOR name ```json {} ``` ` (V3) or, with an id by Kimi's count,
+    A call is `name SEPARATOR {}` (V3.1), `function SEPARATOR name ```json {} ``` ` (V3) or, with Kimi's numbered id,
     `functions.name:0 SEPARATOR {}`.
     """
     index = 0

@@ -1,4 +1,4 @@
-"""Fair semaphore: a few pieces of work at once, shared evenly among clients, never all of them one client's."""
+"""Semaphore shared evenly among clients; one client never holds all slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tandem.errors import OverloadedError
 
 MOST_WAITING = 256
-"""Pieces of work of one client that may wait."""
+"""Most waiting pieces of work per client group, unless the constructor raises it."""
 MOST_WAITING_BYTES = 256 * 2**20
 
 
@@ -23,15 +23,15 @@ class _Waiting:
 
 
 class FairSemaphore:
-    """Grants the next turn to the client with the fewest, first come, first served among equals.
+    """Semaphore that grants the next slot to the client with the fewest running; ties are first come, first served.
 
-    Belongs to one event loop.
+    Not thread-safe: use on one event loop.
     """
 
     def __init__(self, at_once: int, most_waiting: int = 0) -> None:
-        """`at_once`: pieces of work that run; one client may have all of them but one.
+        """`at_once`: number of slots; one client may hold all but one.
 
-        `most_waiting`: pieces of a client that may wait, where that is more than `MOST_WAITING`.
+        `most_waiting`: most waiting pieces of work per client, if above `MOST_WAITING`.
         """
         self._most_waiting = most_waiting
         self._free = at_once
@@ -41,9 +41,9 @@ class FairSemaphore:
 
     @contextlib.asynccontextmanager
     async def turn(self, group: str, size: int = 0) -> AsyncIterator[None]:
-        """Wait for a turn and hold it for as long as the context lasts; `size`: bytes that are kept meanwhile.
+        """Wait for a slot and hold it inside the context. `size`: bytes held in memory while waiting.
 
-        Raises OverloadedError when too much of the client's waits already.
+        Raises OverloadedError if too much work of this client waits already.
         """
         mine = [waiting.size for waiting in self._waiting if waiting.group == group]
         if len(mine) >= max(MOST_WAITING, self._most_waiting) or (mine and sum(mine) + size > MOST_WAITING_BYTES):

@@ -1,7 +1,6 @@
-"""Sandboxes of one api for what is large or costly in a request, so that the event loop and its clients never wait.
+"""Pool of sandboxed worker processes for large or costly parts of requests, which would block the event loop.
 
-They are started when there is work, kept for more, killed when the client who wanted it leaves, and end by their own
-limits of time and memory.
+Workers start on demand and are reused. They are killed when the client disconnects, or at their time and memory limits.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ seldom = Seldom(logger)
 
 AT_ONCE = 2
 CPU_S = 20
-"""Seconds of processor time for one task."""
+"""CPU time limit of one task, in seconds."""
 MEMORY_BYTES = 3 * 1024**3
-"""Memory that one task may add to its process."""
+"""Most memory, in bytes, that one task may add to its process."""
 WALL_S = 120.0
-"""Seconds on the clock for one task."""
+"""Wall-clock limit of one task, in seconds."""
 WORK = "tandem.server.workers.work"
 Answer = TypeVar("Answer")
 
 
 class Workers:
-    """The worker processes of one api. Belongs to one event loop."""
+    """Worker processes of one api. Not thread-safe: use on one event loop."""
 
     def __init__(self, most_waiting: int = 0) -> None:
-        """`most_waiting`: as `FairSemaphore` has it."""
+        """`most_waiting`: as for `FairSemaphore`."""
         self._semaphore = FairSemaphore(AT_ONCE, most_waiting)
         self._idle: list[Sandbox] = []
         self._busy: set[Sandbox] = set()
@@ -48,10 +47,10 @@ class Workers:
     async def ask(
         self, group: str, function: str, arguments: Mapping[str, object], answer: type[Answer], *, prepare: str = ""
     ) -> Answer:
-        """Return what a worker makes of a function of `work.py`; the worker is killed when this is cancelled. `group`:
-        whose work it is.
+        """Run a function of `work.py` in a worker and return its result; cancelling kills the worker.
 
-        Raises RequestError: what the worker finds, or that it ran into its limits; UnavailableError, OverloadedError.
+        `group`: client group, for fairness. `prepare`: function run first, outside the memory limit. Raises RequestError
+        (from the function, or over the limits), UnavailableError, OverloadedError, ServerError.
         """
         task = SandboxTask(WORK, function, dict(arguments), prepare, CPU_S, MEMORY_BYTES, WALL_S)
         reply = await self.reply(group, task)
@@ -82,7 +81,7 @@ class Workers:
         return reply.decoded(answer)
 
     async def reply(self, group: str, task: SandboxTask) -> TaskReply | SandboxEnded:
-        """Return what becomes of a task when it is its turn. Raises UnavailableError, OverloadedError."""
+        """Wait for a slot, run `task` in a worker, and return its reply. Raises UnavailableError, OverloadedError."""
         frame = task.encoded()
         async with self._semaphore.turn(group, len(frame)):
             if self._closed:
@@ -103,7 +102,7 @@ class Workers:
                     self._idle.append(worker)
 
     async def close(self) -> None:
-        """End all."""
+        """Stop all workers and wait for them to exit."""
         self._closed = True
         for worker in (*self._busy, *self._idle):
             self._threads.submit(worker.end)

@@ -1,4 +1,4 @@
-"""Work of sandboxes on parts of a request. Only they import this."""
+"""Functions that run in sandboxed worker processes; imported only there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
 def load(model: TextsOf, **_: object) -> None:
-    """Load the model's tokenizer, outside of the client's memory limit. Raises RequestError."""
+    """Load and cache the model's tokenizer, before the task's memory limit applies. Raises RequestError."""
     try:
         _tokenizer(model)
     except UsageError as error:
@@ -55,28 +55,27 @@ def load(model: TextsOf, **_: object) -> None:
 
 
 def judge(schema: str, body: bytes, unknown: Unknown) -> None:
-    """Check that `body` is a good request by the schema of that name; `unknown` as --unknown-fields has it. Raises
-    RequestError."""
+    """Validate `body` against the schema named `schema`. `unknown`: value of --unknown-fields. Raises RequestError."""
     parse_bytes(body, _SCHEMAS[schema], unknown)
 
 
 def encode(model: TextsOf, texts: list[str], context: int, param: str, special: bool, closed: bool) -> list[bytes]:
-    """Return the token ids of each text, int32. Raises RequestError as `encode_fitting` does."""
+    """Return the token ids of each text as int32 bytes. Raises RequestError like `encode_fitting`."""
     tokenizer = _tokenizer(model)
     return [_packed(encode_fitting(tokenizer, text, context, param, special=special, closed=closed)) for text in texts]
 
 
 def render(model: TextsOf, context: int, conversation: bytes) -> tuple[bytes, str]:
-    """Return the token ids of a conversation's prompt, int32, and the end of its text. Raises RequestError.
+    """Return a conversation's prompt as token ids (int32 bytes), and the end of its text. Raises RequestError.
 
-    `conversation` is JSON, which has whole numbers of any size: the arguments of `prompt_text` by their names.
+    `conversation`: keyword arguments of `prompt_text` as JSON, since msgpack has no integers above 64 bits.
     """
     tokens, end = rendered(_tokenizer(model), context, from_json(conversation), quick=False)
     return _packed(tokens), end
 
 
 def describe_form(form: bytes) -> str:
-    """Return the grammar of a form: JSON with a field of `StructuredOutputs` and its value. Raises RequestError."""
+    """Return the grammar of `form`, a StructuredOutputs object as JSON. Raises RequestError."""
     try:
         return grammar_of(msgspec.convert(from_json(form), StructuredOutputs))
     except ValueError as error:
@@ -90,7 +89,7 @@ def _packed(tokens: Sequence[int]) -> bytes:
 def compare(
     model: str, revision: str | None, hosts: list[str], link: list[str], context: int, streams: int, goal: Goal | None
 ) -> bytes:
-    """Return the planner's layouts of a model over machines as a JSON object. Raises UsageError."""
+    """Return the planner's comparison of layouts of a model over `hosts` as a JSON object. Raises UsageError."""
     planned = planned_files(resolve(model, revision=revision, weights=False))
     wanted = Request(context=context, streams=streams, goal=goal)
     cluster = cluster_of(
