@@ -160,7 +160,7 @@ def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], 
         {"pipeline_parallel_size": 9},
         {"pipeline_parallel_size": 2, "layer_split": (1, 1)},
         {"pipeline_parallel_size": 2, "executor": "inline"},
-        {"lanes": 99},
+        {"micro_batches": 99},
     ],
 )
 def test_layouts_that_cannot_be_are_refused_before_anything_starts(model: Path, parallel: dict[str, object]) -> None:

@@ -381,6 +381,7 @@ def _candidate_json(candidate: Candidate, machines: Sequence[Machine]) -> dict[s
     prediction = None
     if candidate.prediction is not None:
         prediction = dataclasses.asdict(candidate.prediction)
+        prediction["lanes"] = prediction.pop("micro_batches")
         for entry, memory in zip(prediction["memory"], candidate.prediction.memory, strict=True):
             entry |= {"machine": machines[memory.machine].name, "needed": memory.needed, "short": memory.short}
     replicas = candidate.layout.replicas if candidate.layout else ()

@@ -5,7 +5,7 @@ All are msgspec structs in tagged unions, so that one decoder turns bytes into e
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from tandem.errors import (
     NotFoundError,
@@ -148,7 +148,7 @@ class RankInfo(Struct, frozen=True):
     """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
     """`ready`; while ranks are replaced `lost` for the one that failed, and `waiting` for the others."""
-    stage_latency_s: float = 0.0
+    stage_latency_s: float = field(name="handoff_s", default=0.0)
     """Median seconds, lately, from the output of the stage before it until its input is there; 0: not known."""
 
 
