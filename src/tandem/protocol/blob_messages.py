@@ -14,13 +14,13 @@ class Range(Struct, frozen=True, array_like=True):
 
 
 class BlobFile(Struct, frozen=True):
-    """One file that is served."""
+    """Entry of `FileList`: one file that the peer serves."""
 
     name: str
     size: int
     mtime_ns: int
     sample: str
-    """Checksum of some blocks spread over the file."""
+    """Checksum of sampled blocks of the file, to detect changed content cheaply."""
 
 
 class ListFiles(Struct, frozen=True, tag=True):
@@ -28,7 +28,7 @@ class ListFiles(Struct, frozen=True, tag=True):
 
     number: int
     stems: list[str] | None = None
-    """List only files whose names begin with one of these and a dot; None lists all."""
+    """Prefixes: list only files named `STEM.*`. None lists all files."""
 
 
 class ReadRange(Struct, frozen=True, tag=True):
@@ -46,7 +46,7 @@ class FileList(Struct, frozen=True, tag=True):
 
 
 class Chunk(Struct, frozen=True, tag=True):
-    """Header of a chunk; its bytes follow in a separate frame."""
+    """Header of a chunk. The chunk's bytes follow in a separate ZeroMQ frame."""
 
     number: int
     digest: bytes
