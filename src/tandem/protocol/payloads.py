@@ -9,7 +9,7 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 
 WORKER_MODULE = "tandem.executors.worker"
-"""Entry point of ranks."""
+"""Module of the rank process, run with `python -m`."""
 STANDBY = "standby"
 """Argument of `WORKER_MODULE` for a standby process, which waits to become a rank."""
 LAUNCHERS = "tandem.launchers"
@@ -68,4 +68,4 @@ class HostPayload(Struct, frozen=True, kw_only=True):
     """True to join again after the head is lost."""
     log_level: str = "INFO"
     worker: str = WORKER_MODULE
-    """Entry point of ranks."""
+    """Module that the node agent runs as a rank process."""
