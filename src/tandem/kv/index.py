@@ -45,7 +45,7 @@ class Hit:
 
 
 class PrefixIndex:
-    """Cached prefixes by the prefixes that they can serve, within a budget of KV positions."""
+    """Cached prefixes within a budget of KV positions, found by their block hashes."""
 
     def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
         """Create an empty index. `budget`: KV positions of all cached prefixes; 0 disables the cache. `trimmable`: prefixes
@@ -60,7 +60,7 @@ class PrefixIndex:
         self._by_hash: dict[bytes, dict[str, None]] = {}
         """Keys of the cached prefixes that contain the block with this hash, oldest first."""
         self._ends: dict[bytes, str] = {}
-        """Cached prefixes by the hash of their last block."""
+        """Keys of cached prefixes by the hash of their last block."""
         self._evicted: list[str] = []
         self._next_key = 0
         self.positions = 0
