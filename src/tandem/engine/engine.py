@@ -99,7 +99,7 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """The executor that runs the plans."""
+        """Executor that runs the plans."""
         return self.rank_group.executor
 
     @property
@@ -188,7 +188,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True if no request is live, no plan is in progress and no eviction is pending."""
         return self._scheduler is None or self._scheduler.idle
 
     # --- steps ---

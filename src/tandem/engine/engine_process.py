@@ -1,4 +1,4 @@
-"""The engine as a process: `tandem engine`."""
+"""Engine process, started by `tandem engine`: signals, messages of apis, and status."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EngineService:
             self._ipc_server.close()
         return EXIT_OK
 
-    # --- the engine's loop ---
+    # --- called by the engine's loop ---
 
     @property
     def socket(self) -> object:

@@ -27,7 +27,7 @@ seldom = Seldom(log)
 SILENCE_S = 15.0
 """Seconds without a message after which an api counts as lost, and its requests are aborted."""
 DOUBT_S = 2.0
-"""Seconds without a message before a liveness probe is sent to an api: sending fails if its socket is closed."""
+"""Seconds without a message before an api is probed: sending fails if its socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = (
@@ -180,7 +180,7 @@ def is_heard(path: Path) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # a suspended api whose queue is full
+        except BlockingIOError:  # a suspended listener with a full queue
             return True
         except OSError:
             return False

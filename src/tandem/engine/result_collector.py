@@ -3,7 +3,7 @@
 When a rank or link is lost, MLX may return unfinished sums from its buffers. It raises the error once, for one waiter of the
 step, or never if the step ended before (`Error::check` and `array::is_available` in MLX 0.32). A rank may then send on a
 wrong sum, and the last stage samples from it. But a lost rank does not report the step, and the other ranks hold different
-partial sums. So the output of a stage must equal the input of the next bit for bit, and all ranks of a stage must hold equal
+partial sums. So the input of a stage must equal the previous output bit for bit. All ranks of a stage must hold equal
 activations.
 """
 

@@ -69,6 +69,6 @@ def _serve(orders: queue.SimpleQueue[_Work]) -> None:
         except BaseException:
             over.set()
             raise
-        del work  # it may hold a model
+        del work  # `work` may reference a model
         _unused.append(orders)
         over.set()

@@ -302,8 +302,7 @@ class Watchdog:
         self._check_progress(now)
 
     def _wake(self, now: float) -> None:
-        """Record that the engine runs. A pause of its own (suspended, or busy elsewhere) moves all timers by its
-        length."""
+        """Shift all timers by the engine's own pause (suspended, or busy elsewhere), if it exceeds `PAUSE_S`."""
         gap, self._awake_at = now - self._awake_at, now
         if gap <= PAUSE_S:
             return

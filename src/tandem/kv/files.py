@@ -361,7 +361,7 @@ class DiskBlockFiles:
         if drop:
             with suppress(FileNotFoundError):  # the whole directory may be missing
                 for file, status in files_of(self._path, stems):
-                    with suppress(OSError):  # another rank deletes them too
+                    with suppress(OSError):  # another rank may delete them too
                         (self._path / file).unlink()
                         dropped += status.st_size
         own = total = 0

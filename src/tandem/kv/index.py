@@ -147,7 +147,7 @@ class PrefixIndex:
             return None
         hits = 0
         for digest in hashes[:-1] if self._trimmable else ():
-            if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
+            if (key := self._ends.get(digest)) is not None:  # the new prefix contains the old one
                 hits += self._cached_prefixes[key].hits
                 self._evict(key)
         self._shrink_to(self._room - length - self._extra)
@@ -293,7 +293,7 @@ class DiskBlockIndex:
         self._ranks: list[set[bytes]] = []
 
     def reset(self, kept: Sequence[Iterable[bytes]]) -> None:
-        """Reset to the blocks that each rank has."""
+        """Reset to these blocks of each rank."""
         self._ranks = [set(names) for names in kept]
 
     def keep(self, rank: int, names: Iterable[bytes]) -> None:

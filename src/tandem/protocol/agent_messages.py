@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-# --- pairing, over a socket that anybody may reach ---------------------------------------------------------------
+# --- pairing, over a socket open to anyone ------------------------------------------------------------------------
 
 
 class PairIdentity(Struct, frozen=True, tag=True):
@@ -49,14 +49,14 @@ class PairRefused(Struct, frozen=True, tag=True):
 PairRequest = PairHello | PairStart | PairConfirm
 PairReply = PairIdentity | PairElement | PairProof | PairRefused
 
-# --- sessions, over a socket for paired heads alone --------------------------------------------------------------
+# --- sessions, over a socket for paired heads only ----------------------------------------------------------------
 
 
 class OpenSession(Struct, frozen=True, tag=True):
     """Start a program on the agent's machine. The session carries its standard input and output."""
 
     program: str
-    """`rank-host` or `probe`."""
+    """Program to start: `rank-host` (a node agent) or `probe`."""
 
 
 class Data(Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Range(Struct, frozen=True, array_like=True):
-    """`length` bytes of file `name` from `offset` on."""
+    """Byte range of a file: `length` bytes from `offset` on."""
 
     name: str
     offset: int
@@ -39,7 +39,7 @@ class ReadRange(Struct, frozen=True, tag=True):
 
 
 class FileList(Struct, frozen=True, tag=True):
-    """Files that are served."""
+    """Answer to `ListFiles`: the files that the peer serves."""
 
     number: int
     files: list[BlobFile]
@@ -50,11 +50,11 @@ class Chunk(Struct, frozen=True, tag=True):
 
     number: int
     digest: bytes
-    """`checksum` of the bytes."""
+    """Checksum of the bytes (`transport.blobs.checksum`)."""
 
 
 class Refusal(Struct, frozen=True, tag=True):
-    """The request cannot be answered."""
+    """Answer to a request that cannot be served, with the reason."""
 
     number: int
     message: str

@@ -21,7 +21,7 @@ class QueryCache(Struct, frozen=True, tag=True):
 
 
 class CachedPrefixState(Struct, frozen=True):
-    """One prefix in memory."""
+    """Entry of `CacheReport`: one prefix in memory."""
 
     tokens: int
     disk_tokens: int
@@ -31,7 +31,7 @@ class CachedPrefixState(Struct, frozen=True):
 
 
 class DiskReport(Struct, frozen=True):
-    """KV on the disks of an engine's ranks."""
+    """State of the disk cache of an engine's ranks."""
 
     directory: str
     limit_bytes: int

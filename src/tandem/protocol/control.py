@@ -83,7 +83,7 @@ class Output(Struct, frozen=True, tag=True):
     disk_tokens: int = 0
     """Part of `cached_tokens` that was read from disk for this request."""
     vector: bytes = b""
-    """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
+    """Pooled hidden state for a request with `pooling`: float32, little-endian; else empty."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of all prompt tokens but the first, if requested. Sent with the first token or at the end."""
 
@@ -99,7 +99,7 @@ class Refused(Struct, frozen=True, tag=True):
     retry_after: float | None = None
 
     def as_error(self) -> RequestError:
-        """Return the exception to raise in the api."""
+        """Return the exception for the api to raise."""
         if self.status == 429:
             return OverloadedError(self.message, retry_after=self.retry_after or 1.0, code=self.code or "overloaded")
         if self.status == 503:
@@ -119,12 +119,12 @@ class HandedOver(Struct, frozen=True, tag=True):
 
 
 class RankInfo(Struct, frozen=True):
-    """One rank as `/health` shows it."""
+    """State of one rank, as in `/health`."""
 
     rank: int
     stage: int
     layers: tuple[int, int]
-    """First layer and one past the last."""
+    """First layer, and one past the last."""
     pid: int
     host: str
     weight_bytes: int

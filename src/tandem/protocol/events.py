@@ -29,7 +29,7 @@ class Event(Struct, frozen=True):
     kind: str
     """Kind of event, listed in docs/apis.md: `rank_lost`, `model_loaded` and so on."""
     text: str
-    """One line: the event and its reason."""
+    """The event and its reason, in one line."""
     level: Level = "info"
     remedy: str = ""
     """Action for the operator; empty if none is needed."""

@@ -127,7 +127,7 @@ HostMessage = Join | Ports | RankStarted | RankExited | HostPong | Leave
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The node agent is admitted to the cluster."""
+    """Join accepted."""
 
     heartbeat_timeout: float
     """Seconds without a message from the head after which the node agent ends its rank."""

@@ -60,7 +60,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     model_path: str
     model_name: str
     layers: tuple[int, int]
-    """First layer and one past the last."""
+    """First layer, and one past the last."""
     tensor_split: tuple[float, ...] | None
     """Relative shares of heads and widths of the stage's ranks; None for equal shares."""
     micro_batches: int

@@ -101,7 +101,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Request for one sequence. `n` choices or several prompts become several requests."""
 
     request_id: str
-    """Unique among live requests."""
+    """Request id, unique among live requests."""
     prompt: list[int]
     """Token ids, at least one."""
     params: SamplingParams

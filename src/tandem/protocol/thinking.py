@@ -63,7 +63,7 @@ class Ruling(NamedTuple):
 
 
 def begin(tags: ThinkingTokens) -> Thought:
-    """Return the state before any output."""
+    """Return the state before any output token."""
     return Thought(tags.begun)
 
 

@@ -38,7 +38,7 @@ class Drafted:
 
     ids: list[str]
     tokens: mx.array
-    """int32 [ids, drafts]"""
+    """int32 [ids, drafts]: draft tokens."""
 
     def values(self) -> dict[str, list[int]]:
         """Return the drafts by request id; wait for the device."""

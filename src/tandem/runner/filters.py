@@ -98,7 +98,7 @@ def _head_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, head: 
     dropped = (more_likely >= needed).sum(axis=-1, keepdims=True)
     nucleus = mx.take_along_axis(top, mx.minimum(dropped, head - 1), axis=-1)
     nucleus = mx.where(filters.top_p < 1.0, nucleus, -mx.inf)
-    # Undecided: the head's mass falls short of p, and tokens beyond it are not ruled out by top-k either.
+    # Undecided: the head's mass is below p, and top-k does not exclude later tokens either.
     decided = (dropped > 0) | (top[:, :1] <= bound) | (filters.top_p >= 1.0)
     return mx.maximum(bound, nucleus), decided
 

@@ -53,7 +53,7 @@ class KVBufferLayer:
         self._step: RowStep | None = None
         self._written = True
 
-    # ---- what the model's layer calls
+    # ---- called by the model's layer
 
     @property
     def offset(self) -> int | mx.array:
@@ -116,7 +116,7 @@ class KVBufferLayer:
         longest = min(step.longest, self._ring - 1) if self._ring else step.longest
         return self._attention(queries, keys, values, step.held(self._ring), longest, scale)
 
-    # ---- what the store calls
+    # ---- called by the store
 
     @property
     def cache(self) -> KVBufferLayer:

@@ -97,7 +97,7 @@ class LayerStore(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the layer's arrays."""
 
     def join(self, cache: Any, length: int) -> None:
         """Append one row, copied from a single-sequence cache that holds `length` tokens."""
@@ -134,7 +134,7 @@ class ListLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all members."""
         return sum(store.nbytes for store in self._stores)
 
     def join(self, cache: Any, length: int) -> None:
@@ -143,7 +143,7 @@ class ListLayer:
             store.join(one, length)
 
     def last_row(self, length: int) -> Sequence[Any]:
-        """Call the method of LayerStore for each member."""
+        """Return the lazy copies of the last row, one entry per member."""
         return [store.last_row(length) for store in self._stores]
 
     def leave(self, row: int, last: Sequence[Any]) -> None:
@@ -152,7 +152,7 @@ class ListLayer:
             store.leave(row, one)
 
     def begin(self, step: RowStep) -> None:
-        """See LayerStore."""
+        """Start a step in all members."""
         for store in self._stores:
             store.begin(step)
 
@@ -161,12 +161,12 @@ class ListLayer:
         return mlx_caches.CacheList(*(store.extract(row, length) for store in self._stores))
 
     def resize(self, capacity: KVShape) -> None:
-        """See LayerStore."""
+        """Resize all members."""
         for store in self._stores:
             store.resize(capacity)
 
     def check(self, lengths: Sequence[int]) -> None:
-        """See LayerStore."""
+        """Check all members."""
         for store in self._stores:
             store.check(lengths)
 
@@ -192,12 +192,12 @@ class MergedLayer:
 
     @property
     def cache(self) -> Any:
-        """mlx-lm's batch cache."""
+        """mlx-lm's batch cache; None without rows."""
         return self._batch
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the layer's arrays."""
         return 0 if self._batch is None else int(self._batch.nbytes)
 
     def join(self, cache: Any, length: int) -> None:
@@ -235,7 +235,7 @@ class MergedLayer:
         """Do nothing: mlx-lm's batches have no spare capacity."""
 
     def check(self, lengths: Sequence[int]) -> None:
-        """See LayerStore; only attention caches know their lengths."""
+        """Check the lengths; only attention caches know theirs."""
         offset = getattr(self._batch, "offset", None)
         if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
             raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")

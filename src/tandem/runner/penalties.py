@@ -26,7 +26,7 @@ class PenaltyRows:
     whole: bool
     """True if every row of the batch is penalised."""
     repetition: mx.array | None
-    """float32 [r, 1], or None when all are 1."""
+    """float32 [r, 1]; None if all are 1."""
     frequency: mx.array | None
     """float32 [r, 1], or None when all are 0."""
     presence: mx.array | None
@@ -101,7 +101,7 @@ class TokenHistory:
 
     def count(self, tokens: mx.array, rows: PenaltyRows) -> None:
         """Count the tokens int32 [n] just sampled for the batch, which may still be computed on the device."""
-        given = mx.maximum(tokens if rows.whole else tokens[rows.rows], 0)  # -1 marks a row that failed
+        given = mx.maximum(tokens if rows.whole else tokens[rows.rows], 0)  # negative values mark failed rows
         self._counts = self._counts.at[rows.slots, given].add(1.0)
 
     def _known(self, tokens: Sequence[int]) -> np.ndarray:

@@ -69,7 +69,7 @@ class PrefixStore:
         return [_revive(one, length) for one in self._saved[key]]
 
     def evict(self, key: str) -> None:
-        """Drop a cached prefix. Raises BatchDesync for an unknown key."""
+        """Drop a cached or fetched prefix. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._disk.drop(key)
         elif (saved := self._saved.pop(key, None)) is None:

@@ -27,7 +27,7 @@ class MicroBatch:
     step: int = 1
     """Positions by which its rows grow at least."""
     shape: KVShape = KVShape()
-    """Capacity of its KV buffer after the plans sent so far."""
+    """Capacity of its KV buffer once all plans sent so far are done."""
     members: dict[str, Sequence] = field(default_factory=dict)
     removes: list[str] = field(default_factory=list)
     outstanding: int = 0

@@ -82,7 +82,7 @@ class PromptPace:
         """Record a plan's result.
 
         `now`: time of the result in seconds. `seconds`: time since the micro-batch's previous result; None if it had none
-        directly before. `busy_s`: seconds of computation. `under_way`: other plans in progress.
+        directly before. `busy_s`: compute seconds of the sampling rank. `under_way`: other plans in progress.
         """
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
@@ -105,7 +105,8 @@ class PromptPace:
             self._embedded_at = now
 
     def _charge(self, seconds: float, embedded: bool) -> None:
-        """Charge a decode step of `seconds` to the pace, with or without texts embedded beside it."""
+        """Update the balance between embedding and decoding after a decode step of `seconds`. `embedded`: embeddings ran
+        beside it."""
         if self._decode_s is None:
             self._ahead_s = seconds if embedded else 0.0  # alternate while the cost of decoding is unknown
         else:

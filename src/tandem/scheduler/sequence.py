@@ -155,11 +155,12 @@ class Sequence:
 
     @property
     def from_disk(self) -> int:
-        """Positions of `cached` that were read from disk for it."""
+        """Positions of `cached` that were read from disk."""
         return min(self.fetched, self.cached)
 
     def take_logprobs(self) -> PromptLogprobs | None:
-        """Return the log probabilities of the whole prompt once it is computed; None if not wanted."""
+        """Return the log probabilities of the whole prompt and forget them; None if not requested. Call once the prompt is
+        computed."""
         if not self.scores:
             return None
         found, self._prompt_logprobs = joined(self._prompt_logprobs), []

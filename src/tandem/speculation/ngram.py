@@ -64,7 +64,7 @@ class NgramIndex:
             self._at, self._matched = self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
-        """Return the best match and its length in tokens; (-1, 0) without one."""
+        """Return the position after the best match, and its length in tokens; (-1, 0) without one."""
         best, most = -1, 0
         at = self._latest.get(hash(tuple(self._tokens[-self._shortest :])), -1)
         for _ in range(CANDIDATES):
