@@ -87,10 +87,11 @@ class ClusterExecutor(Executor):
     ) -> None:
         """Store the collaborators; `start` launches ranks.
 
-        `start_timeout_s`: seconds for all ranks of the first start, and without loading progress. `step_timeout_s`: maximum
-        seconds without progress of a step. `rejoin_timeout_s`: seconds to wait for lost machines. `fit`: called once when the
-        first places are known. `standbys`: start a standby process beside each rank. `lending`: keys for KV transfers between
-        rank groups; None limits them to the ranks of one group, if they have several disks.
+        `start_timeout_s`: seconds until all ranks are connected, and maximum seconds without loading progress.
+        `step_timeout_s`: maximum seconds without progress of a step. `rejoin_timeout_s`: seconds to wait for lost machines at
+        later starts. `fit`: called once when the first places are known. `standbys`: start a standby process beside each
+        rank. `lending`: keys for KV transfers between rank groups; None limits them to the ranks of one group, if they have
+        several disks.
         """
         self._specs = specs
         self._fit = fit

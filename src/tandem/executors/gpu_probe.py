@@ -22,7 +22,7 @@ def probe_gpu(tell: Callable[[Exception], None]) -> None:
     """Run a small product on the GPU; return at once if the rank computes on the CPU. Call in the thread that owns MLX.
 
     On timeout `tell` is called with `GpuSilent` from another thread, and this call may never return. Raises `GpuSilent` if
-    the GPU reports an error.
+    the GPU reports an error, RuntimeError if its memory is full.
     """
     if not on_gpu():
         return

@@ -195,7 +195,7 @@ class KVDisk:
     def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[State], awaited: bool) -> None:
         """Queue as many of these consecutive disk blocks for writing as `WAITING_BYTES` allows."""
         first = disk_blocks[0][0]
-        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # not evaluated: for shapes
+        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # lazy, for its shapes
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
             seldom.warning("KV disk not used: this model's KV is not divided as its description says")
             return

@@ -70,7 +70,7 @@ class Beat(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """The program has ended. A negative exit code is the number of the signal that ended it."""
+    """The program has ended. A negative exit code is the negated number of the signal that ended it."""
 
     code: int
     reason: str = ""

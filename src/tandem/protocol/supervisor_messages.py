@@ -14,7 +14,7 @@ class ListReplicas(Struct, frozen=True, tag=True):
     api: int = 0
     """Process id of the asking api; 0 for other clients."""
     reached: int = 0
-    """Number of accepting engines that the api is connected to."""
+    """Number of connected engines that accept requests."""
     events_after: int = 0
     """Number of the last event already received; later ones are sent."""
     number: int = 0

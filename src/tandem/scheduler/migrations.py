@@ -1,8 +1,8 @@
 """Migration of sequences to another replica: their KV is written to disk first.
 
-Draining sequences migrate as soon as possible. Sequences of prefill replicas migrate when their prompt is computed, and their
-disk blocks are written as they complete. All keep running here until their blocks are written. KV beyond the last whole
-block, or not written, is recomputed on the other replica.
+Draining sequences migrate as soon as possible. Requests with `leaves` migrate when their prompt is computed, and their disk
+blocks are written as they complete. All keep running here until their blocks are written. KV beyond the last whole block, or
+not written, is recomputed on the other replica.
 """
 
 from __future__ import annotations
