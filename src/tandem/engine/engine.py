@@ -76,7 +76,7 @@ class _Standstill:
 
 
 class Engine:
-    """Holds all requests and runs the loop. Not thread-safe; with the inline executor its thread runs all MLX work."""
+    """Engine with all requests and its loop. Not thread-safe; with the inline executor its thread runs all MLX work."""
 
     def __init__(
         self, settings: Settings, layout: RankGroupLayout, executor: Executor | None = None, lending: ClusterKeys | None = None

@@ -42,7 +42,7 @@ EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
 
 
 class EngineService:
-    """Pass messages between IPC server and engine until `stop`."""
+    """Exchange of messages between IPC server and engine, until `stop`."""
 
     def __init__(self, settings: Settings, lending: ClusterKeys | None = None) -> None:
         """Check model and layout, and open the socket. `lending`: keys for KV transfers, as for `Engine`. Raises UsageError."""

@@ -56,7 +56,7 @@ FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 
 
 class RankGroup:
-    """Starts ranks, and replaces all of them when one fails. Not thread-safe."""
+    """Ranks of an engine: their start, and the replacement of all when one fails. Not thread-safe."""
 
     def __init__(self, settings: Settings, layout: RankGroupLayout, executor: Executor, metrics: EngineMetrics) -> None:
         """Store the collaborators; call `start` to launch ranks."""

@@ -34,7 +34,7 @@ class Disagreement(RankFailure):
 
 
 class ResultCollector:
-    """Holds back the result of each step until every rank has reported it."""
+    """Collector of ranks' reports, which holds back a step's result until every rank has reported it."""
 
     def __init__(self) -> None:
         self._reports: dict[int, dict[int, Stepped]] = {}

@@ -161,7 +161,7 @@ def _device(ready: Ready) -> tuple[str, int]:
 
 
 class MemoryGuard:
-    """Monitors the memory of an engine's ranks, across their replacements."""
+    """Monitor of the memory of an engine's ranks, across their replacements."""
 
     def __init__(self, memory_fraction: float) -> None:
         """Set the thresholds. `memory_fraction`: fraction of a device's memory for weights and KV."""

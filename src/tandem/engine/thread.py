@@ -38,7 +38,7 @@ CLOSED = "this LLM is closed"
 
 
 class EngineThread:
-    """Starts an engine in a thread, submits requests to it and ends it. Thread-safe."""
+    """Engine in a thread, with thread-safe methods to start it, submit requests and end it."""
 
     def __init__(self, settings: Settings, layout: RankGroupLayout) -> None:
         """Create the engine; `start` loads the model."""

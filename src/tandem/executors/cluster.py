@@ -71,7 +71,8 @@ Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 
 
 class ClusterExecutor(Executor):
-    """Runs one rank group at a time. If a rank fails all are ended, and `start` creates a new group with new keys and ports."""
+    """Executor of one rank group at a time. If a rank fails all are ended, and `start` creates a new group with new keys and
+    ports."""
 
     def __init__(
         self,

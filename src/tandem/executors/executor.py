@@ -21,7 +21,7 @@ def do_nothing() -> None:
 
 
 class Executor(ABC):
-    """Runs a rank group in processes, or one rank in this process. Not thread-safe."""
+    """Executor of plans on a rank group in processes, or on one rank in this process. Not thread-safe."""
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Callback, called about every 0.1 s while `start` and `close` wait for ranks."""

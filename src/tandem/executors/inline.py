@@ -33,7 +33,8 @@ STOP_S = 10.0
 
 
 class InlineExecutor(Executor):
-    """Runs one rank in this process, without bus or channel. A step that hangs can only be ended with the process."""
+    """Executor of plans on one rank in this process, without bus or channel. A step that hangs can only be ended with the
+    process."""
 
     def __init__(self, spec: StageSpec, *, step_timeout_s: float) -> None:
         self._spec = spec

@@ -23,7 +23,7 @@ _unused: list[queue.SimpleQueue[_Work]] = []
 
 
 class LentThread:
-    """Runs one function in a pooled thread, with the interface of a thread from `start_thread`."""
+    """One function call in a pooled thread, with the interface of a thread from `start_thread`."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Start `work` at once."""

@@ -38,7 +38,7 @@ Build = Callable[[Report], tuple[Runner, Ready]]
 
 
 class RankLoop:
-    """Loads the model, then executes plans in the order of `submit`. All reports and errors go to the mailbox."""
+    """Loop that loads the model, then executes plans in the order of `submit`. All reports and errors go to the mailbox."""
 
     def __init__(self, rank: int, build: Build, mailbox: Mailbox[Event], memory: Callable[[], tuple[int, int]]) -> None:
         """Start loading. `memory` returns (peak bytes, bytes in use)."""

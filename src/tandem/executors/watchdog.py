@@ -56,7 +56,7 @@ SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
 
 
 class Workload:
-    """Counts the units of work in a rank group's plans; one unit is about one token's matrix products."""
+    """Counter of the units of work in a rank group's plans; one unit is about one token's matrix products."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
@@ -183,7 +183,7 @@ class _Step:
 
 
 class Watchdog:
-    """Watches successive rank groups of an engine. The learnt pace is kept until it causes a failure.
+    """Watchdog of successive rank groups of an engine. The learnt pace is kept until it causes a failure.
 
     All times are seconds of one monotonic clock.
     """

@@ -27,7 +27,7 @@ TOO_COMPLEX = "it is too complex to be compiled"
 
 
 class GrammarCheck:
-    """Checks grammars in a sandbox, and caches results. Thread-safe."""
+    """Compilation check of grammars in a sandbox, with cached results. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._has_bytes = tokenizer.scheme.has_bytes

@@ -23,7 +23,7 @@ COMPILING = 2
 
 
 class Vocabulary:
-    """Compiles grammars in threads. The tokenizer is loaded with the first one."""
+    """Vocabulary with threads that compile grammars over it. The tokenizer is loaded with the first one."""
 
     def __init__(
         self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int], ready: Callable[[str], object] = lambda _: None

@@ -107,7 +107,7 @@ class _Order:
 
 
 class DiskTier:
-    """Decides which prefixes to read from disk, and tracks pending reads. Used only by the scheduler."""
+    """Disk tier: selection of prefixes to read from disk, and pending reads. Used only by the scheduler."""
 
     def __init__(self) -> None:
         self.orders: list[Fetch | UseRemoteStores | Survey] = []

@@ -56,7 +56,7 @@ class Lending(Struct, frozen=True):
 
 
 class DiskBlockServer(BlobServer):
-    """Serves the disk block files currently in a directory, and no other files."""
+    """Server of the disk block files currently in a directory, and of no other files."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
         """Listen on a free port. Raises TransportError if the address is not usable."""

@@ -156,7 +156,7 @@ class _Span:
 
 
 class KVDisk:
-    """Reads and writes disk blocks of one rank. Call `store` and `take` in the thread that owns MLX, `take_order` in any."""
+    """Disk cache of one rank. Call `store` and `take` in the thread that owns MLX, `take_order` in any."""
 
     def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report, lending: Lending | None = None) -> None:
         """Start the thread. `report` is called from it with results. `lending`: serve the files and fetch remote ones; None

@@ -19,7 +19,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Decoder(Generic[Message]):
-    """Decodes MessagePack into `Message`, a struct or a union of tagged ones."""
+    """Decoder from MessagePack to `Message`, a struct or a union of tagged ones."""
 
     def __init__(self, kind: object) -> None:
         """Set the type to decode into; `kind` is `Message` as a runtime value."""

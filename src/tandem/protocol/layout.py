@@ -99,7 +99,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     draft_path: str = ""
     """Directory of the draft model, used by the sampling rank; empty for none."""
     trust_remote_code: bool = False
-    """True to let the tokenizer, needed for grammars, run Python code from the model directory."""
+    """True if the tokenizer, needed for grammars, may run Python code from the model directory."""
     adapter_path: str = ""
     """Directory of a LoRA adapter on the rank's machine; empty for none."""
     expert_parallel: bool = False

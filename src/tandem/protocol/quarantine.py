@@ -28,7 +28,7 @@ REST_S = 10.0
 
 
 class QuarantineRecord(Struct):
-    """Crashes that a request was part of. Places are token positions, counted from the start of the prompt."""
+    """Crashes that a request was part of. Positions are counted from the start of the prompt."""
 
     company: int = 0
     """Consecutive crashes with other requests, without progress in between."""

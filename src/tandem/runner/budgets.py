@@ -108,7 +108,7 @@ class Budgets:
     def took(self, ids: Sequence[str], ahead: Sequence[int], tokens: mx.array) -> mx.array | None:
         """Track the tokens int32 [n] sampled for `ids`. Return an array to dispatch with them; None if no row has a budget.
 
-        Sequences with several rows are skipped, as the next plan tells which tokens count.
+        Sequences with several rows are skipped, as the next plan decides which tokens count.
         """
         several = {name for name, i in zip(ids, ahead, strict=True) if i}
         rows = [

@@ -235,7 +235,7 @@ class MergedLayer:
         """Do nothing: mlx-lm's batches have no spare capacity."""
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Check the lengths; only attention caches know theirs."""
+        """Check the rows' lengths, if mlx-lm's batch cache has an `offset`: see LayerStore."""
         offset = getattr(self._batch, "offset", None)
         if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
             raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")

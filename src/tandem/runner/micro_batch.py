@@ -24,7 +24,7 @@ class Held:
 
 
 class MicroBatchState:
-    """Applies plans to one micro-batch, and checks the result against the engine's fingerprint."""
+    """One micro-batch on a rank: applies plans and checks the result against the engine's fingerprint."""
 
     def __init__(
         self,

@@ -84,7 +84,8 @@ class PendingStep:
 
 
 class Runner:
-    """Executes plans on a stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a process."""
+    """Executor of plans on one stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a
+    process."""
 
     def __init__(
         self,

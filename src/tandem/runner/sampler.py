@@ -120,7 +120,7 @@ class _Plan:
 
 
 class Sampler:
-    """Samples tokens, and holds the sampling state of sequences. Exists only on the sampling rank."""
+    """Sampler with the sampling state of its sequences. Exists only on the sampling rank."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (), vocabulary: Vocabulary | None = None) -> None:
         """Create a sampler without sequences. `vocab_size`: width of the logits; `eos_token_ids`: the model's end-of-sequence

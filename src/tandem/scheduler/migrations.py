@@ -50,7 +50,7 @@ class Migrations:
         self._leaving: dict[str, _Migration] = {}
 
     def enter(self, sequence: Sequence) -> None:
-        """Schedule the migration of a new sequence after its next token, if its request says so and it can migrate."""
+        """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
             names = disk_block_names(block_hashes(sequence.tokens))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)

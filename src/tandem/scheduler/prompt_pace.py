@@ -27,7 +27,7 @@ ODD = 4.0
 
 
 class PromptPace:
-    """Tracks recent costs of decode steps and prompt tokens, and sets the chunk size."""
+    """Recent costs of decode steps and prompt tokens, and the chunk size that follows from them."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         """Set the time limit of a chunk in seconds. None: `STEPS` decode steps; 0: no limit."""

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Decides when suspects may run, and makes notices for their apis. Each sequence has a `QuarantineRecord`."""
+    """Rules for when suspects may run, and notices for their apis. Each sequence has a `QuarantineRecord`."""
 
     def __init__(self) -> None:
         self._resting: tuple[Sequence, float] | None = None

@@ -256,7 +256,7 @@ class Speculation:
         return [drafts for drafts, _ in rows] if self._limits.model else best_drafts(rows, self._costs)
 
     def ask(self, sequences: Sequence[Drafting], most: int) -> int:
-        """Return the number of tokens, up to `most`, that the draft model shall propose for these sequences' next step."""
+        """Return the number of tokens, up to `most`, to request from the draft model for these sequences' next step."""
         if self._limits is None or not self._limits.model:
             return 0
         rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
