@@ -1,4 +1,4 @@
-"""From settings to a rank group: which model, which layers where, which executor."""
+"""Build a rank group from settings: model, layers per stage, executor."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 MAX_MICRO_BATCHES = 16
 ALIKE = 1.1
-"""Machines whose memory differs by less than this factor get as many layers each."""
+"""Memory ratio below which machines get equal numbers of layers."""
 
 
 @dataclass(frozen=True)
 class RankGroupLayout:
-    """A model laid out over stages; nothing is loaded yet."""
+    """Layout of a model over stages; nothing is loaded yet."""
 
     files: ModelFiles
     description: ModelDescription
@@ -56,20 +56,20 @@ class RankGroupLayout:
     max_context: int
     micro_batches: int
     pooling: Pooling | None = "last"
-    """How prompts become vectors; None where the model asks for what is not supported."""
+    """Pooling of embeddings; None if the model needs an unsupported pooling."""
     defaults: SamplingDefaults = SamplingDefaults()
     """Sampling defaults of requests."""
     profile: Profile | None = None
-    """Measured speeds of the machines, for layouts over fewer of them."""
+    """Measured speeds of the machines, used to plan layouts over fewer of them."""
 
     @property
     def served_name(self) -> str:
-        """Name that clients ask for."""
+        """Served name of the model."""
         return self.ranks[0].model_name
 
 
 def plan_layout(settings: Settings) -> RankGroupLayout:
-    """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
+    """Find and check the model, and split its layers over stages. Raises UsageError."""
     parallel, model = with_layout(settings.parallel), settings.model
     if parallel.data_parallel_size > 1:
         raise LayoutError(
@@ -95,7 +95,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
         uncut=description.uncut,
     )
     for size in set(sizes) - {1}:
-        # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
+        # Refuse models that cannot be split. Only ranks can tell whether `auto` dequantises; they refuse those cases.
         plan_shards(
             description,
             size,
@@ -143,7 +143,7 @@ def _stage_specs(
     drafts: int,
     draft: ModelFiles | None,
 ) -> tuple[StageSpec, ...]:
-    """Return what each rank loads and how it computes, in the order of ranks; `ranges` has the layers of each stage."""
+    """Return the specification of each rank, in rank order. `ranges`: layers of each stage."""
     parallel, model = settings.parallel, settings.model
     sizes = stage_sizes(parallel)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
@@ -188,7 +188,7 @@ def _stage_specs(
 
 
 def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
-    """Log one line for an option that has no effect in this layout."""
+    """Log a warning for each option that has no effect in this layout."""
     backend = settings.parallel.backend
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
         log.warning(
@@ -201,8 +201,8 @@ def say_what_is_idle(settings: Settings, layout: RankGroupLayout) -> None:
 
 
 def kv_space(model: ModelSettings, files: ModelFiles) -> str:
-    """Name of all that KV depends on beside tokens, type of computation and versions, which ranks know: model, adapter,
-    and weights made whole. Raises ConfigError."""
+    """Return the KV namespace: a digest of model and adapter files, and the dequantisation mode. Compute type and versions
+    are added by the ranks. Raises ConfigError if weights are incomplete."""
     if files.headers is not None:
         raise ConfigError(
             "--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
@@ -215,7 +215,7 @@ def kv_space(model: ModelSettings, files: ModelFiles) -> str:
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
-    """Raise UsageError for a directory that holds no LoRA adapter, or one of another model."""
+    """Raise UsageError if the adapter directory has no LoRA adapter, or one for another model."""
     if model.adapter_path is None:
         return
     if model.weights_from == "head":
@@ -228,7 +228,7 @@ def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
 
 
 def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription, draft: ModelFiles | None) -> None:
-    """Raises ConfigError for a replica that shares its work with others, where sequences cannot go to them."""
+    """Raise UsageError for a prefill or decode replica whose sequences cannot migrate to others."""
     if (role := role_of(parallel)) == "both":
         return
     if kv_disk is None:
@@ -245,7 +245,7 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: Mo
 
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
-    """Raises ConfigError for fast fences and wired weights where no rank can have them."""
+    """Raise ConfigError for fast fences or wired weights if no rank runs on a Mac's GPU."""
     if parallel.device == "cpu" and wired_bytes(wired):
         raise ConfigError(
             f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out", param="wired"
@@ -270,7 +270,7 @@ def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
-    """Ranks of each stage. Raises LayoutError when settings contradict one another."""
+    """Return the number of ranks of each stage. Raises LayoutError for contradictory settings."""
     stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     if parallel.parallel is None:
         sizes = (ranks,) * stages
@@ -308,8 +308,8 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
 
 
 def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterKeys | None = None) -> Executor:
-    """The executor that the settings ask for. The inline one brings mlx into this process. `lending`: as for `Engine`;
-    who computes in this process has the same disk as the others."""
+    """Return the executor that the settings select. The inline one imports mlx into this process. `lending`: keys for KV
+    transfers, as for `Engine`; unused by the inline executor, whose replicas share one disk."""
     keep_awake()
     kind, here = settings.parallel.executor, launcher_kind(settings.parallel).here
     if kind == "inline" and len(layout.ranks) > 1:
@@ -345,7 +345,7 @@ def make_executor(settings: Settings, layout: RankGroupLayout, lending: ClusterK
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:
-    """Divide layers by the memory of the machines that joined, where it is known and differs."""
+    """Redistribute layers by the memory of the joined machines, if all are known and differ by `ALIKE` or more."""
     memory = [place.memory_bytes for place in places]
     if specs[0].stages == 1 or not all(memory) or max(memory) < ALIKE * min(memory):
         return specs
@@ -358,9 +358,9 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
 
 
 def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:
-    """The draft model that the settings name, None if they name none.
+    """Return the draft model that the settings name; None without one.
 
-    Raises ConfigError when its tokens are not those of the model in `files`, ModelError when it cannot be run.
+    Raises ConfigError if its tokens differ from those of the model in `files`, ModelError if the model is unusable.
     """
     name = with_speculative_config(settings.speculation).draft_model
     if not name:

@@ -1,4 +1,4 @@
-"""Answers queries of apis about cached prefixes; where KV is kept on disk, once all ranks have looked there."""
+"""Answer queries of apis about cached prefixes, after all ranks have listed their disk caches if there are any."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class _Question:
     until: float
     dropped_tokens: int
     seen: dict[int, Surveyed] = field(default_factory=dict)
-    """Answers by rank."""
+    """Surveys received so far, by rank."""
 
 
 class CacheQueryHandler:
-    """Used by the engine's thread."""
+    """Answer `QueryCache` messages. Used only by the engine's thread."""
 
     def __init__(self, rank_group: RankGroup, report: StatusReport) -> None:
         self._rank_group, self._report = rank_group, report
         self._questions: list[_Question] = []
 
     def ask(self, query: QueryCache, reply: Reply, scheduler: Scheduler | None) -> None:
-        """Drop what the query says and answer it by `reply`, now or once all ranks have answered."""
+        """Drop the prefixes that `query` names, and call `reply` now or once all ranks have answered."""
         if scheduler is None or self._rank_group.state in ("starting", "recovering", "failed"):
             reply(CacheReport(query.query_id, trouble=REPLACED if scheduler else "the model is still being loaded"))
             return
@@ -65,14 +65,14 @@ class CacheQueryHandler:
             )
 
     def give_up(self) -> None:
-        """Answer all open queries with an error: the ranks are gone."""
+        """Answer all open queries with an error, as the ranks are lost."""
         questions, self._questions = self._questions, []
         for question in questions:
             question.reply(CacheReport(question.query.query_id, trouble=REPLACED))
 
     def _answer(self, question: _Question, scheduler: Scheduler, trouble: str = "") -> None:
         if question not in self._questions:
-            return  # it was answered when its time was over
+            return  # already answered after `PATIENCE_S`
         self._questions.remove(question)
         query, prefixes, disk = question.query, scheduler.prefixes, scheduler.disk
         hashes = block_hashes(query.tokens)

@@ -1,5 +1,5 @@
-"""How an engine serves with less than its settings name: smaller limits after a GPU's memory was full, and fewer
-machines, over which the planner lays out the model, when some are lost or cannot start."""
+"""Degraded service: smaller limits after a GPU's memory was full, and layouts over fewer machines when some are lost or
+cannot start."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ LINK = Link(name="any", latency=100e-6, bandwidth=1e9)
 
 
 MOST_HALVINGS = 2
-"""Times that limits are halved because a GPU's memory was full; then requests are blamed as for other failures."""
+"""Maximum halvings of limits because a GPU's memory was full; later failures blame requests."""
 WIDEN_S, LATEST_WIDEN_S = 300.0, 7200.0
-"""Seconds without a full memory until limits that were halved are doubled; twice as long each time that it was full
-again, up to the second."""
+"""Seconds without full memory until halved limits are doubled, and the maximum. The wait doubles each time memory is full
+again."""
 BAR_AFTER = 2
-"""Starts in a row that one rank's machine prevents before the model is laid out without it."""
+"""Consecutive failed starts on one machine before the model is laid out without it."""
 AGAIN_S, LATEST_AGAIN_S = 10.0, 300.0
-"""Seconds until all machines are tried again after they could not start; twice as long each time, up to the second."""
+"""Seconds until the full layout is retried after it could not start, and the maximum. The wait doubles each time."""
 SEEK_S = 1.0
-"""Seconds between two looks for machines that were lost."""
+"""Seconds between checks for the return of lost machines."""
 
 
 @dataclass(frozen=True)
 class ActiveLayout:
-    """A layout, and the places of the full one that its ranks take."""
+    """A layout and the slots (places of the full layout) that its ranks use."""
 
     layout: RankGroupLayout
     slots: tuple[int, ...] | None = None
-    """None: all places, in their order, as in the full layout alone."""
+    """Slot of each rank; None: all slots in order, as in the full layout."""
     degraded: str = ""
-    """Why it is not the full one; empty for that."""
+    """Reason why this is not the full layout; empty if it is."""
 
 
 class MemoryBackoff:
-    """How often limits are halved because a GPU's memory was full, and when a halving is taken back."""
+    """Number of halvings of limits after full GPU memory, and the time to undo them."""
 
     def __init__(self) -> None:
         self.halvings = 0
         self.pause_s = WIDEN_S
-        """Seconds without a full memory until a halving is taken back."""
+        """Seconds without full memory until a halving is undone."""
         self._restore_at = 0.0
 
     def halve(self, now: float) -> bool:
-        """Halve the limits once more, at `now` seconds; False after `MOST_HALVINGS` times."""
+        """Count a halving at `now` (seconds); return False after `MOST_HALVINGS`."""
         if self.halvings >= MOST_HALVINGS:
             return False
         self.halvings += 1
@@ -68,7 +68,7 @@ class MemoryBackoff:
         return True
 
     def restore(self, now: float) -> bool:
-        """Take back one halving; False unless one is due."""
+        """Undo one halving if due at `now` (seconds); return False otherwise."""
         if not self.halvings or now < self._restore_at:
             return False
         self.halvings -= 1
@@ -77,25 +77,25 @@ class MemoryBackoff:
 
 
 class ExcludedMachines:
-    """Places of the full layout that are not used although their machines are present, and when all are tried again."""
+    """Slots excluded although their machines are present, and the time to retry the full layout."""
 
     def __init__(self) -> None:
         self.pause_s = AGAIN_S
-        """Seconds until the full layout is tried again after it could not start."""
+        """Seconds until the full layout is retried after it could not start."""
         self._failed_start = (-1, 0)
-        """The place whose rank could not start last, and how often in a row."""
+        """(Slot whose rank failed to start last, number of consecutive failures)."""
         self._barred: set[int] = set()
-        """Places whose ranks could not start."""
+        """Slots whose ranks could not start."""
         self._wedged: set[int] = set()
-        """Places whose GPU does not answer, until their machines have been away, and so may have been restarted."""
+        """Slots whose GPU does not answer. Cleared when their machines have been absent, and so may have restarted."""
         self._retry_at = 0.0
         self._sought_at = 0.0
 
     def note(self, failure: RankFailure, slots: tuple[int, ...] | None, now: float) -> None:
-        """Record the machine that a failure of ranks in these places (`ActiveLayout.slots`) accuses, if any.
+        """Exclude the machine that caused `failure`, if any. `slots`: slots of the failed ranks (`ActiveLayout.slots`).
 
-        A rank of the full layout that cannot start twice in a row bars its machine; a GPU that does not answer counts
-        as lost at once, though the machine's processes run.
+        A rank of the full layout that fails to start `BAR_AFTER` times in a row excludes its machine. A GPU that does not
+        answer excludes it at once, even if its processes run.
         """
         if failure.rank is None:
             return
@@ -109,14 +109,14 @@ class ExcludedMachines:
                 self._retry_at = now + self.pause_s
 
     def full_layout_failed(self, failure: RankFailure, now: float) -> None:
-        """Record that the full layout, tried again, could not start: the next try comes later."""
+        """Record that the retried full layout could not start; delay the next retry."""
         if failure.cause == "gpu":
             self.note(failure, None, now)
         self._retry_at = now + self.pause_s
         self.pause_s = min(2 * self.pause_s, LATEST_AGAIN_S)
 
     def started(self, *, full: bool) -> None:
-        """Record that ranks have started; those of the `full` layout clear all that was held against machines."""
+        """Record that ranks have started. Those of the `full` layout clear all exclusions."""
         self._failed_start = (-1, 0)
         if full:
             self._barred.clear()
@@ -125,46 +125,46 @@ class ExcludedMachines:
 
     @property
     def barred(self) -> bool:
-        """True while some machine is not used because its rank could not start."""
+        """True if some machine is excluded because its rank could not start."""
         return bool(self._barred)
 
     def usable(self, present: Iterable[int]) -> list[int]:
-        """Return the `present` places whose machines can be used."""
+        """Return the `present` slots that are not excluded."""
         return [slot for slot in present if slot not in self._barred | self._wedged]
 
     def due(self, now: float) -> bool:
-        """True, once a second at most, when it is time to look whether all machines are back."""
+        """Return True, at most once per `SEEK_S`, if it is time to check whether all machines are back."""
         if now - self._sought_at < SEEK_S or now < self._retry_at:
             return False
         self._sought_at = now
         return True
 
     def all_back(self, present: Sequence[int], places: int) -> bool:
-        """True if all `places` are present, and none has been so since its GPU stopped answering."""
+        """Return True if all slots (`places` of them) are present, and no GPU is still considered unresponsive."""
         self._wedged &= set(present)
         return not self._wedged and len(present) == places
 
 
 class Alternatives:
-    """The planner's layouts over fewer machines than the full one has: the best first, the next if one cannot start."""
+    """Layouts planned over fewer machines than the full one: the best first, then others if one cannot start."""
 
     def __init__(self, settings: Settings, full: RankGroupLayout, facts: Sequence[Ready]) -> None:
-        """`facts`: what the ranks of the full layout, in their order, have said of their machines."""
+        """Store the settings. `facts`: `Ready` of each rank of the full layout, in rank order."""
         self._settings = settings
         self._full = full
         self._facts = facts
         hosts = hosts_for(settings.parallel) if full.profile is not None else ()
         self._names = [hosts[slot].ssh if slot < len(hosts) else ready.host for slot, ready in enumerate(facts)]
-        """Name of each place's machine in a hardware profile."""
+        """Name of each slot's machine in a hardware profile."""
         self._backend = None if full.profile is None else named_backend(settings.parallel)
         self._said: set[str] = set()
         self._present: tuple[int, ...] = ()
         self._left: Iterator[ActiveLayout] = iter(())
 
     def next(self, present: Sequence[int]) -> ActiveLayout | None:
-        """Return a layout over the places `present` of the full one, or None if none fits.
+        """Return a layout over the slots `present`, or None if none fits.
 
-        The best comes first; asked again for the same places, the next one, and after the last the first again.
+        Repeated calls with the same slots return the next best layout, and start over after the last.
         """
         if tuple(present) == self._present and (layout := next(self._left, None)) is not None:
             return layout
@@ -212,7 +212,7 @@ class Alternatives:
             yield ActiveLayout(layout, tuple(present[machine] for machine in candidate.layout.machines))
 
     def _cluster(self, present: Sequence[int], wanted: Request) -> Cluster:
-        """Machines and links to plan with: assumed speeds, and measured ones for machines that the profile knows."""
+        """Return machines and links for the planner: assumed speeds, replaced by measured ones from the profile."""
         parallel, full = self._settings.parallel, self._full
         machines = [
             Machine(

@@ -1,7 +1,7 @@
-"""The loop schedule -> execute -> update.
+"""The engine's loop: schedule, execute, update.
 
-The engine holds every request: prompt, parameters and the tokens produced so far. Ranks are disposable; a new rank group
-gets its sequences from here and goes on where the old one stopped.
+The engine holds every request: prompt, parameters and output tokens. Ranks are disposable: a new rank group receives its
+sequences from the engine and resumes them.
 """
 
 from __future__ import annotations
@@ -34,55 +34,55 @@ from tandem.scheduler.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 POLL_MS, IDLE_MS = 100, 500
-"""Longest sleeps in milliseconds, with and without work."""
+"""Longest waits of the loop in milliseconds, with and without work."""
 FETCH_S = 20.0
-"""Seconds without progress of the disks after which no request waits for them."""
+"""Seconds without disk reads after which waiting requests are computed instead."""
 WRITE_S = 10.0
-"""Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
+"""Seconds without disk writes after which migrating requests no longer wait for them."""
 GRAMMAR_S = 60.0
-"""Seconds that ranks may take to compile a grammar."""
+"""Seconds that the sampling rank may take to compile a grammar."""
 
 
 class EngineStopped(BaseException):
-    """Raised to leave the engine's loop at any point, also while ranks are replaced."""
+    """Raised to leave the engine's loop at any point, also during recovery."""
 
 
 class MessageSource(Protocol):
-    """The peer of an engine's loop: brings messages, takes answers."""
+    """Source of messages for the engine's loop, and sink for its answers."""
 
     @property
     def socket(self) -> object:
-        """A socket, ZeroMQ's or plain, that turns readable when there are messages to take."""
+        """Socket (ZeroMQ or plain) that is readable when there are messages to take."""
 
     def take(self, *, replacing: bool = False) -> None:
-        """Pass received messages to the engine; `replacing`: while ranks are replaced. Raises EngineStopped."""
+        """Pass received messages to the engine. `replacing`: ranks are being replaced. Raises EngineStopped."""
 
     def deliver(self, messages: list[EngineMessage]) -> None:
         """Deliver the engine's messages."""
 
 
 class _Standstill:
-    """Measures for how long something that is waited for has made no progress."""
+    """Timer of how long an awaited operation has made no progress."""
 
     def __init__(self) -> None:
         self._state: object = None
         self._since = 0.0
 
     def seconds(self, state: object, now: float) -> float:
-        """Return how long `state` has not changed. It must differ after any progress; None means no work."""
+        """Return the seconds since `state` last changed. It must change with any progress; None means no work."""
         if state != self._state:
             self._state, self._since = state, now
         return now - self._since if state is not None else 0.0
 
 
 class Engine:
-    """Used by one thread, which with the inline executor owns all MLX work."""
+    """Engine with all requests and its loop. Not thread-safe; with the inline executor its thread runs all MLX work."""
 
     def __init__(
         self, settings: Settings, layout: RankGroupLayout, executor: Executor | None = None, lending: ClusterKeys | None = None
     ) -> None:
-        """Store the collaborators; `start` launches ranks. `executor` is for tests. `lending`: keys with which ranks of
-        all engines of the model fetch KV from one another's disks."""
+        """Store the collaborators; `start` launches ranks. `executor` replaces the default one in tests. `lending`: keys for
+        KV transfers between the ranks of all engines of the model."""
         self.settings = settings
         self.metrics = EngineMetrics()
         self.rank_group = RankGroup(settings, layout, executor or make_executor(settings, layout, lending), self.metrics)
@@ -95,36 +95,36 @@ class Engine:
         self._out: list[EngineMessage] = []
         """Messages not yet delivered."""
         self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
-        """Progress of reads from disk, of writes there for migrations, and of grammars."""
+        """Timers of disk reads, disk writes for migrations, and grammar compilation."""
 
     @property
     def executor(self) -> Executor:
-        """The executor that runs the plans."""
+        """Executor that runs the plans."""
         return self.rank_group.executor
 
     @property
     def layout(self) -> RankGroupLayout:
-        """How the model lies over the ranks that serve now."""
+        """Layout of the model over the current ranks."""
         return self.rank_group.layout
 
     @property
     def state(self) -> str:
-        """State as in `EngineStatus`."""
+        """State, as in `EngineStatus.state`."""
         return self.rank_group.state
 
     @property
     def restarts(self) -> int:
-        """Times that the ranks were replaced."""
+        """Number of times the ranks were replaced."""
         return self.rank_group.restarts
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler that makes the plans. Only after `start`."""
+        """Scheduler that makes the plans. Available only after `start`."""
         assert self._scheduler is not None
         return self._scheduler
 
     def start(self, progress: Progress | None = None) -> None:
-        """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
+        """Load the model on all ranks. Raises UsageError or RankFailure, with nothing left running."""
         self._scheduler = self.rank_group.start(progress)
         if self.layout.ranks[0].kv_disk and self._report.kv_disk != "on":
             log.warning("KV disk not used (--kv-disk): %s", self._report.kv_disk)
@@ -150,8 +150,8 @@ class Engine:
         self.metrics.arrived(request.request_id, len(request.prompt), begun=bool(request.produced))
 
     def abort(self, request_id: str, *, answered: bool = False) -> bool:
-        """End a request without further output; False if it is not live. `answered`: its client has all that it wants,
-        as a stop string has come."""
+        """Abort a request without further output. Return False if it is not live. `answered`: its client has the whole
+        answer, as a stop string was found."""
         live = self._scheduler is not None and self._scheduler.abort(request_id)
         if live and answered:
             self.metrics.ended(request_id, "stop")
@@ -161,12 +161,12 @@ class Engine:
         return live
 
     def hand_over(self, request_id: str) -> None:
-        """Let a request go on at another replica (`HandedOver`), if it can leave."""
+        """Migrate a request to another replica (`HandedOver`), if it can migrate."""
         if self._scheduler is not None and (sequence := self._scheduler.sequences.get(request_id)) is not None:
             self._scheduler.migrations.ask(sequence)
 
     def meet(self, neighbours: UseRemoteStores) -> None:
-        """Which ranks of other replicas lend KV."""
+        """Set the remote KV stores of other replicas."""
         if neighbours.remote_stores != self.rank_group.neighbours:
             self.rank_group.neighbours = neighbours.remote_stores
             log.info(
@@ -177,24 +177,24 @@ class Engine:
                 self._scheduler.disk.use_remote_stores(self.rank_group.remote_stores.items())
 
     def query_cache(self, query: QueryCache, reply: Reply) -> None:
-        """Which prefixes are kept; `reply` is called with the answer, now or in a `pump` to come."""
+        """Query or drop cached prefixes. `reply` is called with the answer, now or during a later `pump`."""
         self._cache_queries.ask(query, reply, self._scheduler)
 
     def noted(self, request_id: str) -> None:
-        """Record that the request's api acknowledged the trial, so that it may run."""
+        """Record that the api acknowledged the `QuarantineNotice`, so the request may run."""
         sequence = None if self._scheduler is None else self._scheduler.sequences.get(request_id)
         if sequence is not None:
             sequence.noted = sequence.announced
 
     @property
     def idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True if no request is live, no plan is in progress and no eviction is pending."""
         return self._scheduler is None or self._scheduler.idle
 
     # --- steps ---
 
     def serve(self, source: MessageSource) -> None:
-        """Run until the source raises EngineStopped or `pump` raises; exchange messages during recovery too."""
+        """Run until the source raises EngineStopped or `pump` raises. Messages are exchanged during recovery too."""
 
         def exchange() -> None:
             source.deliver(self.take_messages())
@@ -204,18 +204,18 @@ class Engine:
         while True:
             source.take()
             source.deliver(self.pump(0.0))
-            # Ranks are to be watched, so not for long.
+            # Limit the wait, as ranks must be watched.
             poller = zmq.Poller()
             for socket in filter(None, (source.socket, self.executor.wait_socket)):
                 poller.register(socket, zmq.POLLIN)
             poller.poll(IDLE_MS if self.idle else POLL_MS)
 
     def pump(self, timeout_s: float) -> list[EngineMessage]:
-        """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
+        """Send all possible plans and process available results, waiting up to `timeout_s` seconds for them.
 
-        Also looks after the ranks, and is to be called now and then when there is nothing to do. Replaces the rank group when
-        it fails. Raises RankFailure when it gives up; `failures()` then ends the requests. EngineStuck means that only
-        another process can go on with them.
+        Also monitors the ranks, so call it regularly even when idle. Replaces the rank group when it fails. Raises
+        RankFailure after too many failures; `failures()` then ends the requests. Raises EngineStuck if only another process
+        can resume them.
         """
         if self._scheduler is None:
             return []
@@ -227,7 +227,7 @@ class Engine:
             waits = self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling
             for report in self.executor.collect(timeout_s if waits else 0.0):
                 self._take(report)
-            # At once, so that the ranks have their next step before anybody looks at this one's outcome.
+            # Send the next plans before the results are processed, so that ranks are not idle.
             self._send_plans()
             self._await_grammars(time.monotonic())
             self._cache_queries.look(self._scheduler)
@@ -245,9 +245,9 @@ class Engine:
         self.rank_group.recover(scheduler, failure, self._out)
 
     def take_messages(self) -> list[EngineMessage]:
-        """Return the messages for clients since the last call; `pump` returns them too."""
+        """Return the messages for clients since the last call. `pump` returns them too."""
         messages = list(self._out)
-        self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
+        self._out.clear()  # clear in place: `recover` appends to this list while its callbacks take messages
         for message in messages:
             if isinstance(message, Output):
                 if message.cached_tokens:
@@ -272,7 +272,7 @@ class Engine:
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
     def _send_disk_orders(self, now: float) -> None:
-        """Send the disk tier's orders to the ranks; after `FETCH_S` without progress stop waiting for disks."""
+        """Send the disk tier's orders to the ranks. After `FETCH_S` without progress, requests stop waiting for disks."""
         disk = self.scheduler.disk
         for order in disk.orders:
             self.executor.fetch(order)
@@ -289,7 +289,7 @@ class Engine:
             migrations.lose_patience()
 
     def _await_grammars(self, now: float) -> None:
-        """End a request whose grammar takes too long to compile."""
+        """Fail a request whose grammar takes longer than `GRAMMAR_S` to compile."""
         sequence = self.scheduler.compiling
         if self._compiling.seconds(sequence, now) > GRAMMAR_S and sequence is not None:
             log.error("Grammar not compiled in %.0f s: ending request %s with an error", GRAMMAR_S, sequence.request_id)
@@ -316,13 +316,13 @@ class Engine:
         self._out += messages
 
     def failures(self, error: Exception) -> list[EngineMessage]:
-        """Return the remaining messages, and an error for every request: the engine cannot go on."""
+        """Return the remaining messages, and an error for every live request, as the engine has failed."""
         live = [] if self._scheduler is None else list(self._scheduler.sequences)
         self._out += [Refused(name, 503, f"the engine stopped: {error}", code="engine_failed") for name in live]
         return self.take_messages()
 
     def drain(self) -> None:
-        """Take no new requests; `idle` turns true when the others are done."""
+        """Refuse new requests; `idle` becomes true once the running ones are done."""
         self.rank_group.state, self.rank_group.detail = "draining", "the server is shutting down"
 
     def close(self) -> None:
@@ -331,5 +331,5 @@ class Engine:
         self.executor.shutdown()
 
     def status(self) -> EngineStatus:
-        """Snapshot for the api; also refreshes the gauges."""
+        """Return the engine's status and refresh the gauges."""
         return self._report.status(self._scheduler)

@@ -1,4 +1,4 @@
-"""The engine as a process: `tandem engine`."""
+"""Engine process, started by `tandem engine`: signals, messages of apis, and status."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from tandem.protocol.request import EngineRequest
 log = logging.getLogger(__name__)
 
 SHOW_S = 0.2
-"""Seconds between two refreshes while ranks load."""
+"""Seconds between updates of the loading progress."""
 LOG_S = 10.0
-"""Seconds between two log lines of a rank that loads for long."""
+"""Seconds between log lines of a rank's loading progress."""
 PUBLISH_S = 0.5
-"""Seconds between refreshes of the published status."""
+"""Seconds between updates of the published status."""
 FETCHED_S = 30.0
-"""Seconds in which other replicas may fetch the KV of requests that were migrated last."""
+"""Seconds to stay alive so that other replicas can fetch the KV of the last migrated requests."""
 EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
-"""Exit codes. STUCK: another process with the same settings may well serve."""
+"""Exit codes. With EXIT_STUCK a restarted process may serve with the same settings."""
 
 
 class EngineService:
-    """Moves messages between IPC server and engine until it is told to stop."""
+    """Exchange of messages between IPC server and engine, until `stop`."""
 
     def __init__(self, settings: Settings, lending: ClusterKeys | None = None) -> None:
-        """Check model and layout, and open the socket; `lending` as for `Engine`. Raises UsageError."""
+        """Check model and layout, and open the socket. `lending`: keys for KV transfers, as for `Engine`. Raises UsageError."""
         self._settings = settings
         layout = plan_layout(settings)
         say_what_is_idle(settings, layout)
@@ -55,7 +55,7 @@ class EngineService:
         self._ipc_server = IPCServer(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
         self._handed: dict[str, Client] = {}
-        """Migrated requests whose KV may not have been fetched from here yet."""
+        """Migrated requests whose KV other replicas may still fetch, with their api."""
         self._handed_at = 0.0
         self._stopping = threading.Event()
         self._serving = False
@@ -64,19 +64,16 @@ class EngineService:
         self._loading = _Loading(self._publish, self._engine.rank_group.history)
 
     def stop(self) -> bool:
-        """Drain: refuse new requests, finish the running ones (up to `drain_timeout`), end.
+        """Drain: refuse new requests, finish running ones within `drain_timeout`, then end.
 
-        False when there is nothing to drain, because it is still loading, or has been told before.
+        Return False if there is nothing to drain: still loading, or already stopping.
         """
         drain = self._serving and not self._stopping.is_set()
         self._stopping.set()
         return drain
 
     def run(self, report: Callable[[str], None]) -> int:
-        """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend.
-
-        `report` is called with the reason if ranks failed.
-        """
+        """Load the model and serve until stopped; return the exit code. Raises UsageError for mistakes in settings or model."""
         try:
             self._engine.start(self._loading)
             log.info(
@@ -94,7 +91,7 @@ class EngineService:
         except EngineStuck as stuck:
             log.error("%s; ending this process, since the step cannot be ended without it", stuck.message)
             self._ipc_server.close()
-            # Not an exit in good order, which would wait for the thread that is stuck.
+            # Exit at once: a clean exit would wait for the stuck thread.
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
             log.error("%s; ending this engine and failing its requests", failure.message)
@@ -106,15 +103,15 @@ class EngineService:
             self._ipc_server.close()
         return EXIT_OK
 
-    # --- the engine's loop ---
+    # --- called by the engine's loop ---
 
     @property
     def socket(self) -> object:
-        """Readable when apis have sent something."""
+        """Socket that is readable when messages of apis have arrived."""
         return self._ipc_server.inbox.socket
 
     def take(self, *, replacing: bool = False) -> None:
-        """Hand messages of apis to the engine, and publish the status at times. Raises EngineStopped once drained."""
+        """Pass messages of apis to the engine and publish the status when due. Raises EngineStopped once drained."""
         if replacing:
             self._handed.clear()
         for client, message in self._ipc_server.receive(0.0):
@@ -175,7 +172,7 @@ class EngineService:
         self._owners[request.request_id] = client
 
     def deliver(self, messages: list[control.EngineMessage]) -> None:
-        """Send messages to their apis, all that goes to one at once: sending costs more than encoding."""
+        """Send messages to their apis, batched per api since sending costs more than encoding."""
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
@@ -191,7 +188,7 @@ class EngineService:
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
         if ended:
-            self._publish()  # first, so that a client never sees its finished request as running
+            self._publish()  # publish first, so that clients never see a finished request as running
         for client, batch in batches.items():
             self._ipc_server.send(client, *batch)
 
@@ -204,10 +201,10 @@ class EngineService:
 
 
 class _Loading:
-    """Loading progress of the ranks: kept for the status, and logged when a phase is over or takes long."""
+    """Loading progress of the ranks, for the status. Logged when a phase ends or takes long."""
 
     def __init__(self, changed: Callable[[], None], history: History) -> None:
-        """`changed` is called when there is something new to show."""
+        """Store the callbacks. `changed` is called when there is new progress to publish."""
         self._history = history
         self.ranks: dict[int, control.LoadProgress] = {}
         self._changed = changed
@@ -242,10 +239,10 @@ def run_engine(
     report: Callable[[str], None] = lambda _: None,
     lending: ClusterKeys | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
+    """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Return the exit code.
 
-    `report` is called with the reason if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
-    UsageError before anything is left running.
+    `report` is called with the reason if ranks failed. `lending`: keys for KV transfers, as for `Engine`. Call from the main
+    thread. Raises UsageError with nothing left running.
     """
     service = EngineService(settings, lending)
 

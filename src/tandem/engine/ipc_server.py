@@ -1,4 +1,4 @@
-"""IPC server of the engine: a thread that talks to apis over a Unix socket, so that no long step looks like death."""
+"""IPC server of the engine: a thread that serves apis over a Unix socket, so apis get answers during long steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 SILENCE_S = 15.0
-"""Seconds without a message after which an api counts as gone, and its requests are aborted."""
+"""Seconds without a message after which an api counts as lost, and its requests are aborted."""
 DOUBT_S = 2.0
-"""Seconds without a message before a liveness probe is sent to an api: sending fails if its socket is closed."""
+"""Seconds without a message before an api is probed: sending fails if its socket is closed."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = (
@@ -36,9 +36,9 @@ Inbound = (
 
 
 class IPCServer:
-    """ROUTER on `path` for apis; mailboxes from and to the engine's thread.
+    """ROUTER socket on `path` for apis, with mailboxes to and from the engine's thread.
 
-    Status and metrics are answered here, from what the engine last published; everything else goes to the engine.
+    The server answers status and metrics queries from the last published state, and passes other messages to the engine.
     """
 
     def __init__(self, path: Path, status: control.EngineStatus, metrics: Callable[[], bytes]) -> None:
@@ -58,14 +58,14 @@ class IPCServer:
                 param="engine_socket",
             ) from error
         self._seen: dict[Client, float] = {}
-        """When each api was last heard of."""
+        """Time of each api's last message, in seconds of `time.monotonic`."""
         self._asked: dict[Client, float] = {}
         """Time of the last liveness probe, by client."""
         self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
         self.inbox: Mailbox[tuple[Client, Inbound]] = Mailbox()
         """Messages of apis for the engine."""
         self._outbox: Mailbox[list[bytes]] = Mailbox()
-        """Frames for apis; empty when the engine closes the gateway."""
+        """Frames for apis; an empty list closes the server."""
         self._thread = start_thread(self._run, name="ipc_server")
 
     def _open(self) -> None:
@@ -73,7 +73,7 @@ class IPCServer:
         self._router.linger = 500
         self._router.maxmsgsize = MAX_FRAME
         self._router.sndhwm = 0
-        self._router.router_mandatory = True  # sending to an api that is gone raises
+        self._router.router_mandatory = True  # raise when sending to an api that has disconnected
         if self.path.exists() and is_heard(self.path):
             raise UsageError(
                 f"an engine is listening on {self.path} already; end it, or choose another --engine-socket", param="engine_socket"
@@ -84,7 +84,7 @@ class IPCServer:
 
     @property
     def status(self) -> control.EngineStatus:
-        """The status that apis are told. Replaced as a whole by the engine's thread."""
+        """Last status published by the engine's thread."""
         return self._status[0]
 
     @status.setter
@@ -92,15 +92,15 @@ class IPCServer:
         self._status = (status, time.monotonic())
 
     def receive(self, timeout_s: float) -> list[tuple[Client, Inbound]]:
-        """Everything that apis have sent for the engine; waits up to `timeout_s` seconds for something."""
+        """Return all messages of apis for the engine; wait up to `timeout_s` seconds for the first."""
         return list(self.inbox.take(timeout_s))
 
     def send(self, client: Client, *messages: control.EngineMessage) -> None:
-        """Send to one api, one frame a message; dropped if it is gone."""
+        """Send messages to one api, one frame each; dropped if it has disconnected."""
         self._outbox.put([client, *map(encode, messages)])
 
     def close(self) -> None:
-        """Flush, end the thread and remove the socket file."""
+        """Send pending messages, end the thread and remove the socket file."""
         self._outbox.put([])
         self._thread.join(5.0)
         self._outbox.close()
@@ -109,13 +109,13 @@ class IPCServer:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
-    # --- the gateway's thread ---
+    # --- the server's thread ---
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._outbox.socket, zmq.POLLIN)
-        with self._router:  # whatever happens: `close` waits for it
+        with self._router:  # closed on any error too, as `close` waits for it
             while self._forward_outputs():
                 self._take_requests()
                 self._forget_silent()
@@ -123,7 +123,7 @@ class IPCServer:
                 poller.poll(1000)
 
     def _forward_outputs(self) -> bool:
-        """False when the engine closes the gateway."""
+        """Send queued frames; return False if the engine closes the server."""
         for frames in self._outbox.take():
             if not frames:
                 return False
@@ -168,19 +168,19 @@ class IPCServer:
                 self._send([client, encode(self._answer(0))])
 
     def _forget(self, client: Client) -> None:
-        """Drop an api that is gone; its running requests are aborted."""
+        """Drop a lost api; its running requests are aborted."""
         self._asked.pop(client, None)
         if self._seen.pop(client, None) is not None:
             self.inbox.put((client, control.Detach()))
 
 
 def is_heard(path: Path) -> bool:
-    """True if a process listens behind the socket file: not for one that a killed engine left."""
+    """Return True if a process listens on the socket file, False for a file left by a killed engine."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
-        except BlockingIOError:  # a suspended api whose queue is full
+        except BlockingIOError:  # a suspended listener with a full queue
             return True
         except OSError:
             return False

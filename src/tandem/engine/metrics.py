@@ -1,4 +1,4 @@
-"""Prometheus metrics of the engine. Names follow vLLM's with `tandem_` in front."""
+"""Prometheus metrics of the engine. Names are vLLM's with the prefix `tandem_`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tandem.speculation.proposers import SpeculationCounts
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SAMPLE_S = 1.0
-"""Seconds between two samples."""
+"""Seconds between two samples of the drain rate."""
 MEMORY = 0.8
-"""Share of the old drain rate in the new one."""
+"""Weight of the old drain rate in the moving average."""
 UNKNOWN_S, LONGEST_S = 5.0, 120.0
-"""Seconds to wait before anything has been measured, and the most that is answered."""
+"""`Retry-After` in seconds before any measurement, and its maximum."""
 
 
 class EngineMetrics:
-    """Counters, gauges and the time stamps of live requests."""
+    """Prometheus metrics, and time stamps of live requests."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -29,9 +29,9 @@ class EngineMetrics:
         self._prompts: dict[str, int] = {}
         self._counted: dict[Counter, float] = {}
         self.generated = 0
-        """Tokens produced so far."""
+        """Tokens produced since the engine started."""
         self.recent_ttft_s = 0.0
-        """Seconds to the first token, lately."""
+        """Moving average of the seconds from arrival to first token; 0 before the first."""
         self._define()
 
     def _define(self) -> None:
@@ -83,7 +83,7 @@ class EngineMetrics:
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.", "rank")
 
     def disk(self, counts: DiskCounts) -> None:
-        """Set the counters of bytes read from and written to disk to their totals."""
+        """Raise the disk cache counters to these totals."""
         self._count_up_to(
             {
                 self.disk_hits: counts.hit_tokens,
@@ -97,12 +97,12 @@ class EngineMetrics:
         )
 
     def cached(self, tokens: int, from_disk: int) -> None:
-        """Count a prompt's tokens that were not computed, and those of them that were read from disk."""
+        """Count a prompt's `tokens` taken from the prefix cache, `from_disk` of them read from disk."""
         self.prefix_hits.labels("memory").inc(tokens - from_disk)
         self.prefix_hits.labels("disk").inc(from_disk)
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
-        """Count up to the scheduler's numbers: preempted sequences, and drafts."""
+        """Raise the counters of preemptions and drafts to the scheduler's totals."""
         self._count_up_to(
             {
                 self.preemptions: preemptions,
@@ -118,14 +118,14 @@ class EngineMetrics:
         self._counted |= counts
 
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
-        """Record a queued request; `begun`: another engine began to answer it."""
+        """Record a queued request. `begun`: another engine already produced part of its output."""
         self._arrived[request_id] = now = time.monotonic()
         self._prompts[request_id] = prompt_tokens
         if begun:
             self._last_token[request_id] = now
 
     def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
-        """Record `count` tokens that went out; 0 for a request that ends with its prompt, `embedded` or not."""
+        """Record `count` tokens of output; 0 for a request that ends with its prompt. `embedded`: it yields a vector."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
@@ -134,7 +134,7 @@ class EngineMetrics:
             self.embeddings.inc(embedded)
             self.prompt_tokens.inc(self._prompts.get(request_id, 0))
         elif last is not None:
-            for _ in range(count):  # several come at once where tokens were guessed
+            for _ in range(count):  # several tokens arrive at once with accepted drafts
                 self.itl.observe((now - last) / count)
         elif request_id in self._arrived:
             waited = now - self._arrived[request_id]
@@ -146,14 +146,14 @@ class EngineMetrics:
             self.ended(request_id, finish_reason)
 
     def ended(self, request_id: str, finish_reason: str) -> None:
-        """Record that a request is answered."""
+        """Record a finished request with its latency."""
         now = time.monotonic()
         self.finished.labels(finish_reason).inc()
         self.e2e.observe(now - self._arrived.get(request_id, now))
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drop the time stamps of a request that is over."""
+        """Drop the time stamps of a finished request."""
         for table in (self._arrived, self._last_token, self._prompts):
             table.pop(request_id, None)
 
@@ -166,14 +166,14 @@ class EngineMetrics:
         self.rank_peak.labels(rank).set(report.peak_bytes)
 
     def text(self) -> bytes:
-        """Prometheus text exposition. May be called from any thread."""
+        """Return the Prometheus text exposition. Thread-safe."""
         return generate_latest(self.registry)
 
 
 class DrainRate:
-    """Tokens per second that leave the queue, averaged over the last seconds in which something waited.
+    """Moving average of the tokens per second leaving the queue, measured while requests wait.
 
-    Clients that are refused hear by it when to come back.
+    Used for the `Retry-After` of refused requests.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class DrainRate:
         self._sample: tuple[float, int] | None = None
 
     def observe(self, now: float, admitted_tokens: int, *, waiting: bool) -> None:
-        """Record at `now` seconds how many tokens have ever left the queue. To be called often."""
+        """Record at `now` (seconds) the total tokens ever admitted. Call often, at least once a second."""
         if not waiting:
             self._sample = None
         elif self._sample is None:
@@ -192,7 +192,7 @@ class DrainRate:
             self._sample = (now, admitted_tokens)
 
     def retry_after(self, queued_tokens: int) -> float:
-        """Seconds until half of the queue will be gone: room for those that come back then, and work until they do."""
+        """Return the estimated seconds until half of the queue is processed, 1 to `LONGEST_S`."""
         if self._rate is None:
             return UNKNOWN_S
         seconds = queued_tokens / 2 / self._rate if self._rate > 0 else LONGEST_S

@@ -1,10 +1,9 @@
-"""The rank group: how ranks are started, replaced when they fail, and laid out over the machines that are present.
+"""The rank group: start of ranks, replacement after failures, and layout over the present machines.
 
-Ranks are disposable. The scheduler holds every request; a new rank group gets its sequences from there, and goes on where the
-old one stopped.
+Ranks are disposable. The scheduler holds every request; a new rank group receives its sequences from there and resumes them.
 
-At the first start a mistake (a file that is missing, too little memory) is for the user to mend, and ends the engine.
-Once a rank group has served, the same error says that something has gone away which may come back: it is waited for.
+At the first start, a usage error (missing file, too little memory) ends the engine, as the user must fix it. After a rank
+group has served, the cause of such an error may be temporary, so the start is retried.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ log = logging.getLogger(__name__)
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""Seconds after which a failure counts as the first in a row."""
+"""Seconds of service after which the count of consecutive failures restarts."""
 WAIT_S = 0.05
 KEPT_EVENTS = 32
-"""Events kept in the history; the supervisor takes new ones each second."""
+"""Events kept in the history; the supervisor copies new ones each second."""
 LOSSES = ("died", "stopped", "silent", "link", "stuck")
-"""Causes of failures that may not come again."""
+"""Causes of failures that may be temporary."""
 REMEDIES = {
     "host": "See that the machine is on and in the network; it is taken in again by itself.",
     "link": "See to the cable or network between the machines; `tandem doctor` measures it.",
@@ -49,15 +48,15 @@ REMEDIES = {
     "gpu": "Restart that machine: its GPU does not answer.",
     "memory": "A smaller --max-context or --memory-fraction leaves more room.",
 }
-"""By the cause of a failure."""
+"""Remedies for the operator, by cause of failure."""
 REMEDY = "Nothing to do if it stays at this once; else the log of that rank and `tandem doctor` say more."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
-"""Reasons why a request no longer fits."""
+"""Reasons for refusing a request that no longer fits, after `FEWER` machines or halved limits."""
 
 
 class RankGroup:
-    """Starts ranks, and replaces all of them when one fails. Used by one thread."""
+    """Ranks of an engine: their start, and the replacement of all when one fails. Not thread-safe."""
 
     def __init__(self, settings: Settings, layout: RankGroupLayout, executor: Executor, metrics: EngineMetrics) -> None:
         """Store the collaborators; call `start` to launch ranks."""
@@ -65,46 +64,47 @@ class RankGroup:
         self._metrics = metrics
         self._full = self._active = ActiveLayout(layout)
         self._space = layout.ranks[0].kv_space
-        """Name on disk of KV that the model's files make, as of their last loading."""
+        """KV namespace on disk, from the model files at their last loading."""
         self.executor = executor
         self.state = "starting"
         self.detail = "loading the model"
         self.restarts = 0
         self.ready: list[Ready] = []
-        """Report of each rank when it was ready."""
+        """`Ready` of each rank, in rank order; empty while none runs."""
         self.history = History(KEPT_EVENTS)
         self.neighbours: list[tuple[str, str]] = []
-        """KV directories of other replicas (`Ready.store`), and the endpoint of each."""
+        """(`Ready.store`, endpoint) of KV directories of other replicas."""
         self.lost: int | None = None
-        """The rank whose failure ended the last rank group, until the next one stands."""
+        """Rank whose failure ended the last rank group; None once ranks are ready again."""
         self.load_s = 0.0
-        """Seconds that the last start took."""
+        """Seconds that the last start of ranks took."""
         self.on_wait: Callable[[], None] = do_nothing
-        """Called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
+        """Callback, called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
         self._failures_in_a_row = 0
         self._blameless = 0
-        """Failures in a row that no request was blamed for."""
+        """Consecutive failures for which no request was blamed."""
         self._memory = MemoryBackoff()
         self._excluded = ExcludedMachines()
         self._limits_for = (layout, 0)
-        """Layout and halvings that the scheduler's limits are for."""
+        """(Layout, number of halvings) for which the scheduler's limits were computed."""
         self._self_check_s = 0.0
         self._ready_at = 0.0
 
     @property
     def layout(self) -> RankGroupLayout:
-        """The layout of the model over the ranks."""
+        """Current layout of the model over the ranks."""
         return self._active.layout
 
     @property
     def degraded(self) -> str:
-        """Why fewer machines serve than the settings name; empty when all do."""
+        """Reason why fewer machines serve than the settings name; empty if all serve."""
         return self._active.degraded
 
     def start(self, progress: Progress | None = None) -> Scheduler:
-        """Load the model everywhere, for the first time. Raises UsageError or RankFailure, with nothing left running.
+        """Load the model on all ranks for the first time. Raises UsageError or RankFailure, with nothing left running.
 
-        A rank that is lost meanwhile (`LOSSES`) is replaced with the others, as later; what else goes wrong is raised.
+        After a possibly temporary failure (`LOSSES`, or full GPU memory) all ranks are started again, up to `max_restarts`
+        times.
         """
         while True:
             try:
@@ -125,7 +125,7 @@ class RankGroup:
                 if not worth_it or self._failures_in_a_row >= self._settings.scheduler.max_restarts:
                     self.executor.shutdown()
                     raise
-                # The state stays `starting`: there is no scheduler yet that could take requests.
+                # The state stays `starting`: no scheduler exists yet to take requests.
                 self._count_failure(failure)
                 self.executor.close()
                 self.detail = f"starting again after: {failure.message}"
@@ -149,12 +149,12 @@ class RankGroup:
 
     @property
     def lends(self) -> dict[str, str]:
-        """KV directories that these ranks serve to others, and the endpoint of each."""
+        """KV directories that these ranks serve to others, with their endpoints."""
         return {ready.store: ready.lends for ready in self.ready if ready.lends}
 
     @property
     def remote_stores(self) -> dict[str, str]:
-        """KV directories and endpoints that these ranks can use: those of the same model, type and version."""
+        """KV directories that these ranks can read, with endpoints: those for the same model, type and version."""
         spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
         return {store: endpoint for store, endpoint in self.neighbours if store.rpartition("/")[2] in spaces} | self.lends
 
@@ -169,7 +169,7 @@ class RankGroup:
         """Set the KV namespace from the model's current files, which ranks are about to load."""
         if not self.layout.ranks[0].kv_disk:
             return
-        # Where files are missing or broken, the ranks say it.
+        # Missing or broken files are reported by the ranks.
         with suppress(UsageError, OSError):
             space = kv_space(self._settings.model, self.layout.files)
             if space != self._space:
@@ -188,7 +188,7 @@ class RankGroup:
         return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), halvings=self._memory.halvings)
 
     def _self_check(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
-        """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
+        """Run the self-check if enabled; return the next step id. Raises RankFailure."""
         if not self._settings.scheduler.self_check or len(self.layout.ranks) == 1:
             return first_step
         if progress is not None:
@@ -199,11 +199,11 @@ class RankGroup:
         return outcome.next_step
 
     def proven(self) -> None:
-        """Reset the failure counters: ranks have produced tokens."""
+        """Reset the failure counters, as ranks have produced tokens."""
         self._failures_in_a_row = self._blameless = 0
 
     def _halve_limits(self, failure: RankFailure) -> bool:
-        """Halve the next ranks' limits after a GPU's memory was full; False for other failures, and after two times."""
+        """Halve the next ranks' limits if `failure` is full GPU memory. False for other failures, or after `MOST_HALVINGS`."""
         if failure.cause != "memory" or not self._memory.halve(time.monotonic()):
             return False
         log.warning(
@@ -220,7 +220,7 @@ class RankGroup:
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
-        """Double limits again when a GPU's memory has not been full for long: other programs may have filled it."""
+        """Double halved limits again if no GPU's memory was full for some time, as another program may have filled it."""
         if not self._memory.restore(time.monotonic()):
             return
         scheduler.widen(self._limits())
@@ -237,7 +237,7 @@ class RankGroup:
         )
 
     def _blames(self, failure: RankFailure | None) -> bool:
-        """True if the requests under way may have ended the ranks; a GPU's limits are blamed on none at first."""
+        """Return True if running requests may have caused the failure. The first few memory failures and timeouts blame none."""
         if failure is None or failure.cause not in ("memory", "timeout") or self._blameless >= MOST_HALVINGS:
             return failure is not None and failure.blame
         self._blameless += 1
@@ -246,9 +246,10 @@ class RankGroup:
     # --- replacing ranks ---
 
     def recover(self, scheduler: Scheduler, failure: RankFailure | None, out: list[EngineMessage]) -> None:
-        """Start new ranks, and queue every request again with the tokens it has. Refusals go to `out` at once.
+        """Start new ranks, and queue every request again with its tokens. Refusals are added to `out` at once.
 
-        Without a failure the old ranks end on purpose, for the full layout. Raises RankFailure after `max_restarts`.
+        Without `failure`, the old ranks end on purpose, to return to the full layout. Raises RankFailure after
+        `max_restarts`.
         """
         noticed, before = time.monotonic(), self._active
         if noticed - self._ready_at > STABLE_S:
@@ -267,7 +268,7 @@ class RankGroup:
                     group=groups.get(refusal.request_id, ""),
                     remedy="Send it shorter or changed; if it fails alike, report it with the log.",
                 )
-        # Deaths that a request is to blame for say nothing against the machines.
+        # Failures blamed on a request do not count against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         if failure is None:
             self._announce("recovering", "all machines are back; the model is laid out over them again")
@@ -310,7 +311,7 @@ class RankGroup:
         )
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
-        """Start the next ranks; returns why they could not start."""
+        """Start the next ranks. Return the failure if they could not start, else None."""
         try:
             self._launch()
             layout, halvings = self._limits_for
@@ -323,7 +324,7 @@ class RankGroup:
         except RankFailure as failure:
             return failure
         except UsageError as mistake:
-            # It did serve: what is amiss came since, and may go again.
+            # The engine has served before, so the cause is new and may be temporary.
             return RankFailure(mistake.message, rank=mistake.rank, cause="start")
         self._excluded.started(full=self._active is self._full)
         return None
@@ -365,9 +366,9 @@ class RankGroup:
     # --- machines that are lost for longer, or cannot start their ranks ---
 
     def _do_without(self, failure: RankFailure) -> None:
-        """Lay the model out over the usable machines if others are missing, or cannot start their ranks.
+        """Lay the model out over the usable machines if others are missing or cannot start their ranks.
 
-        Where it fits on no such layout the one that failed is tried again.
+        If no such layout fits, the current layout is tried again.
         """
         present = self.executor.present()
         if present is None:
@@ -386,7 +387,7 @@ class RankGroup:
         self._lay_out(replace(smaller, degraded=f"{ranks}: {why}"))
 
     def _plan_fallback(self, usable: Sequence[int]) -> ActiveLayout | None:
-        """Plan a layout over these places, in a thread: that may take seconds, and requests come and go meanwhile."""
+        """Plan a layout over these places in a thread, as planning may take seconds while requests arrive."""
         with ThreadPoolExecutor(1, "planner") as pool:
             planned = pool.submit(self._alternatives.next, usable)
             while not planned.done():
@@ -395,7 +396,7 @@ class RankGroup:
         return planned.result()
 
     def _go_back(self, before: ActiveLayout, failure: RankFailure) -> None:
-        """Serve with the layout `before` again, as the full one could not start, and try that later."""
+        """Return to the layout `before`, as the full one could not start; it is tried again later."""
         log.warning("All machines are back, but: %s; trying them again in %.0f s", failure.message, self._excluded.pause_s)
         self._metrics.failures.labels(failure.cause).inc()
         self.executor.close()
@@ -421,7 +422,7 @@ class RankGroup:
         self._metrics.degraded.set(bool(active.degraded))
 
     def all_back(self) -> bool:
-        """True when all machines are present while fewer serve; looks once a second."""
+        """Return True if fewer machines serve and all are present again. Checks once a second at most."""
         if not self.degraded or not self._excluded.due(time.monotonic()):
             return False
         return self._excluded.all_back(self.executor.present() or (), len(self._full.layout.ranks))

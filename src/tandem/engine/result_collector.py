@@ -1,11 +1,10 @@
-"""A step counts once all ranks have reported it, and agree on what they computed.
+"""Result collector: a step counts once all ranks have reported it and their digests agree.
 
-When a rank or a link is lost, MLX hands out whatever stands in the buffers of sums that were under way: its error is
-raised for one of those who wait for the step, once, and for none where the step was over before they looked
-(`Error::check` and `array::is_available` in MLX 0.32). A rank may so send on what is no sum, and the last stage samples
-from that. But a rank that was lost has not reported the step, and those that were left alone with their own parts of a
-sum do not hold the same bits: what leaves a stage must reach the next one bit for bit, and all ranks of a stage must
-hold the same.
+When a rank or link is lost, MLX may return unfinished sums from its buffers. It raises the error once, for one waiter of the
+step, or never if the step ended before (`Error::check` and `array::is_available` in MLX 0.32). A rank may then send on a
+wrong sum, and the last stage samples from it. But a lost rank does not report the step, and the other ranks hold different
+partial sums. So the input of a stage must equal the previous output bit for bit. All ranks of a stage must hold equal
+activations.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Disagreement(RankFailure):
 
 
 class ResultCollector:
-    """Keeps the results of steps back until every rank has done them."""
+    """Collector of ranks' reports, which holds back a step's result until every rank has reported it."""
 
     def __init__(self) -> None:
         self._reports: dict[int, dict[int, Stepped]] = {}
-        """By step and rank."""
+        """Reports by step id and rank."""
 
     def complete(self, report: Stepped, ranks: Sequence[StageSpec]) -> Stepped | None:
-        """Return the report that has the result, with the last report of a step. Raises Disagreement."""
+        """Add a report. With the last one of a step return the report that has the result, else None. Raises Disagreement."""
         step_id = report.step.step_id
         reports = self._reports.setdefault(step_id, {})
         reports[report.step.rank] = report
@@ -54,18 +53,18 @@ class ResultCollector:
         return next(stepped for stepped in reports.values() if stepped.result is not None)
 
     def forget(self) -> None:
-        """Drop the reports of ranks that are gone: what they have not finished together does not count."""
+        """Drop all reports, as the ranks are lost and their unfinished steps do not count."""
         self._reports.clear()
 
 
 def _difference(step_id: int, reports: Mapping[int, RankStep], ranks: Sequence[StageSpec]) -> str:
-    """Describe how a step's digests differ, if they do: between the ranks of a stage, or between a stage's input and
-    the output of the stage before."""
+    """Describe how a step's digests differ between ranks of a stage, or between a stage's input and the previous output.
+    Empty if they agree."""
     arrived: tuple[int, int] | None = None
     leader: tuple[int, int] | None = None
     for spec in ranks:
         digest = reports[spec.rank].digest
-        if digest is None:  # not asked for, or a step that only removes sequences
+        if digest is None:  # not requested, or a step that only removes sequences
             continue
         if spec.tp_rank == 0:
             if spec.stage and arrived is not None and digest[0] != arrived[1]:
@@ -89,7 +88,7 @@ class OfflineResult:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, if the request asked for them."""
+    """One entry per token, if requested."""
 
 
 @dataclass
@@ -98,16 +97,16 @@ class OfflineRun:
 
     answers: dict[str, OfflineResult]
     next_step: int
-    """Number that the next plan for these ranks must have."""
+    """Step id of the next plan for these ranks."""
 
 
 def run_offline(
     executor: Executor, limits: Limits, requests: Sequence[EngineRequest], ranks: Sequence[StageSpec], *, first_step: int = 0
 ) -> OfflineRun:
-    """Run `requests` to their end on the started `ranks`, without an engine, and leave nothing behind there.
+    """Run `requests` to completion on the started `ranks`, without an engine; all sequences are removed at the end.
 
-    A scheduler of its own makes the plans, numbered from `first_step`. Raises RankFailure, also when the logits of a
-    request are not finite or ranks disagree, and RequestError. Calls the executor's `on_wait` as long as it runs.
+    Uses its own scheduler, with step ids from `first_step`. Raises RequestError; raises RankFailure also for non-finite
+    logits or disagreeing ranks. Calls the executor's `on_wait` while it runs.
     """
     scheduler, collector = Scheduler(limits, first_step=first_step), ResultCollector()
     answers = {request.request_id: OfflineResult() for request in requests}

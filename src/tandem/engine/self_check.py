@@ -1,9 +1,9 @@
-"""The check that a layout of several ranks computes what it should, over its real links, before it serves.
+"""Self-check of a layout with several ranks over its real links, before it serves.
 
-Links can corrupt in silence, often only when a prompt is long (docs/checks.md). So one prompt of a whole prefill chunk
-and a little more is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch,
-on all micro-batches. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, what every rank
-computes is compared in every step (`tandem.engine.result_collector`).
+Links can corrupt data silently, often only with long prompts (docs/checks.md). So one prompt, slightly longer than a prefill
+chunk, is computed twice: alone, then with other chunk boundaries and other sequences in all micro-batches. Greedy tokens and
+log probabilities must agree within rounding errors. In every step the ranks' digests are compared too
+(`tandem.engine.result_collector`).
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ log = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 TOP = 5
-"""Most likely tokens whose log probabilities are compared."""
+"""Number of most likely tokens whose log probabilities are compared."""
 BEYOND = 2
-"""Tokens of the prompt beyond its first chunk: enough that another chunk must follow it."""
+"""Prompt tokens beyond the first chunk, so that a second chunk follows."""
 NEIGHBOUR = 5
-"""Prompt tokens of each sequence beside it; they decode while it is computed."""
+"""Prompt tokens of each other sequence; these decode during the prefill of the checked prompt."""
 TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
-"""Difference of log probabilities that other chunk boundaries and batch sizes may cause: they change the order of
-sums. Corrupted activations are off by several nats."""
+"""Allowed difference of log probabilities by dtype. Chunk boundaries and batch sizes change the order of sums. Corrupted
+activations differ by several nats."""
 QUANTIZED_KV = {"auto": 0.0, "8bit": 0.3, "4bit": 1.0}
-"""Tolerance by KV type, where that is more: a number at the border of two codes may get either."""
+"""Minimum tolerance by KV type: values near the border of two codes may round either way."""
 REPEAT_S = 1.0
-"""A self-check that took less is sent again when the ranks were replaced."""
+"""Maximum duration in seconds of a self-check that is repeated after ranks are replaced."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A self-check that came back."""
+    """Result of a passed self-check."""
 
     seconds: float
     next_step: int
-    """Number that the engine's next plan must have."""
+    """Step id of the engine's next plan."""
 
 
 def send_self_check(
     executor: Executor, layout: RankGroupLayout, limits: Limits, ready: list[Ready], first_step: int = 0
 ) -> Outcome:
-    """Check the started ranks. Raises RankFailure, with what disagreed and by how much, when they must not serve.
+    """Run the self-check on started ranks. Raises RankFailure with the mismatch and its size.
 
-    Leaves nothing behind on the ranks: its sequences are removed, and nothing is saved for later prompts.
+    All its sequences are removed from the ranks, and no prefixes are saved.
     """
     started = time.perf_counter()
     length = min(limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
@@ -63,7 +63,7 @@ def send_self_check(
     chunk = max(1, length - BEYOND)
     log.info("self-check: %d ranks compute a prompt of %d tokens in two ways (--no-self-check leaves it out)", len(ready), length)
     alone = _run_offline(executor, layout, _limits(limits, 1, chunk), _requests(limits, length, 1), first_step)
-    # Twice as many sequences as micro-batches, so that the first one has a neighbour in its batch.
+    # Use twice as many sequences as micro-batches, so that the first shares its batch with another.
     crowd = _run_offline(
         executor,
         layout,
@@ -78,7 +78,7 @@ def send_self_check(
 
 
 def tolerance(layout: RankGroupLayout, ready: list[Ready]) -> float:
-    """Difference of log probabilities to put up with, by the types that the ranks compute and keep KV in."""
+    """Return the allowed difference of log probabilities, by the ranks' compute dtype and KV type."""
     chosen, least = layout.ranks[0].dtype, QUANTIZED_KV[layout.ranks[0].kv_dtype]
     if chosen != "auto":
         return max(TOLERANCE[chosen], least)
@@ -100,7 +100,7 @@ def _limits(limits: Limits, micro_batches: int, chunk: int) -> Limits:
 
 
 def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
-    """The self-check of `length` tokens, and `count` - 1 short ones that outlive its prefill."""
+    """Return the checked request of `length` tokens, and `count` - 1 short ones that run longer than its prefill."""
     rng = random.Random(1)
     requests = []
     for i in range(count):
@@ -121,7 +121,7 @@ def _run_offline(
 
 
 def _compare(alone: OfflineResult, crowd: OfflineResult, allowed: float, vocab: int) -> float:
-    """Both runs of the self-check, token by token, until a tie parts them; returns the largest difference."""
+    """Compare both runs token by token until a tie separates them; return the largest difference. Raises RankFailure."""
     largest = 0.0
     for answer, how in ((alone, "alone"), (crowd, "in a batch")):
         _check_sound(answer, how, allowed, vocab)
@@ -143,12 +143,12 @@ def _compare(alone: OfflineResult, crowd: OfflineResult, allowed: float, vocab: 
                     f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
                     f"{allowed:g})"
                 )
-            break  # a tie: from here on the two are different texts
+            break  # a tie: later tokens belong to different texts
     return largest
 
 
 def _check_sound(answer: OfflineResult, how: str, allowed: float, vocab: int) -> None:
-    """Tokens within the vocabulary that their own log probabilities bear out."""
+    """Check that tokens are in the vocabulary and the most likely by their log probabilities. Raises RankFailure."""
     for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:
             raise _wrong(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a vocabulary of {vocab}")

@@ -1,9 +1,8 @@
-"""Limits of the scheduler from the ranks' memory, and the reaction while memory is nearly full.
+"""Scheduler limits from the ranks' memory, and the reaction to nearly full memory.
 
-Room for KV is worked out when ranks start, from settings and what ranks report. Buffers that steps take for a moment,
-other programs and rounding are not known then. So ranks report what they hold after every step. Where those of one
-device hold too much together, prefixes and freed buffers are dropped and nobody joins a batch; where that is not
-enough, sequences are preempted, the youngest first.
+The KV capacity is computed when ranks start, from settings and their reports. Temporary buffers, other programs and rounding
+are unknown then. So ranks report their memory use after every step. If one device is nearly full, cached prefixes and buffers
+are dropped and no request joins a batch. If that is not enough, sequences are preempted, youngest first.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 METAL_QUERIES = 32
-"""Most queries of one head of keys, over the tokens of a row, for which MLX's fused attention for short queries takes a
-step on Metal (`sdpa_vector`: tokens times query heads per kv head); more of them are computed without it."""
+"""Maximum queries per kv head in one row for MLX's fused short-query attention on Metal (`sdpa_vector`): tokens times query
+heads per kv head. Larger steps use the unfused kernels."""
 EASE, SHED = 0.85, 0.95
-"""Shares of a device's memory from which caches are dropped, and from which sequences are preempted."""
+"""Fractions of a device's memory above which caches are dropped (EASE) and sequences preempted (SHED)."""
 MARGIN = 0.03
-"""Least distance of `EASE` above `--memory-fraction`, since a full KV cache is no trouble. The share must fall as far
-below it until all is well again."""
+"""Minimum distance of `EASE` above `--memory-fraction`, since a full KV cache is normal. Also the hysteresis: pressure ends
+this far below `EASE`."""
 
 
 def make_limits(
     settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool, halvings: int = 0
 ) -> Limits:
-    """Work out what the scheduler must keep to with these ranks. Raises OutOfMemory.
+    """Compute the scheduler's limits for these ranks. Raises OutOfMemory.
 
-    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `halvings`: how often to
-    halve all limits, because a GPU's memory was full in spite of them.
+    `shrink`: accept fewer KV tokens than the settings ask for if memory is short. `halvings`: number of times to halve all
+    limits, because a GPU's memory was full.
     """
     chosen = settings.scheduler
     chunk = prefill_chunk(chosen.prefill_chunk, gpu=ranks[0].gpu)
@@ -80,7 +79,7 @@ def make_limits(
 
 
 def require_quantized(layout: RankGroupLayout, ranks: Sequence[Ready]) -> None:
-    """Raises UnsupportedModel where quantised KV was asked for, and no rank has a layer for it."""
+    """Raise UnsupportedModel if quantised KV is requested but no rank has a layer that supports it."""
     asked = layout.ranks[0].kv_dtype
     if asked != "auto" and not any(ready.quantized_layers for ready in ranks):
         raise UnsupportedModel(nothing_to_quantize(asked, layout.description.family), param="kv_dtype")
@@ -111,28 +110,28 @@ def _speculation(settings: SpeculationSettings, model: ModelDescription, ranks: 
 
 
 def _fixed(ready: Ready, sequences: int) -> int:
-    """Bytes that a rank holds however many tokens there are: weights, and states."""
+    """Return a rank's bytes independent of the number of tokens: weights and states."""
     return ready.weight_bytes + sequences * ready.state_bytes
 
 
 def _most(ranks: Sequence[Ready]) -> int:
-    """Bytes of a position on the rank that needs most; cached prefixes are counted by it on all ranks."""
+    """Return the largest KV bytes per token of any rank; cached prefixes are accounted by it on all ranks."""
     return max(ready.kv_bytes_per_token for ready in ranks)
 
 
 def _position(ready: Ready, ranks: Sequence[Ready], prefixes: float) -> int:
-    """Bytes for which a rank must have room for each position. The share that is for prefixes may be filled with
-    states, which a rank has even where its layers keep no positions."""
+    """Return the bytes a rank reserves per KV position. The prefix cache's share may hold states, also on ranks without KV
+    per position."""
     own = ready.kv_bytes_per_token
     return own + (math.ceil(prefixes * (_most(ranks) - own)) if ready.state_bytes else 0)
 
 
 def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
-    """KV tokens that the tightest memory has room for, or that the settings name if fewer. Raises OutOfMemory."""
+    """Return the KV tokens that the tightest memory has room for, or the configured number. Raises OutOfMemory."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault(_device(ready), []).append(ready)
-    prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
+    prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # an explicit --kv-tokens includes the prefix cache
     sequences = held_sequences(chosen.max_batch_size, layout.micro_batches)
     room = [
         kv_capacity(
@@ -157,22 +156,22 @@ def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Read
 
 
 def _device(ready: Ready) -> tuple[str, int]:
-    """The memory that a rank uses: its machine's, or that of its own GPU."""
+    """Return the key of a rank's memory: its machine, and its rank if it has its own GPU, else -1."""
     return ready.machine or ready.host, ready.rank if ready.own_memory else -1
 
 
 class MemoryGuard:
-    """Watches the memory of an engine's ranks, over all their replacements."""
+    """Monitor of the memory of an engine's ranks, across their replacements."""
 
     def __init__(self, memory_fraction: float) -> None:
-        """`memory_fraction`: share of a device's memory that weights and KV may take."""
+        """Set the thresholds. `memory_fraction`: fraction of a device's memory for weights and KV."""
         self._ease = min(max(EASE, memory_fraction + MARGIN), SHED)
         self._ready: Sequence[Ready] = ()
         self._used: dict[int, int] = {}
         self._next = 0
 
     def watch(self, ready: Sequence[Ready], report: Stepped, scheduler: Scheduler) -> None:
-        """Have the `scheduler` hold less memory, or no longer so, after a step of one of the ranks that are `ready`."""
+        """Update memory pressure after a step of one of the `ready` ranks; free caches or preempt in `scheduler` if needed."""
         if ready is not self._ready:
             self._ready, self._next, scheduler.batches.pressed = ready, 0, False
             self._used.clear()
@@ -186,13 +185,13 @@ class MemoryGuard:
                 100 * share,
             )
         scheduler.batches.pressed = share >= self._ease - (MARGIN if scheduler.batches.pressed else 0)
-        # What the last one leaves shows once the steps that were under way are done.
+        # The memory freed by a preemption shows only after the steps in progress.
         if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
             self._next = scheduler.next_step + scheduler.limits.micro_batches
             seldom.warning("Device memory on %s is %.0f %% full: preempting a request", where, 100 * share)
 
     def _fullest(self) -> tuple[float, str]:
-        """The largest share of a device's memory that its ranks hold, and the name of its machine."""
+        """Return the largest used fraction of any device's memory, and the host name of its machine."""
         used: dict[tuple[str, int], int] = {}
         most = (0.0, "")
         for ready in self._ready:

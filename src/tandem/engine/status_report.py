@@ -1,4 +1,4 @@
-"""Status of the engine for apis, and the gauges that go with it."""
+"""Status of the engine for apis, and the related Prometheus gauges."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 
 KEPT_STEPS = 64
-"""Steps that the median is of, and that may be under way at once."""
+"""Samples per median, and maximum number of steps tracked at once."""
 FEWEST = 4
-"""Least steps for a median."""
+"""Minimum samples for a median."""
 OLD = 0.9
 """Weight of the old mean in a moving average of step times."""
 PROOF = 8192
-"""Least prompt tokens that must have been computed before their speed is reported."""
+"""Minimum computed prompt tokens before their speed is reported."""
 
 
 def _speculation(layout: RankGroupLayout) -> str:
-    """Text for `/model/info`."""
+    """Return the speculation method for `/model/info`: `ngram`, `draft_model` or `off` with the reason."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
     return f"off: {layout.description.no_drafts}".removesuffix(": ")
 
 
 class StageLatency:
-    """How long arrays take from stage to stage of one rank group, seen from the engine: no two clocks are compared.
+    """Latency of transfers between the stages of a rank group, measured by the engine's clock alone.
 
-    A rank's report comes when its output is done, and says how long its input had been there by then;
-    the time between the output of one stage and the input of the next is the difference. Reports come over the control
-    sockets, so what is told holds to a fraction of a millisecond."""
+    A rank reports when its output is done, and how long before that its input arrived. The latency is the time from the
+    previous stage's output to this input. Reports arrive over control sockets, so it is accurate to a fraction of a
+    millisecond.
+    """
 
     def __init__(self, stages: Mapping[int, int]) -> None:
-        """`stages`: the stage of each rank."""
+        """Set up for ranks whose stages are `stages[rank]`."""
         self._stages = stages
         self._done: dict[int, dict[int, float]] = {}
-        """When the last rank of a stage had done a step, by step and stage."""
+        """Time of the last report for each step and stage: step id -> stage -> seconds."""
         self._seconds: dict[int, deque[float]] = {}
 
     def note(self, step: RankStep, now: float) -> None:
-        """Record a rank's report that came `now`, in seconds of any clock."""
+        """Record a rank's report received at `now`, in seconds of any clock."""
         stage = self._stages.get(step.rank, 0)
         steps = self._done.setdefault(step.step_id, {})
         steps[stage] = max(now, steps.get(stage, now))
@@ -61,13 +62,13 @@ class StageLatency:
             del self._done[next(iter(self._done))]
 
     def seconds(self, rank: int) -> float:
-        """Median seconds of the transfer from the previous stage to `rank`; 0 without enough samples."""
+        """Return the median seconds of the transfer from the previous stage to `rank`; 0 with fewer than `FEWEST` samples."""
         seconds = self._seconds.get(rank, ())
         return median(seconds) if len(seconds) >= FEWEST else 0.0
 
 
 class StatusReport:
-    """Keeps the last reports of ranks."""
+    """Build `EngineStatus` from the latest reports of the ranks."""
 
     def __init__(self, rank_group: RankGroup, metrics: EngineMetrics) -> None:
         self._rank_group = rank_group
@@ -82,7 +83,7 @@ class StatusReport:
         return StageLatency({spec.rank: spec.stage for spec in self._layout.ranks})
 
     def stepped(self, report: Stepped) -> None:
-        """Record that a rank has done a step."""
+        """Record a rank's report of a finished step."""
         self._metrics.stepped(report)
         if self._layout is not self._rank_group.layout:
             self._layout = self._rank_group.layout
@@ -96,17 +97,17 @@ class StatusReport:
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of the prefixes that ranks keep in memory."""
+        """Bytes of cached prefixes in the memory of all ranks."""
         latest = self._latest.values() if self._layout is self._rank_group.layout else ()
         return sum(report.step.prefix_bytes for report in latest)
 
     @property
     def kv_disk(self) -> str:
-        """Whether prefixes are kept on disk, in words of `/model/info`."""
+        """State of the disk cache for `/model/info`: `on`, or `off` with the reason."""
         return _kv_disk(self._rank_group.layout, self._rank_group.ready)
 
     def status(self, scheduler: Scheduler | None) -> EngineStatus:
-        """Snapshot for the api; also refreshes the gauges. `scheduler` is None while the first ranks load."""
+        """Return the engine's status and refresh the gauges. `scheduler` is None while the first ranks load."""
         rank_group, layout = self._rank_group, self._rank_group.layout
         queued = len(scheduler.waiting) if scheduler else 0
         running = scheduler.batches.running if scheduler else 0
@@ -196,7 +197,7 @@ class StatusReport:
         return slowdown
 
     def _note_slowness(self, rank: int, slowdown: float) -> None:
-        """Record in the history when a slowdown lasts, and when it ends."""
+        """Add an event when a rank has been slow for long, and when it recovers."""
         slowness, note = self._slowness.setdefault(rank, Slowness()), self._rank_group.history.note
         if slowness.turned(slowdown, time.monotonic()):
             if slowness.told:
@@ -214,7 +215,7 @@ class StatusReport:
 
 
 def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
-    """Text for `/model/info`."""
+    """Return the KV cache type for `/model/info`, with the layers that it applies to."""
     asked = layout.ranks[0].kv_dtype
     layers = sorted({layer for ready in ranks for layer in ready.quantized_layers})
     if asked == "auto" or not layers:
@@ -226,12 +227,12 @@ def _kv_dtype(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
 
 
 def _proven(pace: DiskSpeed) -> float:
-    """Prompt tokens a second; 0 before `PROOF` tokens were computed."""
+    """Return prompt tokens per second; 0 before `PROOF` tokens were computed."""
     return pace.tokens_s if pace.seen >= PROOF else 0.0
 
 
 def _kv_store(ranks: Sequence[Ready]) -> str:
-    """Empty where a rank keeps nothing on disk."""
+    """Return the ids of the ranks' KV directories, separated by spaces; empty if a rank has no disk cache."""
     stores = {ready.store if ready.disk_blocks is not None else "" for ready in ranks}
     return "" if "" in stores else " ".join(sorted(stores))
 

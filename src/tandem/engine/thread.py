@@ -1,7 +1,7 @@
-"""An engine in a thread of its own, for the Python API.
+"""An engine in its own thread, for the Python API.
 
-Only that thread works with the engine. Others hand in work and get the outcome, so neither Ctrl-C nor the garbage
-collector, which come at any point of any of them, can leave work half done.
+Only that thread uses the engine. Other threads submit calls and get their results through futures. So Ctrl-C or garbage
+collection in those threads cannot interrupt the engine's work.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Event = Output | Exception
-"""An output of a request; the last one has a finish reason, or is an error."""
+"""Event of a request: an output or an error. The last has a finish reason or is an error."""
 Sink = Callable[[Event], object]
-"""Callback for a request's events, in the engine's thread; it raises RuntimeError once its listener is gone."""
+"""Callback for a request's events, run in the engine's thread. Raises RuntimeError once its event loop is closed."""
 CLOSED = "this LLM is closed"
 
 
 class EngineThread:
-    """Starts, feeds and ends an engine. Threads may share one."""
+    """Engine in a thread, with thread-safe methods to start it, submit requests and end it."""
 
     def __init__(self, settings: Settings, layout: RankGroupLayout) -> None:
-        """Make the engine; `start` loads the model."""
+        """Create the engine; `start` loads the model."""
         self.engine = Engine(settings, layout)
         self._calls: Mailbox[Callable[[], None]] = Mailbox()
         self._held: deque[tuple[EngineRequest, Sink]] = deque()
-        """Requests that wait for room in the queue."""
+        """Requests waiting for room in the scheduler's queue."""
         self._sinks: dict[str, Sink] = {}
         self._closing = False
         self._ended: Exception | None = None
@@ -57,7 +57,7 @@ class EngineThread:
     # --- for any thread ---
 
     def start(self, progress: Progress | None = None) -> None:
-        """Load the model, and call `progress` meanwhile, in this thread. Raises UsageError or RankFailure."""
+        """Load the model and wait for it; call `progress` in the calling thread. Raises UsageError or RankFailure."""
         self._thread = start_thread(self._run, name="engine")
         try:
             while (news := self._news.get()) is not None:
@@ -70,9 +70,9 @@ class EngineThread:
             raise
 
     def submit(self, requests: Sequence[EngineRequest], sink: Sink) -> Future[None]:
-        """Queue all of them, or none: the future's result raises RequestError when one is refused.
+        """Queue all requests or none. The future's result raises RequestError if one is refused.
 
-        Those for which the queue has no room are kept here until it has.
+        Requests without room in the scheduler's queue wait here.
         """
         return self.call(partial(self._submit, requests, sink))
 
@@ -82,19 +82,19 @@ class EngineThread:
             self._calls.put(partial(self._abort, request_ids))
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Have the engine's thread do something with the engine. The result raises what `work` raises."""
+        """Run `work(engine)` in the engine's thread. The future's result raises what `work` raises."""
         future: Future[T] = Future()
         self._calls.put(partial(self._do, work, future))
         if os.getpid() != self._pid:
             raise UnavailableError(
                 "this LLM belongs to the process that this one was forked from; make another here, or start processes by `spawn`"
             )
-        if self._ended is not None:  # perhaps before the call was there
+        if self._ended is not None:  # the thread may have ended before the call was queued
             raise _again(self._ended)
         return future
 
     def close(self) -> None:
-        """End the requests that run (with UnavailableError), all ranks, and the thread. Idempotent."""
+        """End running requests with UnavailableError, then all ranks and the thread. Idempotent."""
         if os.getpid() != self._pid:
             return
         self._closing = True
@@ -126,7 +126,7 @@ class EngineThread:
         for sink in [*self._sinks.values(), *(sink for _, sink in self._held)]:
             _tell(sink, _again(error))
         self._sinks.clear()
-        for call in self._calls.take():  # those that come later see that it has ended
+        for call in self._calls.take():  # later calls see `_ended`
             call()
         try:
             self.engine.close()
@@ -137,11 +137,11 @@ class EngineThread:
 
     @property
     def socket(self) -> object:
-        """Readable when other threads have handed in calls."""
+        """Socket that is readable when other threads have queued calls."""
         return self._calls.socket
 
     def take(self, *, replacing: bool = False) -> None:
-        """Do the calls of other threads. Raises EngineStopped once closed."""
+        """Run the queued calls of other threads. Raises EngineStopped once closed."""
         for call in self._calls.take():
             call()
         if self._closing:
@@ -169,7 +169,7 @@ class EngineThread:
             raise
 
     def _entered(self, request: EngineRequest, sink: Sink) -> bool:
-        """Queue a request; False where there is no room. Raises RequestError."""
+        """Queue a request in the engine; return False if its queue is full. Raises RequestError."""
         try:
             self.engine.submit(request)
         except OverloadedError:
@@ -197,7 +197,7 @@ class EngineThread:
         self._fill()
 
     def _fill(self) -> None:
-        """Queue requests that waited for room."""
+        """Queue waiting requests in the engine while it has room."""
         while self._held:
             request, sink = self._held[0]
             try:
@@ -209,7 +209,7 @@ class EngineThread:
 
 
 def _tell(sink: Sink, event: Event) -> bool:
-    """Hand an event to its sink; False when the listener's event loop is closed."""
+    """Call the sink with an event; return False if its event loop is closed."""
     try:
         sink(event)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Builds a rank's runner from its specification, for rank processes and for the engine's own."""
+"""Build a rank's runner from its specification, for rank processes and the inline executor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_slice(
     group: StageGroup | None = None,
     files: ModelFiles | None = None,
 ) -> StageModel:
-    """Load the layers that `spec` names, from `files` or the directory that it names. Raises ModelError."""
+    """Load the layers of `spec` from `files`, or from its model directory if None. Raises ModelError."""
     limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
@@ -78,7 +78,7 @@ def _fuses(spec: StageSpec) -> bool:
 
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
-    """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
+    """Raise OutOfMemory if the rank's weights exceed its memory. Needs only the files' headers."""
     draft = describe(_draft_files(spec)) if spec.samples and spec.draft_path else None
     need = rank_weights(describe(files), spec, draft, gpu=on_gpu())
     allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
@@ -106,7 +106,7 @@ def _draft_files(spec: StageSpec) -> ModelFiles:
 
 
 def load_drafter(spec: StageSpec) -> Drafter | None:
-    """The whole draft model, on the rank that samples; None if there is none. Raises ModelError."""
+    """Load the whole draft model on the sampling rank; return None elsewhere or without one. Raises ModelError."""
     if not (spec.samples and spec.draft_path):
         return None
     files = _draft_files(spec)
@@ -132,9 +132,12 @@ def build_runner(
     report: Callable[[Report], None] | None = None,
     lending: Lending | None = None,
 ) -> tuple[Runner, Ready]:
-    """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
-    from `files`, and `report`, which tells what is compiled; to keep prefixes on disk, `report`, which tells what was
-    read and written, and `lending` where there are other disks."""
+    """Build the runner of `stage`; return it with the rank's `Ready`.
+
+    Grammars need `files`, for the tokenizer, and `report`, called when one is compiled. The disk cache needs both too;
+    `report` is called after reads and writes. `lending`: keys and address for KV transfers with other disks; None without
+    them.
+    """
     vocabulary = None
     if spec.samples and files is not None and report is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
@@ -162,7 +165,7 @@ def build_runner(
 def _open_disk(
     spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None], lending: Lending | None
 ) -> tuple[KVDisk | None, str]:
-    """Open the KV disk. Returns None when it is off or the caches cannot be stored; or the trouble with the disk."""
+    """Open the disk cache. Return (cache, error): no cache if it is off, unsupported by the model's caches, or unusable."""
     caches = stage.make_caches()
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
         return None, ""
@@ -193,7 +196,7 @@ def _open_disk(
 
 
 def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
-    # Of memory once the weights are wired: nothing but them is there yet.
+    # Measure memory once weights are wired, while nothing else is allocated.
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
     wired = wire_weights([array for stage in stages for array in stage.arrays()], spec.wired, spec.memory_share)
     per_token = sum(stage.cache_bytes.position for stage in stages)

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, joined by the bus; whichever launcher placed them."""
+"""Cluster executor: ranks in their own processes, started by any launcher and connected by the bus."""
 
 from __future__ import annotations
 
@@ -50,28 +50,29 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 POLL_S = 0.1
-"""Seconds between looks at whether the rank processes live."""
+"""Seconds between checks of the rank processes."""
 STOP_GRACE_S = 2.0
-"""Seconds that ranks get to end by themselves."""
+"""Seconds for ranks to exit after `Stop`."""
 KILL_S = 10.0
-"""Seconds that killed ranks get to be gone; those of a machine that cannot be reached are not."""
+"""Seconds for killed ranks to exit; ranks on unreachable machines do not."""
 DEATH_S = 0.3
-"""Most seconds between the loss of a process's connections, which other ranks report, and its end."""
+"""Maximum seconds between other ranks' reports of a process's lost connections and its exit."""
 LAST_PING = 2**31
-"""Number of the pings to the peers of a rank whose GPU waited too long."""
+"""Number of pings to the peers of a rank whose GPU timed out."""
 SENT_BY_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FAILED = 1
-"""Exit code of a rank that has reported why it ends."""
+"""Exit code of a rank that has sent a `Failure`."""
 
 ANY = "0.0.0.0"
-"""All addresses of a machine; as the host of an endpoint, the engine's machine, however one reaches it."""
+"""All addresses of a machine. As an endpoint's host: the engine's machine, by the address that each rank uses."""
 
 Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 """Function that adapts the stages' specs to the places where their ranks will run."""
 
 
 class ClusterExecutor(Executor):
-    """One rank group at a time: if any rank fails all are ended, and `start` makes a new rank group with new keys and ports."""
+    """Executor of one rank group at a time. If a rank fails all are ended, and `start` creates a new group with new keys and
+    ports."""
 
     def __init__(
         self,
@@ -85,10 +86,14 @@ class ClusterExecutor(Executor):
         standbys: bool = False,
         lending: ClusterKeys | None = None,
     ) -> None:
-        """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
-        is called once, when the first places are known. With `standbys` a process waits beside each rank. `lending`: keys
-        of all rank groups whose ranks lend one another what they keep on disk; without them those of one rank group do where they
-        have several disks."""
+        """Store the collaborators; `start` launches ranks.
+
+        `start_timeout_s`: seconds until all ranks are connected, and maximum seconds without loading progress.
+        `step_timeout_s`: maximum seconds without progress of a step. `rejoin_timeout_s`: seconds to wait for lost machines at
+        later starts. `fit`: called once when the first places are known. `standbys`: start a standby process beside each
+        rank. `lending`: keys for KV transfers between rank groups; None limits them to the ranks of one group, if they have
+        several disks.
+        """
         self._specs = specs
         self._fit = fit
         self._standbys = standbys
@@ -108,14 +113,14 @@ class ClusterExecutor(Executor):
         self._blobs: BlobServer | None = None
         self._generation = ""
         self._connected = False
-        """All ranks have said hello and may be pinged."""
+        """True once all ranks have sent `Hello` and can be pinged."""
         self._failed = False
         self._looked_at = 0.0
 
     # --- start ---
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
-        """Launch, greet, connect and load. Ends the rank group before it raises."""
+        """Launch, connect and load all ranks; return their `Ready`. Ends the rank group before raising."""
         self._generation = secrets.token_hex(8)
         self._connected = self._failed = False
         self._watchdog.begin(time.monotonic())
@@ -146,11 +151,11 @@ class ClusterExecutor(Executor):
             raise
 
     def present(self) -> list[int] | None:
-        """Ask the launcher which places have machines."""
+        """Return the slots whose machines are present, from the launcher."""
         return self._launcher.present(self._places)
 
     def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
-        """Use another layout from the next `start` on; forget the learnt pace."""
+        """Use another layout from the next `start` on, and reset the learnt pace."""
         self._specs = list(specs)
         self._slots = None if slots is None else list(slots)
         self._watchdog = Watchdog(len(self._specs), self._step_timeout)
@@ -158,11 +163,11 @@ class ClusterExecutor(Executor):
             self._launcher.drop_standbys()
 
     def keep_apart(self, kv_space: str) -> None:
-        """In the specifications of all ranks."""
+        """Set the KV namespace in all specifications."""
         self._specs = [replace(spec, kv_space=kv_space) for spec in self._specs]
 
     def keep_standbys(self) -> None:
-        """Through the launcher."""
+        """Have the launcher start standby processes, if configured."""
         for spec in self._specs if self._standbys else ():
             self._launcher.keep_standby(spec.rank, len(self._specs), msgspec.json.encode(spec))
 
@@ -172,7 +177,7 @@ class ClusterExecutor(Executor):
             self._blobs = None
 
     def _launch(self, places: list[Place], keys: ClusterKeys) -> None:
-        """Start all ranks. Those on one machine share what they may use of its memory."""
+        """Start all ranks. Ranks on one machine divide its usable memory."""
         assert self._bus is not None
         process_groups = self._make_process_groups()
         self._recruited = places
@@ -199,14 +204,14 @@ class ClusterExecutor(Executor):
                 generation=self._generation,
                 weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "",
                 lending=lending if spec.kv_disk else None,
-                # Other machines may know the engine's by several addresses.
+                # Other machines may reach the engine's machine by several addresses.
                 lending_host=ANY if self._lending and place.engine_address.startswith("127.") else place.address,
             )
             self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload), variables))
 
     def _make_process_groups(self) -> list[tuple[ProcessGroup, int] | None]:
-        """Each rank's group and its number there: one MLX group for each stage of several ranks, or one over all
-        stages when the channel is MLX's."""
+        """Return each rank's MLX group and index: one group per stage with several ranks, or one over all stages for
+        `--channel mlx`. None for ranks without a group."""
         first = self._specs[0]
         one_ring = first.channel == "mlx" and first.stages > 1
         sizes = (len(self._specs),) if one_ring else first.stage_sizes
@@ -238,7 +243,7 @@ class ClusterExecutor(Executor):
         return [hellos[rank] for rank in sorted(hellos)]
 
     def _gather_ready(self, progress: Progress | None) -> list[Ready]:
-        """Wait for all ranks; time runs from the last progress, for a large download may take hours."""
+        """Wait for `Ready` of all ranks. The timeout restarts with any progress, as large downloads may take hours."""
         ready: dict[int, Ready] = {}
         furthest: dict[tuple[int, str], int] = {}
         deadline = time.monotonic() + self._start_timeout
@@ -261,7 +266,7 @@ class ClusterExecutor(Executor):
     def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:
         while True:
             message = self._receive(POLL_S)
-            # Also while messages come without a pause, as the progress of loading does.
+            # Check also while messages arrive continuously, as during loading.
             if message is None or time.monotonic() - self._looked_at >= POLL_S:
                 self._look()
                 self.on_wait()
@@ -281,7 +286,7 @@ class ClusterExecutor(Executor):
         self._broadcast(Plan(plan))
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Send the order to every rank."""
+        """Send the order to every rank, with remote endpoints as each rank reaches them."""
         if not isinstance(order, UseRemoteStores):
             self._broadcast(order)
             return
@@ -293,7 +298,7 @@ class ClusterExecutor(Executor):
             self._send(spec.rank, UseRemoteStores(remote_stores))
 
     def collect(self, timeout_s: float) -> list[Report]:
-        """Reports of ranks; looks after the processes and the progress of steps at least every 0.1 s."""
+        """Return the ranks' reports; check processes and progress if there are none. Waits at most 0.1 s."""
         reports: list[Report] = []
         message = self._receive(min(timeout_s, POLL_S))
         while message is not None:
@@ -309,7 +314,7 @@ class ClusterExecutor(Executor):
         return reports
 
     def _look(self) -> None:
-        """Ping the ranks, and raise RankFailure for those that have died, do not answer or do not move."""
+        """Ping the ranks if due. Raises RankFailure for ranks that have died, do not answer or are stuck."""
         self._check_processes()
         now = time.monotonic()
         if self._connected and (number := self._watchdog.ping(now)) is not None:
@@ -322,7 +327,7 @@ class ClusterExecutor(Executor):
 
     @property
     def slowdowns(self) -> list[float]:
-        """Slowdowns that the watchdog measures."""
+        """Slowdowns measured by the watchdog."""
         return self._watchdog.slowdowns
 
     # --- the bus ---
@@ -341,7 +346,8 @@ class ClusterExecutor(Executor):
             raise RankFailure(f"rank {rank} {error}", rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
-        """Next message of this rank group. A message that cannot be read is logged and dropped; Failure is raised."""
+        """Return the next message of this rank group, None without any. Unreadable messages are logged and dropped. Raises
+        the error of a `Failure`."""
         if self._bus is None:
             raise RankFailure("the executor is not started")
         try:
@@ -363,7 +369,7 @@ class ClusterExecutor(Executor):
         return message
 
     def _translate(self, failure: Failure) -> TandemError:
-        """Return the error for a rank's `failure`: a user's mistake keeps its type, anything else is a RankFailure."""
+        """Return the exception for a rank's `failure`: usage errors keep their type, others become RankFailure."""
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, UsageError):
             mistake = kind(f"rank {failure.rank}: {failure.message}")
@@ -374,14 +380,15 @@ class ClusterExecutor(Executor):
         while time.monotonic() < deadline:
             for rank, process in enumerate(self._processes):
                 if rank != failure.rank and process.poll() not in (None, 0, FAILED):
-                    # What this rank reports is what it saw of the other's death.
+                    # This rank only reports the effect of the other rank's death.
                     return self._death(rank, process)
             time.sleep(DEATH_S / 10)
         found = rank_failure(failure.rank, failure.kind, failure.message, failure.traceback)
         return (self._absent_peer(failure.rank) if found.cause == "timeout" else None) or found
 
     def _absent_peer(self, waiting: int) -> RankFailure | None:
-        """Whom the GPU of the rank `waiting` waited for, if a rank of its stage is stopped or answers no ping."""
+        """Return the failure of a peer that the GPU of rank `waiting` waited for: one that is stopped or answers no ping.
+        None if all answer."""
         assert self._bus is not None
         stage = self._specs[waiting].stage
         peers = {spec.rank for spec in self._specs if spec.stage == stage} - {waiting}
@@ -393,7 +400,7 @@ class ClusterExecutor(Executor):
             if stopped := [rank for rank in peers if self._processes[rank].stopped]:
                 return self._kept_waiting(stopped[0], waiting, "stopped", "stands still: its process is stopped")
             with contextlib.suppress(TransportError):
-                received = self._bus.receive(POLL_S)  # also that it has lost this rank: it lives
+                received = self._bus.receive(POLL_S)  # any message, even a report of this failure, shows that the peer runs
                 peers = {one for one in peers if not received or received[0] != rank_identity(one, self._generation)}
         silent = min(peers, default=None)
         return None if silent is None else self._kept_waiting(silent, waiting, "silent", "does not answer")
@@ -407,39 +414,39 @@ class ClusterExecutor(Executor):
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
-                # Its last words may still be on the way, if it had any.
+                # Its last message may still be in transit.
                 if process.poll() == FAILED:
                     self._hear_last_words()
                 raise self._death(rank, process)
 
     def _death(self, rank: int, process: RankProcess) -> RankFailure:
-        """No request is to blame for a signal that only others send, nor for the death of a rank with nothing to do."""
+        """Return the failure of a dead rank. No request is blamed for signals that only others send, nor if the rank was idle."""
         blame = self._watchdog.works(rank) and -(process.poll() or 0) not in SENT_BY_OTHERS
         return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died", blame=blame)
 
     def _hear_last_words(self) -> None:
-        """Raise the failure that an ended rank reported last, if any."""
+        """Raise the last `Failure` that an exited rank reported, if any."""
         while (received := self._bus.receive(0.2) if self._bus else None) is not None:
             if isinstance(received[1], Failure):
                 raise self._translate(received[1])
 
     @property
     def wait_socket(self) -> object | None:
-        """The bus's socket."""
+        """Socket of the bus; None before `start`."""
         return self._bus.socket if self._bus else None
 
     @property
     def specs(self) -> list[StageSpec]:
-        """Specifications, fitted to the places."""
+        """Specifications, adapted to the places."""
         return self._specs
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in the order of ranks."""
+        """Process ids in rank order."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """Ask ranks to stop, then kill what is left: a stuck collective cannot be ended otherwise."""
+        """Ask ranks to stop, then kill the rest, as a stuck collective cannot be ended otherwise."""
         if self._bus is not None:
             for spec in self._specs:
                 try:
@@ -450,7 +457,7 @@ class ClusterExecutor(Executor):
         self._wait_for_ends(STOP_GRACE_S if calm else 0.0)
         for process in self._processes:
             process.kill()
-        # All at once: of machines that are away, each would take its whole time.
+        # Wait for all with one deadline: each rank on an absent machine would use it up.
         self._wait_for_ends(KILL_S)
         self._processes = []
         self._stop_serving()
@@ -471,11 +478,11 @@ class ClusterExecutor(Executor):
                 self.on_wait()
 
     def shutdown(self) -> None:
-        """Close, and release the machines."""
+        """Close permanently, and release the machines."""
         self.close()
         self._launcher.close()
 
 
 def seen_from(place: Place, endpoint: str) -> str:
-    """An endpoint of the engine by the address that `place` reaches it at."""
+    """Return an endpoint of the engine with the address at which `place` reaches the engine."""
     return f"tcp://{place.engine_address}:{endpoint.rpartition(':')[2]}"

@@ -11,78 +11,79 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady, StepPlan
 
 Report = Stepped | GrammarReady | Fetched | Written | Surveyed
-"""Messages of ranks while they serve."""
+"""Messages that ranks send while serving."""
 Progress = Callable[[int, int, int, str], None]
-"""Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
+"""Callback for loading progress: (rank, bytes done, total bytes, phase), with the phases of `LoadProgress`."""
 
 
 def do_nothing() -> None:
-    """Stand where no callback has been set."""
+    """Do nothing: the default callback."""
 
 
 class Executor(ABC):
-    """A rank group, or one in this process. Used by one thread."""
+    """Executor of plans on a rank group in processes, or on one rank in this process. Not thread-safe."""
 
     on_wait: Callable[[], None] = staticmethod(do_nothing)
-    """Called about every 0.1 s while `start` and `close` wait for ranks."""
+    """Callback, called about every 0.1 s while `start` and `close` wait for ranks."""
 
     @abstractmethod
     def start(self, progress: Progress | None = None) -> list[Ready]:
-        """Bring all ranks up, loaded and connected. Raises UsageError for what the user must mend, else RankFailure."""
+        """Start all ranks, loaded and connected; return their `Ready` in rank order. Raises UsageError for mistakes of the
+        user, else RankFailure."""
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
+        """Send a plan to all ranks without waiting for its result. Raises RankFailure."""
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Have all ranks read a prefix from their disks, or look what is there. Raises RankFailure."""
+        """Send an order about disks to all ranks: fetch a prefix, use remote stores, or list disk blocks. Raises RankFailure."""
         raise NotImplementedError
 
     @abstractmethod
     def collect(self, timeout_s: float) -> Sequence[Report]:
-        """Return the reports of ranks since the last call; waits up to `timeout_s` seconds for one.
+        """Return the ranks' reports since the last call; wait up to `timeout_s` seconds for the first.
 
-        Raises RankFailure when a rank has died, failed, or makes no progress.
+        Raises RankFailure if a rank has died, failed, or makes no progress.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End all ranks, whatever their state, and release sockets. Idempotent; `start` may follow."""
+        """End all ranks in any state, and release sockets. Idempotent; `start` may be called again."""
 
     def shutdown(self) -> None:
-        """Close for good: `start` does not follow. Idempotent."""
+        """Close permanently, and release machines. Idempotent."""
         self.close()
 
     @property
     def wait_socket(self) -> object | None:
-        """A socket, ZeroMQ's or plain, that turns readable when `collect` has something; None before `start`."""
+        """Socket (ZeroMQ or plain) that is readable when `collect` has reports; None before `start`."""
         return None
 
     def present(self) -> list[int] | None:
-        """Places of the layout whose machines are there now; None where machines do not come and go by themselves."""
+        """Return the slots of the layout whose machines are present; None if the set of machines is fixed."""
         return None
 
     def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
-        """Let the next `start` lay out `specs` over these of the first layout's places; None: over all."""
+        """Use `specs` from the next `start` on, over these slots of the first layout; None: over all."""
         raise NotImplementedError
 
     def keep_apart(self, kv_space: str) -> None:  # noqa: B027 - tests' have no disk
-        """Let the next `start` keep KV on disk under this name (`StageSpec.kv_space`)."""
+        """Use this KV namespace on disk from the next `start` on (`StageSpec.kv_space`)."""
 
     def keep_standbys(self) -> None:  # noqa: B027 - one in this process has none
-        """The ranks serve: have a process wait beside each, if that was asked for."""
+        """Start a standby process beside each rank, if configured. Called once the ranks serve."""
 
     @property
     def slowdowns(self) -> list[float]:
-        """Slowdown of each rank: recent seconds for a unit of work over the usual; empty if not measured."""
+        """Slowdown of each rank: recent over usual time per unit of work; empty if not measured."""
         return []
 
     @property
     def specs(self) -> list[StageSpec]:
-        """Specifications of the last start; empty if they are those that the executor was made with."""
+        """Specifications of the last start; empty if unchanged since construction."""
         return []
 
     @property
     def pids(self) -> list[int]:
-        """Process id of each rank."""
+        """Process ids in rank order."""
         return []

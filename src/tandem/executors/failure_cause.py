@@ -1,4 +1,4 @@
-"""Cause of a failure, from the error that a rank raised. Pure."""
+"""Classification of a rank's error by cause. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WAITED = (
 )
 
 PORT_TAKEN = ("Couldn't bind socket", "Address already in use")
-"""Words of MLX and NCCL for a port that was free a moment ago."""
+"""Error texts of MLX and NCCL for a port taken since it was found free."""
 
 
 def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankFailure:
-    """The failure of a rank that raised an error of the class `kind` with `message`.
+    """Return the RankFailure for an error of class `kind` in `rank`.
 
-    The causes `memory` (the GPU's is full) and `timeout` (it waited, perhaps for another rank, until the system ended
-    that) say nothing against the requests that it worked on.
+    Causes `memory` (GPU memory full) and `timeout` (macOS ended a GPU command, which may have waited for another rank) do not
+    implicate requests.
     """
     if any(sign in message for sign in PORT_TAKEN):
         return RankFailure(

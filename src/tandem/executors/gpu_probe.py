@@ -1,7 +1,7 @@
-"""Does this machine's GPU answer? Asked by every new rank before it loads.
+"""GPU probe: every new rank checks before loading that its GPU answers.
 
-A GPU that was locked up (fast fences, a driver's fault) takes work and never ends it, and nothing but a restart of the
-machine frees it. Without this question each new rank group would wait for such a one until `start_timeout`.
+A locked-up GPU (fast fences, a driver fault) accepts work and never finishes it until the machine restarts. Without the probe
+each new rank group would wait until `start_timeout`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from tandem.loading.memory import on_gpu, small_product
 from tandem.system.metal import fault_of
 
 PROBE_S = 20.0
-"""Seconds that a GPU gets for what takes milliseconds: a kernel that is used for the first time is compiled first, and
-other processes may be at work."""
+"""Timeout in seconds for work of milliseconds: the kernel may need compiling, and other processes may be busy."""
 REMEDY = "restart that machine, nothing else frees a GPU that is locked up (and leave --fast-sync off if it was on)"
 
 
 def probe_gpu(tell: Callable[[Exception], None]) -> None:
-    """Have the GPU compute a little; returns at once where the CPU computes. In the thread that owns MLX.
+    """Run a small product on the GPU; return at once if the rank computes on the CPU. Call in the thread that owns MLX.
 
-    `tell` gets a `GpuSilent`, from another thread, if the answer takes too long: this call may then never return.
-    Raises `GpuSilent` for a GPU that refuses.
+    On timeout `tell` is called with `GpuSilent` from another thread, and this call may never return. Raises `GpuSilent` if
+    the GPU reports an error, RuntimeError if its memory is full.
     """
     if not on_gpu():
         return

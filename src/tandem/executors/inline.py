@@ -1,4 +1,4 @@
-"""The whole model on one device, run by threads of the engine's own process."""
+"""Inline executor: the whole model on one device, run by threads of the engine's process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ STOP_S = 10.0
 
 
 class InlineExecutor(Executor):
-    """No bus, no channel, no second process. A step that hangs can be ended only together with the process."""
+    """Executor of plans on one rank in this process, without bus or channel. A step that hangs can only be ended with the
+    process."""
 
     def __init__(self, spec: StageSpec, *, step_timeout_s: float) -> None:
         self._spec = spec
@@ -59,7 +60,7 @@ class InlineExecutor(Executor):
         choose_device(self._spec.device)
         assert self._mailbox is not None
         probe_gpu(self._mailbox.put)
-        # Whatever `weights_from` says: the engine's machine is this one.
+        # Ignore `weights_from`, as the engine's machine is this one.
         files = obtain_files(self._spec, None, partial(progress, "fetch"), accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
@@ -70,7 +71,7 @@ class InlineExecutor(Executor):
         return self._loop, self._mailbox
 
     def keep_apart(self, kv_space: str) -> None:
-        """In its specification."""
+        """Set the KV namespace in the rank's specification."""
         self._spec = replace(self._spec, kv_space=kv_space)
 
     def submit(self, plan: StepPlan) -> None:
@@ -80,11 +81,11 @@ class InlineExecutor(Executor):
         loop.submit(plan)
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Handed to the thread for the disk."""
+        """Pass an order to the disk thread."""
         self._started()[0].fetch(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
-        """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
+        """Return finished steps and other reports; wait up to `timeout_s` seconds for the first. Raises EngineStuck."""
         reports = [event for event in self._wait(timeout_s) if isinstance(event, Report)]
         for report in reports:
             if isinstance(report, Stepped):
@@ -97,11 +98,11 @@ class InlineExecutor(Executor):
 
     @property
     def slowdowns(self) -> list[float]:
-        """Slowdown that the watchdog measures."""
+        """Slowdown measured by the watchdog."""
         return self._watchdog.slowdowns
 
     def _wait(self, timeout_s: float) -> list[Event]:
-        """Wait for events. Any error of MLX counts as the rank's failure: the runner's state is lost."""
+        """Wait for events. Any error of MLX is raised as a failure of the rank, since the runner's state is lost."""
         events = list(self._started()[1].take(timeout_s))
         for event in events:
             if not isinstance(event, Exception):
@@ -111,7 +112,7 @@ class InlineExecutor(Executor):
             known = isinstance(event, RankFailure | UsageError)
             if not known:
                 log.error("Rank 0 failed: loading it again, requests continue\n%s", "".join(traceback.format_exception(event)))
-            # Its pipeline models hold the model; another may be loaded while the error is handled.
+            # The traceback references the model; free it, as another may be loaded while the error is handled.
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:
                 raise event
@@ -120,11 +121,11 @@ class InlineExecutor(Executor):
 
     @property
     def wait_socket(self) -> object | None:
-        """Readable when a step is done."""
+        """Socket that is readable when there are reports; None before `start`."""
         return self._mailbox.socket if self._mailbox else None
 
     def close(self) -> None:
-        """Drop the model."""
+        """Stop the threads and release the model."""
         if self._loop is not None:
             self._loop.stop(STOP_S)
             self._loop = None

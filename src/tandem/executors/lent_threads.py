@@ -1,8 +1,8 @@
-"""Threads for MLX's work, which are lent and given back, and never end by themselves.
+"""Pooled threads for MLX's work, which are reused and never end.
 
-MLX keeps what it has compiled in thread-local storage, with Python's objects in it, and lets go of those when the
-thread ends. Up to Python 3.12 that comes after `Thread.join` has returned: when the interpreter ends just then, the
-process is aborted ("terminate called without an active exception"). A thread that waits for work is no trouble.
+MLX keeps compiled functions with Python objects in thread-local storage, and frees them when the thread ends. Up to Python
+3.12 that is after `Thread.join` returns. If the interpreter exits just then, the process aborts ("terminate called without an
+active exception"). Idle threads avoid that.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tandem.crash_guard import start_thread
 T = TypeVar("T")
 _Work = tuple[Callable[[], None], threading.Event]
 _unused: list[queue.SimpleQueue[_Work]] = []
-"""Each is what one thread waits at. `append` and `pop` are safe in any thread."""
+"""Queues of the idle threads. `append` and `pop` are thread-safe."""
 
 
 class LentThread:
-    """Does one piece of work, as a thread of `start_thread` does."""
+    """One function call in a pooled thread, with the interface of a thread from `start_thread`."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        """Begins at once."""
+        """Start `work` at once."""
         self._over = threading.Event()
         try:
             orders = _unused.pop()
@@ -36,18 +36,18 @@ class LentThread:
         orders.put((work, self._over))
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the work is done, at most `timeout_s` seconds."""
+        """Wait for the function to return, at most `timeout_s` seconds."""
         self._over.wait(timeout_s)
 
     def is_alive(self) -> bool:
-        """True while it works."""
+        """Return True while the function runs."""
         return not self._over.is_set()
 
 
 def lent(work: Callable[[], T]) -> T:
-    """Have `work` done in such a thread, and wait for it: the caller's own may end at any time. Raises what it raises.
+    """Run `work` in a pooled thread and return its result; raise what it raises. For callers whose own thread may end.
 
-    Importing MLX is such work: what `mlx.nn` compiles for later is kept for the thread that imports it.
+    Use it to import MLX: what `mlx.nn` compiles is stored in the importing thread.
     """
     future: Future[T] = Future()
 
@@ -69,6 +69,6 @@ def _serve(orders: queue.SimpleQueue[_Work]) -> None:
         except BaseException:
             over.set()
             raise
-        del work  # it may hold a model
+        del work  # `work` may reference a model
         _unused.append(orders)
         over.set()

@@ -1,7 +1,7 @@
-"""A rank's two threads: one owns MLX and executes plans, the other waits for what they yield.
+"""A rank's two threads: one owns MLX and executes plans, the other waits for results.
 
-While the device computes a step the next one is being built, and a step's tokens go out the moment they are there,
-on a CPU too, where dispatching a step takes nearly as long as computing it.
+While the device computes a step the next one is built, and tokens are sent as soon as they exist. That helps on CPUs too,
+where dispatching takes nearly as long as computing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.transport.mailbox import Mailbox
 
 
 class Loaded(Struct, frozen=True):
-    """Weight bytes that one phase (`fetch` or `load`) has done, of all."""
+    """Loading progress: `done` of `total` bytes in `phase` (`fetch` or `load`)."""
 
     phase: str
     done: int
@@ -32,16 +32,16 @@ class Loaded(Struct, frozen=True):
 
 Event = Loaded | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Exception
 Report = Callable[[str, int, int], None]
-"""Called with phase, bytes done and bytes in all."""
+"""Callback for loading progress: (phase, bytes done, total bytes)."""
 Build = Callable[[Report], tuple[Runner, Ready]]
-"""Loads the model, reporting how far it is, and returns the runner and what to tell the engine."""
+"""Function that loads the model with a progress callback, and returns the runner and its `Ready`."""
 
 
 class RankLoop:
-    """Starts loading at once; plans are executed in the order of `submit`. Everything is reported to the mailbox."""
+    """Loop that loads the model, then executes plans in the order of `submit`. All reports and errors go to the mailbox."""
 
     def __init__(self, rank: int, build: Build, mailbox: Mailbox[Event], memory: Callable[[], tuple[int, int]]) -> None:
-        """`memory`: most bytes that were used so far, and those that are now."""
+        """Start loading. `memory` returns (peak bytes, bytes in use)."""
         self._rank = rank
         self._build = build
         self._mailbox = mailbox
@@ -57,20 +57,20 @@ class RankLoop:
         )
 
     def submit(self, plan: StepPlan) -> None:
-        """Queue a plan; returns at once."""
+        """Queue a plan and return at once."""
         self._plans.put(plan)
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Hand an order to the disk thread, which runs it beside the computation."""
+        """Pass an order to the disk thread, which runs beside the computation."""
         assert self._runner is not None and self._runner.disk is not None
         self._runner.disk.take_order(order)
 
     def where(self) -> tuple[int, bool]:
-        """The last step begun, -1 before the first, and whether it waits for another stage. From any thread."""
+        """Return the last step begun (-1 before the first), and True if waiting for another stage. Thread-safe."""
         return self._begun, self._runner is not None and self._runner.waiting
 
     def stop(self, timeout_s: float) -> bool:
-        """Finish queued plans and end the threads; False if that takes more than `timeout_s` seconds."""
+        """Finish queued plans and end the threads. Return False after `timeout_s` seconds."""
         self._plans.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:

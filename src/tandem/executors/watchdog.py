@@ -1,14 +1,14 @@
-"""Is a rank group getting on? Told from what its ranks report and answer, and from the clock. Pure.
+"""Watchdog of a rank group's progress, from ranks' reports, ping answers and the clock. Pure: no I/O.
 
-Four kinds of trouble look alike from the outside, a step that does not end, and are told apart here:
+A step that does not end has one of four causes:
 
-- a rank whose process stands still (SIGSTOP, a debugger): its state says so, or it answers no ping;
-- a rank that cannot be reached: it answers no ping, though nothing is known of its process;
-- a link between ranks that brings nothing: a rank that answers waits for what another has sent;
-- a step that does not move, most often a collective: ranks answer and are inside it, and none waits for a stage.
+- suspended process (SIGSTOP, a debugger): its process state shows it, or it answers no ping;
+- unreachable rank: it answers no ping, and its process state is unknown;
+- broken link: a rank answers pings and waits for another stage's output;
+- stuck step, most often a collective: ranks answer pings inside the step, and none waits for a stage.
 
-A rank that is slow but moves is left alone, with a warning. Deadlines follow the work in the step and the slowest pace
-of late, times a generous factor.
+A rank that is slow but makes progress is kept, with a warning. Deadlines follow the work in the step and the slowest recent
+pace, times `FACTOR`.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from tandem.protocol.step import GrammarReady, StepPlan
 log = logging.getLogger(__name__)
 
 PASS = 16.0
-"""Tokens whose products cost as much as the fixed part of a forward pass, the reading of all weights."""
+"""Fixed cost of a forward pass (reading all weights), in units of one token's matrix products."""
 CONTEXT = 4096.0
-"""Positions of context that cost about as much as one token's products."""
+"""Context positions that cost about as much as one token's matrix products."""
 LEARNT = 16
-"""Reports needed before a pace is used."""
+"""Reports needed before a pace is considered known."""
 KEEP = 0.999
 """Factor by which the slowest pace decays with each report."""
 DOWN, UP, RECENT = 0.05, 0.002, 0.2
-"""Smoothing factors: of the usual pace for quicker and for slower reports, and of the recent pace."""
+"""Smoothing factors: of the usual pace for quicker reports and for slower ones, and of the recent pace."""
 FLOOR_S, GPU_FLOOR_S = 5.0, 20.0
-"""Least timeout of a step in seconds. On a GPU the first use of a kernel compiles it."""
+"""Minimum timeout of a step in seconds, on CPU and GPU. The first use of a GPU kernel compiles it."""
 FACTOR = 10.0
-"""Multiple of the slowest recent pace that a step may take, on top of the floor."""
+"""Deadline of a step as a multiple of the slowest recent pace, added to the minimum."""
 PING_S, IDLE_PING_S = 0.5, 2.0
 SILENT_S, LOADING_SILENT_S = 3.0, 60.0
-"""Seconds without an answer after which a rank counts as not running; MLX holds the interpreter for up to 31 s while it
-connects a group."""
+"""Seconds without a ping answer before a rank counts as not running. MLX holds the interpreter lock for up to 31 s while
+connecting a group."""
 ROUND_TRIPS = 5.0
-"""Multiple of a rank's recent answer time that it gets for the next answer."""
+"""Timeout of a ping answer as a multiple of the rank's longest recent answer time."""
 DOUBT_S = 1.5
-"""Seconds without an answer after which a rank with an unfinished step counts as silent."""
+"""Seconds without a ping answer after which a rank with an unfinished step counts as silent."""
 STOPPED_S = 1.0
 """Seconds that a process may stay suspended."""
 PAUSE_S = 1.0
-"""Gap in seconds between two calls that counts as the engine's own pause, not as a rank's."""
+"""Gap in seconds between two calls that counts as a pause of the engine itself."""
 SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
-"""Slowdown, its duration in seconds, and the least interval between two messages about it."""
+"""Slowdown that is reported, seconds that it must last, and minimum seconds between reports."""
 
 
 class Workload:
-    """Counts the units of work in one rank group's plans; one unit is about a token's products."""
+    """Counter of the units of work in a rank group's plans; one unit is about one token's matrix products."""
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._read: dict[str, int] = {}
-        """Tokens that a draft model has been shown of each sequence."""
+        """Tokens that the draft model has received, by request id."""
 
     def count(self, plan: StepPlan) -> float:
-        """Units in the next plan, at least 1."""
+        """Return the units of work in the next plan, at least 1."""
         lengths = self._lengths
         for request_id in plan.removes:
             lengths.pop(request_id, None)
@@ -79,15 +79,14 @@ class Workload:
                 lengths.update((row.request_id, row.length + 1) for row in plan.spec_decode_plan.rows)
             work += PASS + len(plan.decode) * plan.width + sum(lengths[one] for one in plan.decode) / CONTEXT
         for op in plan.prefill:
-            # The logits of a position, which few need, may cost as much as its way through a stage's layers.
+            # Logits, needed only for some positions, may cost as much as a stage's layers.
             work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT + (op.prompt_logprobs is not None))
         if plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
             work += self._guesses(plan, plan.spec_decode_plan.ask)
         return work
 
     def _guesses(self, plan: StepPlan, ask: int) -> float:
-        """Work of a draft model, as if it were as large as the model itself: tokens that it has not read, and its
-        guesses."""
+        """Return the work of the draft model, assumed as large as the model: unread tokens and drafts."""
         work = 0.0
         for request_id in set(plan.sampled()):
             length = self._lengths.get(request_id, 0)
@@ -97,23 +96,23 @@ class Workload:
 
 
 class Pace:
-    """Seconds for a unit of work: the slowest, the usual and the recent."""
+    """Seconds per unit of work: slowest, usual and recent."""
 
     def __init__(self) -> None:
         self.slowest = 0.0
-        """Slowest recent pace; it fades."""
+        """Slowest recent pace, decaying by `KEEP` per report."""
         self.usual = 0.0
         self.recent = 0.0
         self._reports = 0
 
     @property
     def known(self) -> bool:
-        """False while too little has been seen to judge by."""
+        """True once `LEARNT` reports were recorded."""
         return self._reports >= LEARNT
 
     @property
     def slowdown(self) -> float:
-        """How many times slower than usual it is now; 1 while that is not known."""
+        """Recent pace over usual pace; 1 while unknown."""
         return self.recent / self.usual if self.known and self.usual > 0 else 1.0
 
     def note(self, seconds: float, work: float) -> None:
@@ -135,7 +134,7 @@ class Slowness:
     told: bool = False
     """True from the report of a slowdown until it ends."""
     since: float | None = None
-    """When it turned, unless that has been said."""
+    """Time since which the state differs from the reported one; None if it does not."""
     told_at: float = -math.inf
 
     def turned(self, slowdown: float, now: float) -> bool:
@@ -153,7 +152,7 @@ class Slowness:
 
 @dataclass
 class _Tempo:
-    """A pace that is watched for slowness."""
+    """A pace with a detector of slowness."""
 
     pace: Pace = field(default_factory=Pace)
     slowness: Slowness = field(default_factory=Slowness)
@@ -165,11 +164,11 @@ class _Tempo:
 @dataclass
 class _Rank:
     asked_at: float | None = None
-    """When the oldest ping that it has not answered was sent."""
+    """Send time of the oldest unanswered ping; None without any."""
     stopped_at: float | None = None
     """Time since which its process is suspended; None while it runs."""
     round_trip: float = 0.0
-    """The longest lately."""
+    """Longest recent answer time in seconds."""
     begun: int = -1
     waiting: bool = False
     tempo: _Tempo = field(default_factory=_Tempo)
@@ -180,27 +179,27 @@ class _Step:
     step_id: int
     work: float
     missing: set[int]
-    """Ranks that have not reported it."""
+    """Ranks that have not reported the step."""
 
 
 class Watchdog:
-    """Watches one rank group after the other; what it has learnt of their pace stays unless it proved wrong.
+    """Watchdog of successive rank groups of an engine. The learnt pace is kept until it causes a failure.
 
-    Times are seconds of one monotonic clock; they never run backwards.
+    All times are seconds of one monotonic clock.
     """
 
     def __init__(self, ranks: int, step_timeout_s: float) -> None:
-        """`step_timeout_s`: most seconds without progress, whatever was learnt."""
+        """Watch `ranks` ranks. `step_timeout_s`: maximum seconds without progress."""
         self._step_timeout = step_timeout_s
         self._ranks = [_Rank() for _ in range(ranks)]
         self._pace = Pace()
-        """Between two signs of progress, by the work under way."""
+        """Pace between two reports of any rank, for the work in progress."""
         self._tempo = _Tempo()
-        """From the end of a step to that of the next."""
+        """Pace from the end of one step to the end of the next."""
         self._floor = FLOOR_S
         self._loaded = False
         self._level = logging.WARNING
-        """Level of messages on slowness."""
+        """Log level of messages about slowness."""
         self._workload = Workload()
         self._steps: deque[_Step] = deque()
         self._compiling: set[str] = set()
@@ -209,7 +208,7 @@ class Watchdog:
         self._number = 0
 
     def begin(self, now: float) -> None:
-        """The ranks of a new rank group have been told to load."""
+        """Reset for a new rank group, which starts loading at `now`."""
         self._ranks = [_Rank(tempo=rank.tempo) for rank in self._ranks]
         self._workload = Workload()
         self._steps.clear()
@@ -219,8 +218,8 @@ class Watchdog:
         self._pinged_at = now - IDLE_PING_S
 
     def loaded(self, now: float, *, gpu: bool, hosts: int = 2) -> None:
-        """Start watching steps: all ranks are ready, on `hosts` hosts. On a single host slowness is logged at INFO:
-        that machine is then busy with something else."""
+        """Start watching steps, as all ranks on `hosts` hosts are ready. On one host slowness is logged at INFO, as other
+        programs usually cause it."""
         self._loaded = True
         self._level = logging.WARNING if hosts > 1 else logging.INFO
         self._floor = GPU_FLOOR_S if gpu else FLOOR_S
@@ -228,22 +227,22 @@ class Watchdog:
 
     @property
     def slowdowns(self) -> list[float]:
-        """Slowdown of each rank: recent seconds for a unit of work over its usual ones."""
+        """Slowdown of each rank: recent over usual time per unit of work."""
         return [rank.tempo.pace.slowdown for rank in self._ranks]
 
     @property
     def busy(self) -> bool:
-        """True while steps are under way."""
+        """True while steps are in progress."""
         return bool(self._steps)
 
     def works(self, rank: int) -> bool:
-        """True while the rank has a step under way, or compiles a grammar."""
+        """Return True if the rank has an unfinished step, or a grammar is being compiled."""
         return bool(self._compiling) or any(rank in step.missing for step in self._steps)
 
     # --- events ---
 
     def planned(self, plan: StepPlan, now: float) -> None:
-        """A plan was sent to all ranks."""
+        """Record that a plan was sent to all ranks."""
         self._wake(now)
         self._compiling.difference_update(plan.removes)
         self._compiling.update(op.request_id for op in plan.inserts if op.params.structured_outputs is not None)
@@ -252,7 +251,7 @@ class Watchdog:
         self._steps.append(_Step(plan.step_id, self._workload.count(plan), set(range(len(self._ranks)))))
 
     def reported(self, report: Stepped, now: float) -> None:
-        """A rank has done a step."""
+        """Record a rank's report of a finished step."""
         self._wake(now)
         rank = self._ranks[report.step.rank]
         rank.asked_at = None
@@ -268,11 +267,11 @@ class Watchdog:
             self._done_at = now
 
     def compiled(self, report: GrammarReady) -> None:
-        """A rank has compiled a grammar."""
+        """Record that the sampling rank has compiled a grammar."""
         self._compiling.discard(report.request_id)
 
     def answered(self, pong: Pong, now: float) -> None:
-        """A rank has answered a ping."""
+        """Record a rank's answer to a ping."""
         self._wake(now)
         rank = self._ranks[pong.rank]
         if rank.asked_at is not None:
@@ -281,7 +280,7 @@ class Watchdog:
         rank.begun, rank.waiting = pong.step_id, pong.waiting
 
     def ping(self, now: float) -> int | None:
-        """The number of a ping to send to all ranks, when it is time for one."""
+        """Return the number of a ping to send to all ranks; None if none is due."""
         if now - self._pinged_at < (IDLE_PING_S if self._loaded and not self._steps else PING_S):
             return None
         self._pinged_at = now
@@ -293,7 +292,7 @@ class Watchdog:
     # --- verdict ---
 
     def look(self, now: float, stopped: Callable[[int], bool]) -> None:
-        """Raise RankFailure when a rank or a step is stuck. `stopped` tells whether a rank's process stands still."""
+        """Raise RankFailure if a rank or step is stuck. `stopped(rank)`: True if the rank's process is suspended."""
         self._wake(now)
         for number, rank in enumerate(self._ranks):
             self._check_stopped(number, rank, now, stopped(number))
@@ -303,8 +302,7 @@ class Watchdog:
         self._check_progress(now)
 
     def _wake(self, now: float) -> None:
-        """Record that the engine runs. A pause of its own (suspended, or busy elsewhere) moves all timers by its
-        length."""
+        """Shift all timers by the engine's own pause (suspended, or busy elsewhere), if it exceeds `PAUSE_S`."""
         gap, self._awake_at = now - self._awake_at, now
         if gap <= PAUSE_S:
             return
@@ -335,7 +333,7 @@ class Watchdog:
             )
 
     def _check_pace(self, now: float) -> None:
-        """Report ranks that become slow, and their recovery, without ending them."""
+        """Log when ranks become slow and when they recover."""
         for number, rank in enumerate(self._ranks):
             if rank.tempo.turned(now):
                 if rank.tempo.slowness.told:
@@ -359,7 +357,7 @@ class Watchdog:
                 log.log(self._level, "steps take their usual time again")
 
     def deadline_s(self) -> float:
-        """Seconds without progress that the steps under way may take."""
+        """Return the maximum seconds without progress for the steps in progress."""
         if not self._pace.known or not self._steps:
             return self._step_timeout
         work = max(step.work for step in self._steps)
@@ -370,7 +368,7 @@ class Watchdog:
         if not self._steps or still <= self.deadline_s():
             return
         step, limit = self._steps[0], self.deadline_s()
-        self._pace = Pace()  # if it was a false alarm, it is not raised again
+        self._pace = Pace()  # relearn the pace, so that a false alarm does not repeat
         words, cause, ranks = self._explain(step, now)
         raise RankFailure(
             f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
@@ -379,7 +377,7 @@ class Watchdog:
         )
 
     def _explain(self, step: _Step, now: float) -> tuple[str, str, list[int]]:
-        """Why a step does not end, in words and as a cause, and the ranks that are nearest to it."""
+        """Return why a step does not end, in words and as a cause, and the ranks that are probably responsible."""
         missing = sorted(step.missing)
         silent = [rank for rank in missing if (asked := self._ranks[rank].asked_at) is not None and now - asked > DOUBT_S]
         if silent:

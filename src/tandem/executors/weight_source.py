@@ -1,4 +1,4 @@
-"""Source of a rank's weights: its machine, the hub, or the engine's machine. No mlx."""
+"""Source of a rank's weights: its own disk, the Hugging Face hub, or the engine's machine. Does not import mlx."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
 
 
 class Head(Struct, frozen=True):
-    """Address at which the engine's machine serves its copy of the model."""
+    """Endpoint and keys of the engine's machine, which serves its copy of the model."""
 
     endpoint: str
     keys: ClusterKeys
 
 
 def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
-    """Serve config, tokenizer and weights of a model directory to the holders of `keys`. Raises `BrokenModel`."""
+    """Serve config, tokenizer and weights of a model directory to clients with `keys`. Raises `BrokenModel`."""
     whole = [path for pattern in METADATA for path in directory.glob(pattern) if path.is_file() and not path.name.startswith(".")]
     return BlobServer({*whole, *weight_files(directory)}, keys, host)
 
@@ -39,11 +39,11 @@ def obtain_files(
     accept: Callable[[ModelFiles], None] = lambda files: None,
     patience_s: float = PATIENCE_S,
 ) -> ModelFiles:
-    """Make the slice of the model that `spec` names available on this machine.
+    """Make the files of `spec`'s layers available on this machine, and return them.
 
-    With `head` it comes from there, and the directory that `spec` names is not looked at. `accept` is called when the
-    headers are here, before any weights travel, and may refuse by raising. `progress` gets bytes that are here and
-    bytes in all. Raises RankFailure when the head says nothing for `patience_s` seconds, and UsageError.
+    With `head` they are fetched from there, and `spec.model_path` is ignored. `accept` is called once headers are present,
+    before weights are transferred, and may raise. `progress` is called with (bytes present, total bytes). Raises RankFailure
+    after `patience_s` seconds of silence of the head, and UsageError.
     """
     layers = range(*spec.layers)
     if head is not None:

@@ -1,9 +1,9 @@
 """Entry point of a rank process: `python -m tandem.executors.worker`, with its payload on standard input.
 
-With the argument `standby` it waits to become a rank (`--standby-ranks`).
+With the argument `standby` the process waits to become a rank (`--standby-ranks`).
 
-A rank sleeps in a socket while it is idle, never in a collective. It does what plans say; whatever goes wrong ends it,
-with a `Failure` on the bus where that is still possible.
+An idle rank waits on a socket, never in a collective. It executes plans. Any error ends the process, after a `Failure` on the
+bus where possible.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ log = logging.getLogger("tandem.executors.worker")
 
 VERSIONED = ("mlx", "mlx-lm")
 HELLO_SECONDS = 2.0
-"""Seconds between a rank's hellos: the first may be lost while the engine's socket comes up."""
+"""Seconds between repeated `Hello`s: the first may be lost while the engine's socket opens."""
 
 
 Wrap = Callable[["StageModel"], "StageModel"]
 
 
 class Worker:
-    """The life of one rank: hello, connect, load, ready, steps, end."""
+    """One rank from `Hello` to exit: connect, load, execute steps."""
 
     def __init__(self, payload: WorkerPayload, bus: RankBus, wrap: Wrap | None = None) -> None:
-        """`wrap` may put something around the loaded stage; it is called in the thread that owns MLX."""
+        """Store the collaborators. `wrap` may replace the loaded stage; it is called in the thread that owns MLX."""
         self._wrap = wrap
         self._payload = payload
         self._spec = payload.spec
@@ -71,7 +71,7 @@ class Worker:
         self._blas: str | None = None
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Run the rank until the engine sends `Stop`."""
         spec = self._spec
         channel = None
         if spec.channel == "tcp" and spec.stages > 1:
@@ -81,7 +81,7 @@ class Worker:
             return
         self._blas = preload_blas(spec.blas)
         from tandem.executors.rank_loop import RankLoop
-        from tandem.loading.memory import memory_use  # imports mlx, after the BLAS
+        from tandem.loading.memory import memory_use  # imports mlx, so must follow the BLAS
 
         mailbox = Mailbox["Event"]()
         loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, memory_use)
@@ -90,7 +90,7 @@ class Worker:
     def _build(
         self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox[Event], progress: Report
     ) -> tuple[Runner, Ready]:
-        """Connect to the neighbours, load the model and report it, in the thread that owns MLX."""
+        """Connect to other ranks and load the model; return runner and `Ready`. Runs in the thread that owns MLX."""
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, require_memory
         from tandem.executors.gpu_probe import probe_gpu
@@ -145,7 +145,7 @@ class Worker:
         return RingLink(self._spec.stages)
 
     def _serve(self, loop: RankLoop, mailbox: Mailbox[Event]) -> None:
-        """Carry plans from the bus to the loop and reports back, asleep in between, until told to stop."""
+        """Pass commands from the bus to the loop and reports back, until `Stop`."""
         from tandem.executors.rank_loop import Loaded
 
         while True:
@@ -174,17 +174,16 @@ class Worker:
 
 
 def main(*words: str) -> None:
-    """Run a rank until its engine stops it, it fails, or the engine is gone."""
+    """Run a rank until its engine stops it, it fails, or the engine exits."""
     if STANDBY in words:
         stand_by()
     run_rank(msgspec.json.decode(receive_payload(), type=WorkerPayload))
 
 
 def stand_by() -> None:
-    """Import all that a rank needs, and wait for the rank group that this process is for.
+    """Run a standby process: import everything a rank needs, then wait for its payload. Ends the process.
 
-    Standard input brings the specification of the rank that it may replace, then variables of the environment, and last
-    the payload of a worker. Ends the process.
+    Standard input delivers the specification of the rank it may replace, then environment variables, then a worker payload.
     """
     spec = msgspec.json.decode(receive_payload(), type=StageSpec)
     prepare(spec)
@@ -196,7 +195,7 @@ def stand_by() -> None:
 
 
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
-    """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
+    """Run a rank with this payload; for entry points with other arguments. Ends the process."""
     prepare(payload.spec)
     serve(payload, wrap)
 
@@ -206,7 +205,7 @@ def prepare(spec: StageSpec) -> None:
     raise_limit()
     own_process()
     import_models_only()
-    # Ctrl-C goes to every process of a terminal; the engine ends its ranks itself.
+    # A terminal sends Ctrl-C to all its processes, and the engine ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
     prepare_metal(spec.fast_fences and spec.device != "cpu")
@@ -215,7 +214,7 @@ def prepare(spec: StageSpec) -> None:
 
 
 def serve(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
-    """Join the rank group, and be one of its ranks until the end of the process."""
+    """Join the rank group and run as a rank. Ends the process."""
     keep_awake()
     watch_lifeline()
     spec = payload.spec

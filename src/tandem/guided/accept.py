@@ -1,4 +1,4 @@
-"""Trials of grammars before a request is accepted: only what compiles soon is sent to the ranks."""
+"""Compilation check of grammars before a request is accepted: only grammars that compile quickly reach the ranks."""
 
 from __future__ import annotations
 
@@ -20,44 +20,42 @@ PROBE = "tandem.guided.compile_probe"
 CPU_S = 5
 MEMORY_BYTES = 2 * 1024**3
 TIMEOUT_S = 30.0
-"""Seconds on the clock that a process which tries a grammar may take."""
+"""Wall-clock limit in seconds of a trial compilation."""
 REMEMBERED = 512
 MAX_WORDS = 400
 TOO_COMPLEX = "it is too complex to be compiled"
 
 
 class GrammarCheck:
-    """Tries each grammar once. Threads may share one."""
+    """Compilation check of grammars in a sandbox, with cached results. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._has_bytes = tokenizer.scheme.has_bytes
         self.special = {tokenizer.token_text(token): token for token in sorted(tokenizer.special_ids)}
-        """Ids of special tokens by their text. A grammar may name them, as `<|name|>` or `<[id]>`."""
+        """Special token ids by text. A grammar may refer to them as `<|name|>` or `<[id]>`."""
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None
         self._trying = threading.Lock()
 
     def accept(self, form: StructuredOutputs) -> StructuredOutputs:
-        """Return `form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
-        UnavailableError when it could not be tried.
-        """
+        """Return `form` as a checked grammar. Raises ValueError with the reason for an unusable one, and UnavailableError if
+        the check could not run."""
         self.require_bytes()
         grammar = grammar_of(form)
         self.check(grammar)
         return StructuredOutputs(grammar=grammar)
 
     def require_bytes(self) -> None:
-        """Raise ValueError when no grammar can be followed with this tokenizer."""
+        """Raise ValueError if the tokenizer does not support grammars."""
         if not self._has_bytes:
             raise ValueError(
                 "the tokens of this model's tokenizer have no bytes of their own, so that no grammar can be followed"
             )
 
     def check(self, grammar: str) -> None:
-        """Raise ValueError, saying why, when llguidance refuses the grammar or takes too long over it, and
-        UnavailableError when it could not be tried.
-        """
+        """Raise ValueError with the reason if llguidance rejects the grammar or is too slow on it, and UnavailableError if
+        the check could not run."""
         trouble = self.known(grammar)
         if trouble is None:
             trouble = self.judge(grammar, self._ask(self.task(grammar)))
@@ -65,7 +63,7 @@ class GrammarCheck:
             raise ValueError(trouble)
 
     def _ask(self, task: SandboxTask) -> TaskReply | SandboxEnded:
-        """Run a task in the sandbox of this check, which is kept for more."""
+        """Run a task in this check's sandbox, which is reused."""
         with self._trying:
             if self._sandbox is None or not (self._sandbox.usable and self._sandbox.alive):
                 self._sandbox = Sandbox(subprocess.DEVNULL)
@@ -73,25 +71,25 @@ class GrammarCheck:
             return self._sandbox.ask(task.encoded(), task.wall_s)
 
     def task(self, grammar: str) -> SandboxTask:
-        """Return the task that tries the grammar."""
+        """Return the sandbox task that checks the grammar."""
         arguments: dict[str, object] = {"grammar": grammar, "special": self.special}
         return SandboxTask(PROBE, "tried", arguments, "", CPU_S, MEMORY_BYTES, TIMEOUT_S)
 
     def known(self, grammar: str) -> str | None:
-        """Return what is wrong with a grammar that was tried, empty if nothing; None when it was not tried lately."""
+        """Return the cached error of a grammar, empty if it is fine; None if not checked recently."""
         with self._lock:
             return self._known.get(grammar)
 
     def judge(self, grammar: str, reply: TaskReply | SandboxEnded) -> str:
-        """Return what is wrong with the grammar of that task, empty if nothing, and remember it. Raises
-        UnavailableError when it could not be tried."""
+        """Return and cache the error that a task's reply reports, empty if the grammar is fine. Raises UnavailableError if
+        the check could not run."""
         match reply:
             case TaskDone():
                 trouble = " ".join(reply.decoded(str).split())[:MAX_WORDS]
             case SandboxEnded(over_limits=True) | TaskBroken(name="MemoryError" | "PanicException"):
                 trouble = TOO_COMPLEX
             case SandboxEnded() | TaskBroken() | TaskRefused():
-                how = "refused it"  # what an exception says may quote the grammar
+                how = "refused it"  # the exception text may quote the grammar
                 if not isinstance(reply, TaskRefused):
                     how = reply.how if isinstance(reply, SandboxEnded) else f"met {reply.name}"
                 if how:

@@ -1,8 +1,8 @@
-"""Compiles one grammar in a sandbox, which it may hang, crash or fill without harm to anybody.
+"""Trial compilation of one grammar in a sandbox, where hangs, crashes and memory use are harmless.
 
-It does what ranks do with a grammar, over a vocabulary of single bytes and with a smaller stack, so that what compiles
-here compiles there, and it measures what a step costs: on ranks all sequences wait for the slowest mask. Imports
-nothing of Tandem, to start quickly.
+Does the same as ranks, over a vocabulary of single bytes and with a smaller stack, so grammars that compile here compile
+there. Also measures the cost of a step, since on ranks all sequences wait for the slowest mask. Imports nothing of Tandem, to
+start quickly.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 STACK_BYTES = 8 * 1024**2
 WALK = 16
-"""Number of steps whose masks are measured. The first steps already show the later cost of lexemes, as all are
-prepared."""
+"""Number of steps whose masks are measured. They show the later cost of lexemes, as all are prepared at first."""
 FURTHER, FURTHER_SECONDS = 400, 1.2
-"""Steps more, and processor time for them, in which rules that can be read in ever more ways show what they cost."""
+"""Additional steps, and CPU seconds for them. They show the cost of highly ambiguous rules."""
 BYTES_A_MASK = 16
-"""Bytes assumed for a token when the cost of a mask on ranks is estimated from steps by byte; tokens may have more."""
+"""Bytes assumed per token when the mask cost on ranks is estimated from byte steps; tokens may have more."""
 MASK_SECONDS = 0.05
-"""Processor seconds that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
+"""Maximum CPU seconds of one mask here. Over a real vocabulary it takes three to five times as long."""
 TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
 
 
 class _ByteVocabulary:
-    """A vocabulary with a token for each byte, and the model's special tokens at their places."""
+    """Vocabulary with a token per byte, and the model's special tokens at their ids."""
 
     bos_token_id = None
 
@@ -44,12 +43,12 @@ class _ByteVocabulary:
 
 
 def limits() -> LLParserLimits:
-    """Return the limits of a grammar, here and on ranks: about 20 ms a step, and 50 MB."""
+    """Return the compilation limits, used here and on ranks: about 20 ms per step, and 50 MB."""
     return LLParserLimits(max_lexer_states=25_000, initial_lexer_fuel=400_000, verbose_errors=False)
 
 
 def trouble(grammar: str, special: dict[str, int]) -> str:
-    """Return what is wrong with the grammar; empty if nothing."""
+    """Return the grammar's error; empty if it is fine."""
     vocabulary = _ByteVocabulary(special)
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
     error, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
@@ -57,14 +56,14 @@ def trouble(grammar: str, special: dict[str, int]) -> str:
         return error
     if not any(mask):
         return "nothing matches it"
-    # Try again: other load on the machine may have been the reason.
+    # Repeat, as other load on the machine may be the reason.
     if seconds > MASK_SECONDS and _walk(tokenizer, grammar, vocabulary.eos_token_id)[2] > MASK_SECONDS:
         return TOO_COSTLY
     return ""
 
 
 def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[str, bytes, float]:
-    """Return what is wrong within the first steps, the first mask, and the processor seconds of the slowest mask."""
+    """Return the error within the first steps, the first mask, and the CPU seconds of the slowest mask."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error() or "it cannot be compiled", b"", 0.0
@@ -86,13 +85,13 @@ def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[str, bytes, f
 
 
 def _last(mask: bytes, eos: int) -> int | None:
-    """The largest token that a mask allows, beside the end."""
+    """Return the largest token id that a mask allows, except `eos`; None if there is none."""
     allowed = int.from_bytes(mask, "little") & ~(1 << eos)
     return allowed.bit_length() - 1 if allowed else None
 
 
 def tried(grammar: str, special: dict[str, int]) -> str:
-    """Return `trouble` of the grammar, found in a thread with a small stack."""
+    """Return `trouble` of the grammar, computed in a thread with a small stack."""
     before = threading.stack_size(STACK_BYTES)
     try:
         with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""From what a client asks for to the grammar that llguidance reads. Pure; nothing is compiled here."""
+"""Conversion of a client's structured output request to a grammar for llguidance. Pure; compiles nothing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tandem.protocol.request import StructuredOutputs
 
 MAX_CHARS = 256 * 1024
-"""Longest grammar, in characters."""
+"""Maximum characters of a grammar."""
 MAX_TEXT = 4 * MAX_CHARS
-"""Longest schema or grammar that comes as a text: as JSON it may be written with much white space."""
+"""Maximum characters of a schema or grammar given as text, since JSON may contain much whitespace."""
 WHITESPACE = r"[ ]?|\n[ ]{0,24}"
-"""Between the tokens of JSON: nothing, a space, or a new line with its indentation. JSON allows more, and a model that
-has lost its way fills its whole answer with it."""
+"""Whitespace between JSON tokens: none, a space, or a newline with indentation. JSON allows more, but a confused model may
+fill its whole answer with it."""
 
 ASCII = "dws"
 r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
 
 
 def grammar_of(form: StructuredOutputs) -> str:
-    """Return llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
+    """Return llguidance's grammar, as JSON text, for `form`. Raises ValueError with the reason if it is invalid."""
     for text in (form.json, form.regex, form.grammar):
         if isinstance(text, str) and len(text) > (MAX_CHARS if text is form.regex else MAX_TEXT):
             raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
@@ -37,7 +37,7 @@ def grammar_of(form: StructuredOutputs) -> str:
 
 
 def preceded(grammar: str, lark: str) -> str:
-    """Return `grammar`, a result of `grammar_of`, after something else: `lark`, which refers to it as `@answer`."""
+    """Return a grammar for `lark`, which refers to `grammar` (from `grammar_of`) as `@answer`."""
     answer, *others = json.loads(grammar)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
 
@@ -52,7 +52,7 @@ def _described(form: StructuredOutputs) -> dict[str, object]:
     if form.choice is not None:
         if not form.choice or "" in form.choice:
             raise ValueError("it must hold at least one string, none of them empty")
-        # One lexeme: as a rule, each choice would be an item of the parser's, and there may be 2,000 of those.
+        # One lexeme, since as a rule each choice would be a parser item, of which 2,000 are allowed.
         choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
         return _lark(f"start: CHOICE\nCHOICE: {choices}")
     return _context_free(form.grammar or "")
@@ -63,7 +63,7 @@ def _lark(text: str) -> dict[str, object]:
 
 
 def json_schema(schema: str | Mapping[str, object]) -> dict[str, object]:
-    """Return a schema with the whitespace that outputs may have. Raises ValueError when it is not an object."""
+    """Return a JSON schema with the allowed whitespace. Raises ValueError if it is not an object."""
     content = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(content, Mapping):
         raise ValueError("a JSON schema must be an object")
@@ -78,7 +78,7 @@ def _context_free(text: str) -> dict[str, object]:
             raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
         try:
             return _lark(any_to_lark(text))
-        except Exception as error:  # a parser in Python, which may raise anything
+        except Exception as error:  # the parser may raise any exception
             raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
     description = json.loads(text)
     grammars = description.get("grammars") if isinstance(description, dict) else None

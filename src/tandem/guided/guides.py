@@ -1,4 +1,4 @@
-"""State of each constrained sequence in its grammar, and masks of the tokens that may come next. NumPy, no MLX."""
+"""Grammar state of each constrained sequence, and masks of allowed next tokens. NumPy only, no MLX."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Masks(NamedTuple):
 
     rows: list[int]
     bits: npt.NDArray[np.uint32]
-    """[rows, vocabulary / 32]: bit i of word j says whether token 32 j + i is allowed."""
+    """uint32 [rows, ceil(vocabulary / 32)]: bit i of word j is 1 if token 32 j + i is allowed."""
     given_up: dict[int, int]
-    """Rows without a mask, and the code in place of a token: NO_CONTINUATION, or NO_GRAMMAR when it was not built."""
+    """Row -> error code in place of a token: NO_CONTINUATION, or NO_GRAMMAR if the grammar was not built."""
 
 
 class Guides:
-    """Matchers by request id. They advance with each sampled token; a replay rebuilds them from the tokens so far."""
+    """Grammar matchers by request id. They advance with each sampled token; a replay rebuilds them from the output tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._building: dict[str, Future[LLMatcher]] = {}
         self._matchers: dict[str, LLMatcher | None] = {}
-        """By request id; None once the sequence has ended but plans sent ahead still sample for it."""
+        """Matchers by request id; None once the sequence has ended but earlier plans still sample for it."""
         self._ends = np.zeros_like(allocate_token_bitmask(1, vocabulary.vocab_size)[0])
         for token in vocabulary.eos:
             self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
@@ -45,21 +45,20 @@ class Guides:
         return request_id in self._building or request_id in self._matchers
 
     def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens. Its grammar is compiled in a thread, which then calls
-        `Vocabulary.ready`."""
+        """Add a sequence with output tokens `produced`. A thread compiles its grammar and then calls `Vocabulary.ready`."""
         building = self._building[request_id] = self._vocabulary.matcher(form, produced)
-        # One that was begun for an earlier insertion tells nothing of this one.
+        # Ignore a compilation started for an earlier insertion.
         building.add_done_callback(
             lambda done: self._vocabulary.ready(request_id) if self._building.get(request_id) is done else None
         )
 
     def remove(self, request_id: str) -> None:
-        """Forget a sequence, if it is one of these."""
+        """Remove a sequence; unknown ids are ignored."""
         self._building.pop(request_id, None)
         self._matchers.pop(request_id, None)
 
     def advance(self, request_id: str, token: int) -> None:
-        """Follow a sampled token. Sequences that have been removed meanwhile are ignored."""
+        """Advance the matcher by a sampled token. Removed sequences are ignored."""
         matcher = self._matchers.get(request_id)
         if matcher is None:
             return
@@ -72,9 +71,9 @@ class Guides:
             self._matchers[request_id] = None
 
     def masks(self, ids: Sequence[str]) -> Masks:
-        """Return the masks of those of `ids` that follow a grammar. Waits for grammars that are being compiled.
+        """Return the masks of those `ids` that follow a grammar. Waits for grammars being compiled.
 
-        Rows of other sequences, of those that are over, and of those given up have no mask.
+        Rows of other, ended and failed sequences have no mask.
         """
         given_up: dict[int, int] = {}
         for row, request_id in enumerate(ids):
@@ -98,7 +97,7 @@ class Guides:
 
 
 def _built(future: Future[LLMatcher]) -> LLMatcher | None:
-    """Return the matcher; None where it could not be built: one request must not end a rank."""
+    """Return the matcher; None if its construction failed, which must not end the rank."""
     error = future.exception()
     if error is not None:
         log.error(

@@ -1,4 +1,4 @@
-"""The model's vocabulary in llguidance's form, and grammars compiled over it; a rank keeps one for all its micro-batches."""
+"""Model vocabulary in llguidance's form, and grammars compiled over it. A rank has one for all micro-batches."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
 KEPT = 16
-"""Compiled grammars that are kept for requests to come. One that a client makes costly on purpose takes up to 50 MB."""
+"""Compiled grammars cached for later requests. A maliciously costly one takes up to 50 MB."""
 THREADS = 4
-"""Threads that compute the masks of a batch."""
+"""Number of threads that compute the masks of a batch."""
 COMPILING = 2
-"""Grammars that are compiled at once, so that a costly one does not hold up the others."""
+"""Grammars compiled concurrently, so that a costly one does not delay the rest."""
 
 
 class Vocabulary:
-    """Compiles grammars in threads of its own. The tokenizer is loaded for the first one."""
+    """Vocabulary with threads that compile grammars over it. The tokenizer is loaded with the first one."""
 
     def __init__(
         self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int], ready: Callable[[str], object] = lambda _: None
     ) -> None:
-        """`vocab_size` is the width of the logits, `eos` the ids that may follow where a grammar can end;
-        those beyond the logits, which config.json may name, are left out. `ready` is called with a request's id, in any
-        thread, when its matcher is built or cannot be."""
+        """Store the collaborators. `load` returns the tokenizer; `vocab_size`: width of the logits. `eos`: ids allowed where
+        a grammar can end; ids beyond the logits are ignored. `ready` is called from any thread with a request id once its
+        matcher is built or has failed."""
         self._load = load
         self.vocab_size = vocab_size
         self.eos = tuple(token for token in eos if token < vocab_size)
         self.ready = ready
-        """Called with the id of a request that need not wait for its matcher."""
+        """Callback with the id of a request whose matcher is built or has failed."""
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._compiled = lru_cache(KEPT)(self._compile)
@@ -47,15 +47,15 @@ class Vocabulary:
         return LLExecutor(num_threads=THREADS)
 
     def matcher(self, form: StructuredOutputs, produced: Sequence[int]) -> Future[LLMatcher]:
-        """Return a matcher of `form` that has consumed the tokens `produced`; in error state if that fails."""
-        before = threading.stack_size(4 * STACK_BYTES)  # more than the grammar was tried with
+        """Return a future of the matcher of `form` after the tokens `produced`; in error state if consuming them fails."""
+        before = threading.stack_size(4 * STACK_BYTES)  # larger than in the trial compilation
         try:
             return self._threads.submit(self._matcher, form, list(produced))
         finally:
             threading.stack_size(before)
 
     def _matcher(self, form: StructuredOutputs, produced: list[int]) -> LLMatcher:
-        # Copies share what the lexer has learnt so far.
+        # Copies share the lexer's cached states.
         matcher = self._compiled(grammar_of(form)).deep_copy()
         if produced:
             matcher.consume_tokens(produced)
@@ -74,7 +74,7 @@ class Vocabulary:
 
 
 class Entries:
-    """A tokenizer in the form that `TokenizerWrapper` asks for."""
+    """Tokenizer with the interface that `TokenizerWrapper` expects."""
 
     bos_token_id = None
 
@@ -87,9 +87,9 @@ class Entries:
         self.fallback: Callable[[str], list[int]] | None = None
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of text that a grammar forces, as the model would write it where the tokenizer allows that.
+        """Return the tokens of a text that a grammar forces, in the model's own tokenization if that is exact.
 
-        SentencePiece puts a space before a text, and any tokenizer takes the names of special tokens for those.
+        Otherwise use the fallback: SentencePiece adds a leading space, and text may contain names of special tokens.
         """
         tokens = self._tokenizer.encode(text, False)
         same = b"".join(self.tokens[token] for token in tokens) == text.encode()

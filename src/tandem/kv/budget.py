@@ -1,4 +1,4 @@
-"""How many KV positions the batches of a rank group occupy, and whether more would fit."""
+"""KV positions that the batches of a rank group occupy, and capacities of KV buffers."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections.abc import Iterable
 from tandem.protocol.step import KVShape
 
 GROWTH = 256
-"""Positions by which rows grow: one buffer copy in 256 steps costs less than 1 % of reading it each step."""
+"""Positions by which rows grow. One buffer copy in 256 steps costs under 1 % of reading it in each step."""
 WASTE = 16
-"""Divisor of the KV positions that a full batch may lose to rounding up its rows."""
+"""Divisor of the KV positions that a full batch may waste by rounding up its rows."""
 
 
 def rounded(length: int, step: int) -> int:
-    """`length` rounded up to a multiple of `step`."""
+    """Return `length` rounded up to a multiple of `step`."""
     return -(-length // step) * step
 
 
 def growth_step(kv_tokens: int, max_batch_size: int) -> int:
-    """Positions by which rows grow, fewer when memory is short."""
+    """Return the positions by which rows grow; fewer than `GROWTH` if memory is short."""
     return min(max(kv_tokens // max(max_batch_size * WASTE, 1), 1), GROWTH)
 
 
 def batch_positions(lengths: Iterable[int], step: int = 1) -> int:
-    """Positions that a decode batch needs: its rows are as long as the longest of them, rounded up to `step`."""
+    """Return the KV positions of a decode batch: rows x longest length, rounded up to `step`."""
     rows = list(lengths)
     return len(rows) * rounded(max(rows, default=0), step)
 
 
 def most_rows(max_batch_size: int, micro_batches: int) -> int:
-    """Most sequences of one micro-batch."""
+    """Return the maximum sequences of one micro-batch."""
     return -(-max_batch_size // micro_batches)
 
 
 def held_sequences(max_batch_size: int, micro_batches: int) -> int:
-    """Most sequences whose states and windows all micro-batches hold together: full buffers, and a prompt beside each."""
+    """Return the maximum sequences with states or windows in memory: all rows, and a prompt per micro-batch."""
     return micro_batches * (most_rows(max_batch_size, micro_batches) + 1)
 
 
 def kv_shape(held: KVShape, rows: int, longest: int, *, most: int = sys.maxsize, room: int = sys.maxsize) -> KVShape:
-    """Capacity of a KV buffer for `rows` rows of up to `longest` positions, from the capacity that it has.
+    """Return the capacity of a KV buffer for `rows` rows of up to `longest` positions, given its current capacity.
 
-    Rows grow by half, up to `most`, and positions to a multiple of `GROWTH`, as far as `room` positions allow: what is
-    needed is there however little room there is. Given back when half of the buffer is idle.
+    Rows grow by half, up to `most`, and positions to a multiple of `GROWTH`, within `room` positions. The need is always met,
+    even beyond `room`. The buffer shrinks when half of it is idle.
     """
     if not rows:
         return KVShape()
@@ -59,11 +59,10 @@ def kv_shape(held: KVShape, rows: int, longest: int, *, most: int = sys.maxsize,
 
 
 def kv_capacity(memory_bytes: int, fraction: float, ranks: Iterable[tuple[int, int]], *, kept: int = 0) -> int:
-    """KV positions that fit on one machine.
+    """Return the KV positions that fit on one device, at least 0.
 
-    `memory_bytes` is the machine's memory, `fraction` the share that may be used, and `ranks` gives (weight bytes,
-    KV bytes per position) of each rank on it. `kept` bytes of buffers must have room in what the share leaves over.
-    At least 0.
+    `memory_bytes`: memory of the device; `fraction`: usable share of it; `ranks`: (fixed bytes, bytes per KV position) of
+    each rank on it. `kept`: bytes of cached buffers, which must fit beside.
     """
     parts = list(ranks)
     free = min(int(memory_bytes * fraction), memory_bytes - kept) - sum(weights for weights, _ in parts)

@@ -1,7 +1,7 @@
-"""Prefixes on the ranks' disks: which are fetched into memory, and who waits for that.
+"""Disk tier of the prefix cache: which prefixes are fetched into memory, and which sequences wait for them.
 
-The engine decides here; ranks read and write in threads of their own. A prefix that has been fetched is one in memory
-like others (`tandem.kv.index`). What cannot be read is computed.
+The engine decides; ranks read and write in separate threads. A fetched prefix is then cached in memory like others
+(`tandem.kv.index`). Prefixes that cannot be read are computed.
 """
 
 from __future__ import annotations
@@ -27,44 +27,43 @@ from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
 
 NEAR = 2048
-"""Positions that are near the beginning of a prompt."""
+"""Positions that count as the beginning of a prompt."""
 OLD = 0.8
 """Weight of earlier measurements in a moving average."""
 SLOWER = 4.0
-"""How many times as long as computing it a prompt may take to read that another replica has computed for this one."""
+"""Allowed read time of a prompt that another replica computed for this one, as a multiple of computing it."""
 AGAIN = 64
-"""Reads that do not pay after which one is tried all the same: paces change."""
+"""Skipped reads after which one is tried anyway, since speeds change."""
 GUESS, LENT_GUESS = 0.5, 0.25
-"""Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
-measured."""
+"""Assumed fraction of prefill time saved by reading from disk, and by fetching from another machine, until measured."""
 
 
 class Seeking(Protocol):
-    """A sequence whose prefix may be read from disk."""
+    """Sequence whose prefix may be read from disk."""
 
     request: EngineRequest
     tokens: list[int]
     quarantine_record: QuarantineRecord
     finished: bool
     fetched: int
-    """Positions beyond what was in memory that were read from disk for it."""
+    """KV positions read from disk for it, beyond those cached in memory."""
     awaits_kv: bool
-    """True while its prefix is being read; it joins no batch before."""
+    """True while its prefix is read; it cannot join a batch before."""
     disk_checked: bool
-    """Ranks have looked on their disks for what another engine wrote of it, or do."""
+    """True once ranks were asked to look for its KV, written by another engine, on their disks."""
 
     @property
     def whole(self) -> bool:
-        """True if it needs the hidden states of all positions, so that no prefix serves it."""
+        """True if it needs the hidden states of all positions, so it cannot use cached prefixes."""
 
 
 @dataclass
 class DiskSpeed:
-    """Tokens a second, lately."""
+    """Moving average of a speed in tokens per second."""
 
     tokens_s: float = 0.0
     seen: int = 0
-    """Tokens that this was measured with."""
+    """Tokens measured so far."""
 
     def measure(self, tokens: int, seconds: float) -> None:
         """Record that `tokens` took `seconds`."""
@@ -76,80 +75,80 @@ class DiskSpeed:
 
 @dataclass
 class DiskCounts:
-    """Counts since the start."""
+    """Totals since the engine started."""
 
     hit_tokens: int = 0
-    """Positions that were read in place of being computed."""
+    """KV positions read instead of computed."""
     read_bytes: int = 0
     written_bytes: int = 0
     read_s: float = 0.0
     written_s: float = 0.0
     failures: int = 0
-    """Prefixes that could not be read."""
+    """Number of prefixes that could not be read."""
     brought_bytes: int = 0
-    """Bytes of files that came from other machines."""
+    """Bytes of files fetched from other machines."""
 
 
 @dataclass
 class _Order:
-    """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
+    """Pending `Fetch` or `Survey` of all ranks, and the sequences waiting for it."""
 
     waiting: list[Seeking] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     """Disk blocks to fetch."""
     gain: int = 0
-    """Positions that this prefix adds to what was in memory."""
+    """KV positions that this prefix adds to those in memory."""
     wanted: frozenset[bytes] | None = None
-    """Disk blocks to look for; None: all."""
+    """Disk blocks to look for; None for all."""
     then: Callable[[], None] | None = None
-    """Called in place of having sequences wait, once all have answered."""
+    """Callback once all ranks have answered, used when no sequences wait."""
     answers: dict[int, Any] = field(default_factory=dict)
-    """By rank: `Fetched` or `Surveyed`."""
+    """Answers by rank: `Fetched` or `Surveyed`."""
 
 
 class DiskTier:
-    """Used by the scheduler alone."""
+    """Disk tier: selection of prefixes to read from disk, and pending reads. Used only by the scheduler."""
 
     def __init__(self) -> None:
         self.orders: list[Fetch | UseRemoteStores | Survey] = []
-        """Orders for all ranks, before the next plan; the sender empties the list."""
+        """Orders to send to all ranks before the next plan; the sender empties the list."""
         self.counts = DiskCounts()
         self.computing = DiskSpeed()
-        """Pace of computing prompts."""
+        """Speed of computing prompts."""
         self.beginning = DiskSpeed()
-        """Pace near the beginnings of prompts, comparable between replicas: positions far behind take longer."""
+        """Speed of computing the first `NEAR` positions of prompts, comparable between replicas. Later positions take longer."""
         self._reading, self._bringing = DiskSpeed(), DiskSpeed()
-        """Paces of reading from the ranks' own disks, and of fetching from other machines."""
+        """Speeds of reading from local disks, and of fetching from other machines."""
         self._too_slow = 0
-        """Reads that did not pay."""
+        """Number of reads skipped as too slow."""
         self._disk_blocks = DiskBlockIndex()
         self._lent = DiskBlockIndex()
-        """Disk blocks for which a rank needs what others lend, as it last saw."""
+        """Disk blocks for which a rank needs remote files, as of its last survey."""
         self._ranks = 0
         self._asked: dict[str | int, _Order] = {}
-        """Prefixes by key, and looks by number."""
+        """Pending fetches by prefix key, and surveys by number."""
         self._looked = 0
         self._silent = False
-        """Set while disks are silent: nothing is read until all ranks have answered something."""
+        """True while disks do not respond: nothing is read until an order is answered by all ranks."""
 
     @property
     def fetching(self) -> str | int | None:
-        """Number of the survey, or key of the prefix, that some sequence has waited for longest."""
+        """Key of the prefix, or number of the survey, that some sequence has waited for longest; None without any."""
         return next((key for key, asked in self._asked.items() if asked.waiting), None)
 
     @property
     def on(self) -> bool:
-        """True if all ranks keep disk blocks on disk, and answer."""
+        """True if all ranks have a disk cache that responds."""
         return self._ranks > 0 and not self._silent
 
     @property
     def saves(self) -> float:
-        """Share of the time to compute a prompt that reading it saves; a guess until both were measured."""
+        """Fraction of prefill time saved by reading from disk; an estimate until measured."""
         return self._saved(self._reading, GUESS)
 
     @property
     def lent_saves(self) -> float:
-        """Share of the time to compute a prompt that fetching it from other machines saves; a guess at first."""
+        """Fraction of prefill time saved by fetching from other machines; an estimate until measured."""
         return self._saved(self._bringing, LENT_GUESS)
 
     def _saved(self, pace: DiskSpeed, guess: float) -> float:
@@ -158,7 +157,7 @@ class DiskTier:
         return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
 
     def computed(self, count: int, longest: int, seconds: float) -> None:
-        """Record a step of prompts alone: `count` tokens, each before position `longest`, took `seconds`."""
+        """Record a step without decoding: `count` prompt tokens at positions below `longest` took `seconds`."""
         self.computing.measure(count, seconds)
         if longest <= NEAR:
             self.beginning.measure(count, seconds)
@@ -170,8 +169,8 @@ class DiskTier:
         prefixes: PrefixIndex,
         remote_stores: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Begin with new ranks and the disk blocks that each has on its disk; None from one that keeps none. `remote_stores`:
-        directories of other ranks, and their endpoints."""
+        """Start with new ranks. `kept`: disk blocks on each rank's disk, None for a rank without a disk cache.
+        `remote_stores`: (`Ready.store`, endpoint) of other ranks' KV directories."""
         names, others = list(kept), dict(remote_stores)
         self.reset([] if None in names else [one or [] for one in names])
         if self._ranks and len(others) > 1:
@@ -182,13 +181,13 @@ class DiskTier:
             self.seek(sequence, prefixes)
 
     def use_remote_stores(self, remote_stores: Iterable[tuple[str, str]]) -> None:
-        """Have the ranks read from these directories of other ranks, and list them. Returns at once."""
+        """Make the ranks use these remote KV directories, and list their blocks. Returns at once."""
         if self._ranks:
             self.orders.append(UseRemoteStores(list(dict(remote_stores).items())))
             self._survey(soon=True)
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
-        """Forget the orders to ended ranks."""
+        """Drop all pending orders, as the ranks have ended. `kept`: disk blocks of each new rank."""
         self.lose_patience()
         self._asked.clear()
         self._silent = False
@@ -198,8 +197,8 @@ class DiskTier:
         self._lent.reset([()] * self._ranks)
 
     def seek(self, sequence: Seeking, prefixes: PrefixIndex) -> None:
-        """Have the longest prefix of a waiting sequence read into memory, if more of it is on disk than in memory
-        and reading takes less time than computing."""
+        """Fetch the longest prefix of a waiting sequence into memory, if disks have more of it than memory and reading is
+        faster than computing."""
         sequence.fetched = 0
         if not self.on or sequence.whole or sequence.quarantine_record.suspect:
             return
@@ -217,7 +216,7 @@ class DiskTier:
                     sequence.awaits_kv = sequence.disk_checked = True
                     return
         here = prefixes.peek(hashes)
-        # What came from another replica is read whatever the pace: it came so that this one need not compute it.
+        # Read a migrated prompt at any speed, since it migrated so that this replica need not compute it.
         came = sequence.request.kept >= DISK_BLOCK_SIZE and bool(sequence.request.produced)
         names = next(
             (
@@ -238,7 +237,7 @@ class DiskTier:
             key = prefixes.reserve(hashes[: len(names) * DISK_BLOCK_SIZE // BLOCK_SIZE])
             if key is None:
                 return
-            # One that came would hold up others, were it computed here.
+            # A migrated prompt may take longer, since computing it here would delay other requests.
             within_s = (SLOWER if came else 1.0) * gain / self.computing.tokens_s if self.computing.tokens_s else 0.0
             self.orders.append(Fetch(key, names, within_s))
             asked = self._asked[key] = _Order(names=names, gain=gain)
@@ -246,16 +245,16 @@ class DiskTier:
         sequence.awaits_kv, sequence.fetched = True, gain
 
     def _look_for(self, *sequences: Seeking, wanted: list[bytes] | None = None) -> None:
-        """Look on the disks for what others may have written of these prompts before they are sought again.
-        `wanted`: the only blocks to look for."""
+        """Survey the disks for blocks of these prompts from other engines, before they are sought again. `wanted`: the blocks
+        to look for; None for all."""
         number = self._survey(soon=True, wanted=wanted)
         self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
         for sequence in sequences:
             sequence.awaits_kv = sequence.disk_checked = True
 
     def look(self, then: Callable[[], None], *, drop: bool) -> dict[int, Surveyed]:
-        """Have ranks look at all that is on their disks once what waits has been written, or delete it first. Returns
-        what they answer, by rank; `then` is called when that is complete."""
+        """Make all ranks list their disk blocks after queued writes, or delete them first with `drop`. Return a dict that
+        collects the answers by rank; `then` is called once it is complete."""
         asked = self._asked[self._survey(drop=drop)] = _Order(then=then)
         return asked.answers
 
@@ -265,7 +264,7 @@ class DiskTier:
         return self._looked
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Have the ranks delete a prompt's blocks, once those that wait have been written."""
+        """Make the ranks delete a prompt's disk blocks, after queued writes."""
         if self._ranks and (names := disk_block_names(hashes)):
             self._disk_blocks.lose(names)
             self._survey(drop=True, wanted=names)
@@ -282,10 +281,9 @@ class DiskTier:
         return self._too_slow % AGAIN == 0
 
     def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
-        """Take what a rank has read, written or seen. The last answer brings a prefix into memory, or ends the
-        attempt."""
+        """Process a rank's report. The last rank's answer to a fetch makes the prefix available, or ends the attempt."""
         if report.rank >= self._ranks:
-            return  # where one rank keeps nothing, nothing is kept
+            return  # a rank without a disk cache disables the disk tier
         if isinstance(report, Written):
             self._disk_blocks.keep(report.rank, report.names)
             self._disk_blocks.lose(report.gone)
@@ -310,10 +308,10 @@ class DiskTier:
             asked.then()
         for sequence in waited:
             if not arrived and not sequence.finished:
-                self.seek(sequence, prefixes)  # what comes before it may be there still
+                self.seek(sequence, prefixes)  # a shorter prefix may still be on disk
 
     def _arrived(self, key: str, asked: _Order, prefixes: PrefixIndex) -> bool:
-        """True if all ranks have read a prefix."""
+        """Record that all ranks have answered a fetch; return True if all of them read the prefix."""
         answers: list[Fetched] = list(asked.answers.values())
         lost = {name for one in answers for name in one.lost}
         late, seconds = any(one.late for one in answers), max(one.seconds for one in answers)
@@ -324,7 +322,7 @@ class DiskTier:
         if not lost or late:
             came = [name for name in asked.names if name not in lost]
             (self._bringing if brought else self._reading).measure(len(came) * DISK_BLOCK_SIZE, seconds)
-            self._lent.lose(came)  # the ranks have kept it
+            self._lent.lose(came)  # the ranks have stored them on their own disks
         if lost:
             self.counts.failures += not late
             self._disk_blocks.lose(lost)
@@ -335,13 +333,13 @@ class DiskTier:
         return not lost
 
     def lose_patience(self) -> None:
-        """Compute the prompts that wait, and read nothing until disks answer; late prefixes serve other prompts."""
+        """Stop waiting: compute the waiting prompts, and read nothing until disks respond. Late prefixes serve other prompts."""
         self._silent = True
         for asked in self._asked.values():
             _let_go(asked.waiting)
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
-        """Return the disk blocks of these prefixes that are not on all disks yet, to be written."""
+        """Return orders to write the disk blocks of these prefixes that are not on all disks yet."""
         return [
             StoreOp(key, missing)
             for key in keys
@@ -349,20 +347,20 @@ class DiskTier:
         ]
 
     def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
-        """Number and name of each of a prefix's disk blocks, from number `first` on, that is not on all disks."""
+        """Return (number, name) of the disk blocks, from number `first` on, that are not on all disks."""
         return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
 
     def holds(self, name: bytes) -> bool:
-        """True if all ranks have their part of this disk block on disk."""
+        """Return True if all ranks have their part of this disk block on disk."""
         return name in self._disk_blocks
 
     def has(self, hashes: Sequence[bytes]) -> int:
-        """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
+        """Return the leading positions of a prompt with these block hashes that are on disk."""
         return len(self._disk_blocks.leading(disk_block_names(hashes))) * DISK_BLOCK_SIZE
 
     @property
     def positions(self) -> int:
-        """Positions on disk, counted in blocks that every rank has its part of."""
+        """KV positions on disk in blocks that every rank has its part of."""
         return len(self._disk_blocks) * DISK_BLOCK_SIZE
 
 

@@ -1,8 +1,8 @@
-"""Disk blocks of prefixes as files: layers and heads of one rank, with a checksum. No mlx.
+"""Disk blocks as files: layers and heads of one rank, with a checksum. Does not import mlx.
 
-`<directory>/<space>/<name>.<layers>.<heads>.kv`; the space says which model, adapter and types it is about. A file is
-a magic number with the format's version, the length of a header, the header (msgpack), then keys and values of each
-layer. A rank may put a disk block together from files that others wrote, for other layers or heads.
+`<directory>/<space>/<name>.<layers>.<heads>.kv`; the space identifies model, adapter and types. A file has a magic number
+with the format version, the header length, the header (msgpack), then keys and values of each layer. A rank may assemble a
+disk block from files of other ranks with other layers or heads.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from tandem.system.files import NotRegular, read_regular
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
-"""A file in a directory that is ours."""
+"""Marker file of Tandem's KV directories."""
 IDENTITY = "identity"
-"""A file there with a random name of the directory, the same for all machines that have it."""
+"""File with a random id of the directory, equal for all machines that share it."""
 MOST_IDENTITY = 64
-"""Most bytes of the identity file."""
+"""Maximum bytes of the identity file."""
 ABOUT = "model"
-"""Name of a file in each space that holds the model's name, for people."""
+"""File in each space with the model's name, for users."""
 _PREFIX = struct.Struct("<8sI")
 _DISK_BLOCK = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
 MOST_HEADER = 1 << 20
-"""Bytes before the arrays of a file."""
+"""Maximum bytes before the arrays of a file."""
 STALE_S = 3600.0
-"""Seconds after which a half-written file counts as abandoned, and a time in the future as wrong."""
+"""Age in seconds of abandoned half-written files, and maximum plausible time in the future."""
 KEPT = 0.9
-"""Share of the limit down to which old files are deleted."""
+"""Fraction of the size limit down to which old files are deleted."""
 BLIND = 0.02
-"""Share of the limit that a rank writes before it scans the directory again."""
+"""Fraction of the size limit that a rank writes between scans of the directory."""
 
 Layer = tuple[np.ndarray, np.ndarray]
-"""Keys and values, [1, heads, positions, width], of types that numpy knows (bfloat16 as uint16)."""
+"""Keys and values, [1, heads, positions, width] each, in NumPy types (bfloat16 as uint16)."""
 
 
 class _Header(msgspec.Struct):
     space: str
     name: bytes
     shapes: list[tuple[list[int], list[int]]]
-    """Shapes of each layer's keys and values."""
+    """(Shape of keys, shape of values) of each layer."""
     dtype: str
     """MLX's name of the element type."""
     checksum: int
@@ -74,15 +74,15 @@ class Kind:
     dtype: str
     """MLX's name of the element type."""
     widths: Sequence[tuple[int, int]]
-    """Widths of keys and values, by layer of the rank."""
+    """(Width of keys, width of values) of each of the rank's layers."""
 
 
 class Unusable(Exception):
-    """Raised when a file is missing, damaged, or not what its name says."""
+    """Raised if a disk block file is missing, damaged or mismatched."""
 
 
 def open_directory(directory: Path, space: str) -> None:
-    """Create the directory, or check that it is ours. Raises UsageError."""
+    """Create the directory and its space, or check that the directory is Tandem's. Raises UsageError."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         _make_space(directory, space)
@@ -93,7 +93,7 @@ def open_directory(directory: Path, space: str) -> None:
 
 
 def _make_space(directory: Path, space: str) -> None:
-    """Create a space in an existing directory. Raises OSError, also where the directory is not ours."""
+    """Create a space in an existing directory. Raises OSError, also if the directory is not Tandem's."""
     mark, path = directory / MARK, directory / space
     if not mark.exists():
         if not all(map(_is_ours, directory.iterdir())):
@@ -105,25 +105,25 @@ def _make_space(directory: Path, space: str) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True for remains of a directory that was deleted while ranks wrote."""
+    """Return True for a remaining file or space of a directory that was deleted while ranks wrote."""
     if path.is_dir() and not path.is_symlink():
         return all(name in (ABOUT, PARTS) or _DISK_BLOCK.match(name) or name.endswith(".tmp") for name in os.listdir(path))
     return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only the user can read. Raises OSError."""
+    """Write a file readable only by the user. Raises OSError."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def _identity(directory: Path, name: str = "") -> str:
-    """Return the directory's random name, made or set to `name` where it has none; empty where links cannot be made."""
+    """Return the directory's random id; create it (or set it to `name`) if missing. Empty if hard links are unsupported."""
     path, temporary = directory / IDENTITY, directory / f".{secrets.token_hex(8)}.tmp"
     try:
         if not path.exists():
             _write(temporary, name or secrets.token_hex(16))
-            with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
+            with suppress(FileExistsError):  # another rank may create it first
                 os.link(temporary, path)
         return read_regular(path, MOST_IDENTITY).decode("ascii")
     except (OSError, ValueError):
@@ -134,11 +134,11 @@ def _identity(directory: Path, name: str = "") -> str:
 
 
 class DiskBlockFiles:
-    """The files of one space, as one rank sees them. Used by one thread at a time."""
+    """Disk block files of one space, for one rank. Not thread-safe."""
 
     def __init__(self, directory: Path, space: str, need: KVSlice, limit: int, most: int, kind: Kind | None = None) -> None:
-        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. What is not
-        of this `kind` counts as damaged; None: whatever files say. Raises UsageError."""
+        """Open the directory. `limit`: maximum bytes of all files in `directory`, including other spaces; `most`: of one
+        file. Files of another `kind` count as damaged; None accepts any. Raises UsageError."""
         open_directory(directory, space)
         self.need = need
         """Layers and heads of this rank."""
@@ -149,22 +149,22 @@ class DiskBlockFiles:
         """Directory of this space."""
         identity = _identity(directory)
         self.store_id = f"{identity}/{space}" if identity else ""
-        """Id shared by all ranks that read one another's files; empty if unknown."""
+        """Id of directory and space, equal on ranks that share it; empty if unknown."""
         self._parts: dict[bytes, list[KVSlice]] = {}
         self._lent: dict[bytes, list[KVSlice]] = {}
-        """Parts that other machines have."""
+        """Slices of each disk block on other machines."""
         self._remote_stores: RemoteStores | None = None
         self.brought = 0
-        """Bytes that came from there so far."""
+        """Bytes fetched from other machines so far."""
         self._gone: list[bytes] = []
         self._unseen = 0
-        """Bytes written since the last look."""
+        """Bytes written since the last scan."""
         self._look()
         self._labels: set[str] = set()
         self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
 
     def _announce(self, *parts: KVSlice) -> None:
-        """Write down the labels of these parts for ranks that look for single disk blocks. Errors are ignored."""
+        """Create the label files of these slices, for ranks that look for single disk blocks. Errors are ignored."""
         for label in {part.label for part in parts} - self._labels:
             with suppress(OSError):
                 (self._path / PARTS).mkdir(exist_ok=True, mode=0o700)
@@ -172,7 +172,7 @@ class DiskBlockFiles:
                 self._labels.add(label)
 
     def use_remote_stores(self, remote_stores: RemoteStores) -> None:
-        """Fetch what is missing here from `remote_stores`, which `survey` asks and `close` closes."""
+        """Fetch missing files from `remote_stores`; `survey` queries them and `close` closes them."""
         self._remote_stores = remote_stores
 
     def close(self) -> None:
@@ -181,11 +181,11 @@ class DiskBlockFiles:
             self._remote_stores.close()
 
     def names(self, among: Iterable[bytes] | None = None) -> list[bytes]:
-        """Disk blocks that this rank can put together, `among` these or of all."""
+        """Return the disk blocks, of `among` or of all, that this rank can assemble."""
         return [name for name in ({**self._parts, **self._lent} if among is None else among) if self._sources(name) is not None]
 
     def lent(self, among: Iterable[bytes] | None = None) -> list[bytes]:
-        """Return those blocks for which this rank needs remote files."""
+        """Return the disk blocks, of `among` or of all, for which this rank needs remote files."""
         return [
             name
             for name in (self._lent if among is None else among)
@@ -193,11 +193,11 @@ class DiskBlockFiles:
         ]
 
     def _sources(self, name: bytes) -> list[list[tuple[KVSlice, range]]] | None:
-        """For each layer the parts to take, and which heads of each; None if something is missing."""
+        """Return for each layer the slices to read, and which of their heads; None if some are missing."""
         return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
 
     def read(self, name: bytes) -> tuple[list[Layer], str, int]:
-        """Keys and values of each layer, MLX's name of their type, and bytes read. Raises Unusable."""
+        """Return keys and values of each layer, MLX's name of their type, and the bytes read. Raises Unusable."""
         sources = self._sources(name)
         if sources is None:
             raise Unusable("it is not there")
@@ -230,7 +230,7 @@ class DiskBlockFiles:
         path = self._path / _file(name, part)
         borrowed = part not in self._parts.get(name, [])
         try:
-            if borrowed and path.exists():  # another rank of this machine has brought it meanwhile
+            if borrowed and path.exists():  # another rank of this machine has fetched it meanwhile
                 borrowed = False
             data = self._bring(path.name) if borrowed else self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
@@ -246,7 +246,7 @@ class DiskBlockFiles:
             layers = list(_arrays(payload, header, len(part.heads)))
             self._require_kind(header, part)
             if borrowed:
-                with suppress(OSError):  # it serves all the same
+                with suppress(OSError):  # storing it locally is optional
                     self._put(name, part, [data])
             return header, layers
         except TransportError as error:
@@ -259,7 +259,7 @@ class DiskBlockFiles:
             raise Unusable(f"{path.name} is damaged: {error}") from error
 
     def _require_kind(self, header: _Header, part: KVSlice) -> None:
-        """Raise ValueError for KV of another type or width: nothing could be computed with it."""
+        """Raise ValueError if type or widths differ from the model's, so the KV is unusable."""
         if self._kind is None:
             return
         if header.dtype != self._kind.dtype:
@@ -273,24 +273,24 @@ class DiskBlockFiles:
                     )
 
     def _bring(self, file: str) -> bytes:
-        """Fetch a file from another machine. Raises TransportError."""
+        """Fetch a file from another machine, counting its bytes. Raises TransportError."""
         assert self._remote_stores is not None
         data = self._remote_stores.fetch(file)
         self.brought += len(data)
         return data
 
     def _bytes(self, path: Path) -> bytes:
-        """Read a file and mark it as used. Raises OSError, and ValueError for what is not ours."""
+        """Read a file and update its time of last use. Raises OSError, and ValueError if it is not a regular file."""
         try:
             data = read_regular(path, self._most)
         except NotRegular as error:
             raise ValueError("it is no disk block") from error
-        with suppress(OSError):  # a disk that cannot be written serves all the same
+        with suppress(OSError):  # a read-only disk is acceptable
             os.utime(path)
         return data
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
-        """Write this rank's part of a disk block; returns the bytes. Raises OSError, with nothing left behind."""
+        """Write this rank's slice of a disk block; return the bytes written. Raises OSError, with nothing left behind."""
         blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
         checksum = 0
         for block in blocks:
@@ -305,7 +305,7 @@ class DiskBlockFiles:
         if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
             self._labels.clear()
-            if self.store_id:  # others that start now share it as those do that run
+            if self.store_id:  # engines started later then share the id with running ones
                 _identity(self._root, self.store_id.partition("/")[0])
         self._announce(part)
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
@@ -329,12 +329,12 @@ class DiskBlockFiles:
         return size
 
     def _look(self, *, full: bool = False) -> tuple[int, int]:
-        """Scan the directory; where it is too large, or the disk `full`, delete the least recently used files of any
-        space until a tenth is free. Returns the bytes of this space, and of all."""
+        """Scan the directory. If it exceeds the limit, or the disk is `full`, delete the least recently used files of any
+        space until a tenth is free. Return the bytes of this space, and of all spaces."""
         files = sorted(self._all())
         total = sum(size for _, size, _, _ in files)
         room = KEPT * self._limit if total > self._limit else float(total)
-        if full:  # another rank may have made room already
+        if full:  # another rank may have freed space already
             room = min(room, KEPT * total + shutil.disk_usage(self._root).free)
         self._parts, before = {}, self._parts
         own = 0
@@ -351,17 +351,17 @@ class DiskBlockFiles:
         return own, total
 
     def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
-        """Scan the files, after deleting all of this space with `drop`. Returns the bytes of this space, or those
-        deleted, and of all that is left.
+        """Scan the files; with `drop` delete all of this space first. Return (bytes of this space or deleted bytes, remaining
+        bytes of all spaces).
 
-        Where some disk blocks are `wanted`, nothing else is deleted or looked at, here or remotely, nor counted. Raises
+        With `wanted`, only these disk blocks are deleted and looked up, here and remotely, and sizes are not counted. Raises
         OSError.
         """
         dropped, stems = 0, None if wanted is None else {name.hex() for name in wanted}
         if drop:
-            with suppress(FileNotFoundError):  # the whole directory may be gone
+            with suppress(FileNotFoundError):  # the whole directory may be missing
                 for file, status in files_of(self._path, stems):
-                    with suppress(OSError):  # another rank deletes them too
+                    with suppress(OSError):  # another rank may delete them too
                         (self._path / file).unlink()
                         dropped += status.st_size
         own = total = 0
@@ -374,25 +374,25 @@ class DiskBlockFiles:
                 self._lent.pop(name, None)
             for file, _ in files_of(self._path, stems):
                 _note(self._parts, file)
-        if self._remote_stores is not None and not drop:  # others drop what they have at the same time
+        if self._remote_stores is not None and not drop:  # other ranks drop their files at the same time
             for file, size in self._remote_stores.look(stems):
                 if size <= self._most:
                     _note(self._lent, file)
         return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:
-        """Return the disk blocks that lost a file since the last call."""
+        """Return the disk blocks that lost a file since the last call, and reset the list."""
         gone, self._gone = self._gone, []
         return gone
 
     def _all(self) -> Iterator[tuple[float, int, str, str]]:
-        """Every file: when it was used last, bytes, space, name. Deletes what was left half written."""
+        """Yield (time of last use, bytes, space, name) of every file. Delete abandoned half-written files."""
         now = time.time()
         for space, file in _files(self._root):
             half = file.name.startswith(".") and file.name.endswith(".tmp")
             if not half and not file.name.endswith(SUFFIX):
                 continue
-            with suppress(OSError):  # another may delete it just now
+            with suppress(OSError):  # another rank may delete it just now
                 status = file.stat(follow_symlinks=False)
                 ahead = status.st_mtime - now
                 if stat.S_ISREG(status.st_mode) and not half:
@@ -411,7 +411,7 @@ def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 
 
 def _note(parts: dict[bytes, list[KVSlice]], file: str) -> None:
-    """Add the part that a file of this name has, if it is one."""
+    """Add the slice of the file with this name, if it is a disk block file."""
     name, _, label = file.removesuffix(SUFFIX).partition(".")
     with suppress(ValueError, OverflowError):
         part = KVSlice.read(label)
@@ -438,7 +438,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 
 
 def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
-    """Parse the layers of a payload. Raises ValueError when the bytes do not match the header or `heads`."""
+    """Parse the layers of a payload. Raises ValueError if the bytes do not match the header or `heads`."""
     dtype, at = _NUMPY.get(header.dtype), 0
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
@@ -455,7 +455,7 @@ def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]
 
 
 def note_model(directory: Path, space: str, model: str) -> None:
-    """Write the name of its model into a space. Errors are ignored."""
+    """Write the model's name into a space. Errors are ignored."""
     path = directory / space / ABOUT
     with suppress(OSError):
         if not path.exists():

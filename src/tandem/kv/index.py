@@ -1,9 +1,9 @@
-"""Index of KV on the ranks: cached prefixes in memory, and blocks on disk. Pure bookkeeping, no arrays.
+"""Index of the prefix cache: cached prefixes in memory, and blocks on disk. Pure bookkeeping, no arrays.
 
-A cached prefix holds the KV of the first `length` positions of some sequence. It is found again through the hashes of its
-blocks, each chained to the one before (as in vLLM's automatic prefix caching), so a prompt that shares only a part
-finds that part too where the caches can be cut (`trimmable`). The least recently used cached prefixes go first. The engine
-decides; ranks save, restore and evict by plan, so prefix caching is alike on all of them.
+A cached prefix holds the KV of the first `length` positions of a sequence. It is found by the hashes of its blocks, each
+chained to the previous one (as in vLLM's automatic prefix caching). If caches can be trimmed (`trimmable`), a prompt may
+reuse a part of it. The least recently used prefixes are evicted first. The engine decides; ranks save, restore and evict by
+plan, so prefix caches are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -17,68 +17,68 @@ from itertools import takewhile
 from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 
 SPARED = 0.5
-"""Share of the budget that admission leaves to prefixes when prompts share their beginnings."""
+"""Fraction of the budget reserved for prefixes during admission, if prompts share their beginnings."""
 SHARED = 0.25
-"""Average share of a prompt that began an earlier prompt too, from which prefixes are spared."""
+"""Average shared fraction of prompts from which on that reserve applies."""
 SEEN_BLOCKS, FIRST_BLOCKS = 4096, 64
-"""Hashes of past prompts' blocks that are remembered, and how many of each prompt."""
+"""Maximum block hashes of past prompts to remember, in all and per prompt."""
 
 
 @dataclass
 class CachedPrefix:
-    """KV of the first `length` positions of a sequence, kept on the ranks under `key`."""
+    """KV of the first `length` positions of a sequence, stored on the ranks under `key`."""
 
     key: str
     length: int
     hashes: tuple[bytes, ...]
-    """Hashes of its blocks; for caches that cannot be cut only the last one counts."""
+    """Hashes of its blocks; only the last one if caches cannot be trimmed."""
     hits: int = 0
-    """Prompts that were served from it, or from cached prefixes that it replaced."""
+    """Prompts that reused it, or prefixes that it replaced."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """Restore `length` positions from the cached prefix `key`."""
+    """Result of a lookup: restore `length` positions from the cached prefix `key`."""
 
     key: str
     length: int
 
 
 class PrefixIndex:
-    """Cached prefixes by the prefixes that they can serve, within a budget of KV positions."""
+    """Cached prefixes within a budget of KV positions, found by their block hashes."""
 
     def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
-        """`budget` in KV positions over all cached prefixes; 0 turns the cache off. `trimmable`: a cached prefix can be cut.
-        `extra`: positions that every cached prefix costs besides its length."""
+        """Create an empty index. `budget`: KV positions of all cached prefixes; 0 disables the cache. `trimmable`: prefixes
+        can be cut to any length. `extra`: positions that each prefix costs beyond its length."""
         self._budget = self._room = budget
         self._extra = extra
         self._trimmable = trimmable
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
-        """Least recently used first."""
+        """Cached prefixes by key, least recently used first."""
         self._reserved: dict[str, CachedPrefix] = {}
-        """Cached prefixes that ranks are about to read: they take room, and serve no prompt yet."""
+        """Prefixes that ranks are about to read. They count against the budget but serve no prompt yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
-        """Cached prefixes that hold the prefix with this hash, oldest first."""
+        """Keys of the cached prefixes that contain the block with this hash, oldest first."""
         self._ends: dict[bytes, str] = {}
-        """Cached prefixes by the hash of their last block."""
+        """Keys of cached prefixes by the hash of their last block."""
         self._evicted: list[str] = []
         self._next_key = 0
         self.positions = 0
-        """KV positions held by all cached prefixes, or that their states take as much memory as."""
+        """KV positions of all cached prefixes, including `extra`."""
         self.queries = self.hits = self.hit_tokens = 0
         self._seen: dict[bytes, None] = {}
-        """First blocks of past prompts, the latest last."""
+        """Hashes of the first blocks of past prompts, latest last."""
         self._shared = 0.0
-        """Average share of a prompt that began an earlier one too, over the last 20 or so lookups."""
+        """Average fraction of a prompt shared with an earlier one, over about 20 lookups."""
 
     @property
     def enabled(self) -> bool:
-        """False when nothing is ever kept."""
+        """True if the budget has room for at least one cached prefix."""
         return self._budget >= BLOCK_SIZE + self._extra
 
     @property
     def serves(self) -> str:
-        """The part of a prompt that can be reused, as text for `/model/info`."""
+        """Granularity of reuse, as text for `/model/info`: `any length`, `blocks`, or `off`."""
         if self.enabled:
             return "any length" if self._trimmable else "blocks"
         dear = 0 < self._budget < BLOCK_SIZE + self._extra and self._extra
@@ -86,15 +86,15 @@ class PrefixIndex:
 
     @property
     def budget(self) -> int:
-        """KV positions that there is room for."""
+        """Budget in KV positions; 0 if disabled."""
         return self._budget if self.enabled else 0
 
     def widen(self, budget: int) -> None:
-        """Another budget, which is no smaller."""
+        """Raise the budget; a smaller one is ignored."""
         self._budget = self._room = max(budget, self._budget)
 
     def lookup(self, tokens: Sequence[int]) -> Hit | None:
-        """The longest cached prefix of `tokens` that leaves at least one token to compute."""
+        """Return the longest cached prefix of `tokens` that leaves at least one token to compute; None without one."""
         if not self.enabled:
             return None
         self.queries += 1
@@ -115,7 +115,7 @@ class PrefixIndex:
         return best
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
-        """Update how much of their beginnings prompts share."""
+        """Update the average shared fraction with a prompt of these block hashes."""
         known = sum(digest in self._seen for digest in hashes)
         self._shared += 0.05 * (known / max(len(hashes), 1) - self._shared)
         for digest in hashes:
@@ -125,18 +125,18 @@ class PrefixIndex:
             del self._seen[next(iter(self._seen))]
 
     def peek(self, hashes: Sequence[bytes]) -> int:
-        """Positions of the longest cached prefix of a prompt with these blocks, which counts as no use of it."""
+        """Return the length in positions of the longest cached prefix of a prompt, without counting it as a use."""
         return max((i * BLOCK_SIZE for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
 
     def save_point(self, prompt_len: int) -> int:
-        """After how many computed positions to save a prompt: at its end, or where only the exact length can be
-        restored, after its last whole block but for one token, which the next prompt computes."""
+        """Return the number of computed positions after which to save a prompt: all. If caches cannot be trimmed, the last
+        block boundary that leaves one token to compute."""
         return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE
 
     def save(self, tokens: Sequence[int]) -> CachedPrefix | None:
-        """Keep the KV of `tokens` (cut to whole blocks). None when that much is kept already, or it does not fit.
+        """Add the prefix `tokens`, cut to whole blocks. Return None if it is cached already or does not fit.
 
-        The caller must have the ranks save it, and those cached prefixes that had to go evicted (`take_evicted`).
+        The caller must make the ranks save it, and evict the prefixes in `take_evicted`.
         """
         length = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         if not self._fits(length):
@@ -147,7 +147,7 @@ class PrefixIndex:
             return None
         hits = 0
         for digest in hashes[:-1] if self._trimmable else ():
-            if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
+            if (key := self._ends.get(digest)) is not None:  # the new prefix contains the old one
                 hits += self._cached_prefixes[key].hits
                 self._evict(key)
         self._shrink_to(self._room - length - self._extra)
@@ -157,7 +157,7 @@ class PrefixIndex:
         return cached_prefix
 
     def _fits(self, length: int) -> bool:
-        """Whether a cached prefix of `length` positions fits beside the reserved ones alone."""
+        """Return True if a prefix of `length` positions fits beside the reserved ones."""
         return self.enabled and length >= BLOCK_SIZE and self._reserved_positions + length + self._extra <= self._room
 
     @property
@@ -165,7 +165,7 @@ class PrefixIndex:
         return sum(cached_prefix.length + self._extra for cached_prefix in self._reserved.values())
 
     def _shrink_to(self, positions: int) -> None:
-        """Evict the least recently used until no more than `positions` are held, or reserved ones alone."""
+        """Evict the least recently used prefixes until at most `positions` are held, or only reserved ones remain."""
         while self._cached_prefixes and self.positions > positions:
             self._evict(next(iter(self._cached_prefixes)))
 
@@ -182,22 +182,22 @@ class PrefixIndex:
         self._ends[cached_prefix.hashes[-1]] = cached_prefix.key
 
     def kept(self) -> list[CachedPrefix]:
-        """Cached prefixes, the most recently used first."""
+        """Return the cached prefixes, most recently used first."""
         return list(reversed(self._cached_prefixes.values()))
 
     def holding(self, tokens: Sequence[int]) -> str | None:
-        """Key of a cached prefix that has all whole blocks of `tokens`."""
+        """Return the key of a cached prefix with all whole blocks of `tokens`; None without one."""
         hashes = block_hashes(tokens)
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
-        """Hashes of the blocks of a cached prefix; none if it has been evicted since."""
+        """Return the block hashes of a cached prefix; empty if it was evicted."""
         return self._cached_prefixes[key].hashes if key in self._cached_prefixes else ()
 
     def reserve(self, hashes: Sequence[bytes]) -> str | None:
-        """Reserve room for a prefix of these blocks; returns the key that ranks will use, None without room.
+        """Reserve room for a prefix of these blocks. Return the key for the ranks, None without room.
 
-        For caches that can be cut. `arrived` or `give_up` follows.
+        Only for trimmable caches. Call `arrived` or `give_up` afterwards.
         """
         length = len(hashes) * BLOCK_SIZE
         if not (self._trimmable and self._fits(length)):
@@ -208,12 +208,12 @@ class PrefixIndex:
         return cached_prefix.key
 
     def arrived(self, key: str) -> None:
-        """All ranks have a reserved prefix: it serves from now on."""
+        """Make a reserved prefix available, as all ranks have read it."""
         if (cached_prefix := self._reserved.pop(key, None)) is not None:
             self._keep(cached_prefix)
 
     def give_up(self, key: str) -> None:
-        """A reserved prefix does not come; ranks must drop what they have of it."""
+        """Drop a reserved prefix, as it could not be read; ranks must evict their part."""
         if (cached_prefix := self._reserved.pop(key, None)) is not None:
             self.positions -= cached_prefix.length + self._extra
             self._evicted.append(key)
@@ -230,37 +230,37 @@ class PrefixIndex:
         self._evicted.append(key)
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Evict every prefix that contains one of these blocks: any of them may be damaged."""
+        """Evict every prefix that contains one of these blocks, as any of them may be damaged."""
         for key in dict.fromkeys(key for digest in hashes for key in self._by_hash.get(digest, ())):
             self._evict(key)
 
     def shrink(self, positions: int) -> None:
-        """Evict the least recently used until `positions` positions are free again; nothing if that is not above 0."""
+        """Evict the least recently used prefixes to free `positions` positions; none if that is not above 0."""
         self._shrink_to(self.positions - max(positions, 0))
 
     @property
     def spared(self) -> int:
-        """Positions that admission leaves to prefixes: reserved ones, and a share of the budget if prompts share their
-        beginnings. Without it sequences that wait would evict what saves them most of their prompts."""
+        """KV positions reserved for prefixes during admission: reads in progress, or `SPARED` of the budget if prompts share
+        beginnings. Otherwise waiting sequences would evict the prefixes that save them most."""
         return max(self._reserved_positions, int(SPARED * self.budget) if self._shared >= SHARED else 0)
 
     def limit(self, positions: int) -> None:
-        """Hold at most `positions` until the next call; evict the least recently used beyond that."""
+        """Limit the prefixes to `positions` until the next call; evict the least recently used beyond."""
         self._room = min(self._budget, positions)
         self._shrink_to(self._room)
 
     @property
     def leaving(self) -> bool:
-        """True while ranks have not been told of some evictions."""
+        """True if some evictions have not been sent to the ranks."""
         return bool(self._evicted)
 
     def take_evicted(self) -> list[str]:
-        """Keys that ranks must drop, since the last call."""
+        """Return the keys that ranks must evict, since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def clear(self) -> None:
-        """Forget everything: the ranks that held it are gone."""
+        """Clear the index, as the ranks that held the prefixes are lost."""
         self._cached_prefixes.clear()
         self._reserved.clear()
         self._by_hash.clear()
@@ -270,7 +270,7 @@ class PrefixIndex:
 
 
 def block_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """16-byte hashes of the whole blocks of `tokens`; each covers all tokens before it too."""
+    """Return 16-byte hashes of the whole blocks of `tokens`; each also covers all tokens before its block."""
     hashes: list[bytes] = []
     digest = b""
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
@@ -281,19 +281,19 @@ def block_hashes(tokens: Sequence[int]) -> list[bytes]:
 
 
 def disk_block_names(hashes: Sequence[bytes]) -> list[bytes]:
-    """Names of the whole disk blocks of a prefix whose `block_hashes` these are."""
+    """Return the names of the whole disk blocks of a prefix with these `block_hashes`."""
     blocks = DISK_BLOCK_SIZE // BLOCK_SIZE
     return list(hashes[blocks - 1 :: blocks])
 
 
 class DiskBlockIndex:
-    """Disk blocks by rank, on its own disk or fetched. A disk block is `in` it when every rank has its part."""
+    """Set of disk blocks of each rank, local or remote. Contains a disk block if every rank has its part."""
 
     def __init__(self) -> None:
         self._ranks: list[set[bytes]] = []
 
     def reset(self, kept: Sequence[Iterable[bytes]]) -> None:
-        """Reset to the blocks that each rank has."""
+        """Reset to these blocks of each rank."""
         self._ranks = [set(names) for names in kept]
 
     def keep(self, rank: int, names: Iterable[bytes]) -> None:
@@ -301,12 +301,12 @@ class DiskBlockIndex:
         self._ranks[rank].update(names)
 
     def see(self, rank: int, names: Iterable[bytes], wanted: Iterable[bytes] | None = None) -> None:
-        """Set the blocks that a rank has, or those among `wanted` alone."""
+        """Replace the blocks of a rank, or only those among `wanted`."""
         self._ranks[rank].difference_update(list(self._ranks[rank]) if wanted is None else wanted)
         self.keep(rank, names)
 
     def lose(self, names: Iterable[bytes]) -> None:
-        """Remove blocks that a rank has lost: they are of no use to the others either."""
+        """Remove blocks that some rank has lost, as they are useless to all ranks."""
         gone = set(names)
         for held in self._ranks:
             held -= gone
@@ -319,9 +319,9 @@ class DiskBlockIndex:
         return bool(self._ranks) and all(name in held for held in self._ranks)
 
     def anywhere(self, name: bytes) -> bool:
-        """True if some rank has it."""
+        """Return True if at least one rank has the block."""
         return any(name in held for held in self._ranks)
 
     def leading(self, names: Sequence[bytes]) -> list[bytes]:
-        """Return those of `names` before the first that is missing."""
+        """Return the names before the first missing one."""
         return list(takewhile(self.__contains__, names))

@@ -1,4 +1,4 @@
-"""Which layers and heads the files of a disk block have, and which of them together hold what a rank needs."""
+"""Slices of KV by layers and heads: contents of files, and the combination of files that a rank needs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class KVSlice:
-    """Which layers and heads a file has, or a rank needs."""
+    """Layers and heads that a file contains, or that a rank needs."""
 
     layers: range
     heads: range
 
     @property
     def label(self) -> str:
-        """In a file's name."""
+        """Text for file names, such as `0-8.0-4`: layers, then heads."""
         return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
 
     @staticmethod
     @lru_cache(1024)
     def read(label: str) -> KVSlice:
-        """The part with this label. Raises ValueError."""
+        """Return the slice with this label. Raises ValueError."""
         layers, _, heads = label.partition(".")
         return KVSlice(_range(layers), _range(heads))
 
@@ -34,10 +34,10 @@ def _range(text: str) -> range:
 
 @lru_cache(1024)
 def sources(need: KVSlice, own: Sequence[KVSlice], lent: Sequence[KVSlice]) -> list[list[tuple[KVSlice, range]]] | None:
-    """Return, for each layer of `need`, the parts that have its heads, and which of theirs; None if some are missing."""
+    """Return for each layer of `need` the slices to read, and which of their heads; None if some are missing."""
     found = []
     for layer in need.layers:
-        # What is on this machine comes first, in smaller parts too.
+        # Prefer local files, even several smaller ones.
         if not (
             taken := _cover([part for part in own if layer in part.layers], need.heads)
             or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)
@@ -48,7 +48,7 @@ def sources(need: KVSlice, own: Sequence[KVSlice], lent: Sequence[KVSlice]) -> l
 
 
 def _cover(parts: Sequence[KVSlice], heads: range) -> list[tuple[KVSlice, range]]:
-    """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
+    """Return slices that together contain `heads`, in order, and which of their heads; empty if some are missing."""
     found: list[tuple[KVSlice, range]] = []
     at = heads.start
     while at < heads.stop:

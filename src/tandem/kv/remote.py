@@ -1,4 +1,4 @@
-"""Remote KV: parts of disk blocks on other machines' disks, for ranks that hold the keys."""
+"""Remote KV: transfer of disk block files between machines, for ranks with the keys."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from tandem.system.files import NotRegular, open_regular
 from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
-"""Timeout in seconds of a chunk, or of all lists; missing blocks are computed."""
+"""Timeout in seconds of a chunk, or of all file lists. Missing blocks are computed."""
 REST_S = 30.0
-"""Seconds for which a silent endpoint is not asked."""
+"""Seconds for which an unresponsive endpoint is not asked."""
 MOST_LISTED = 50_000
-"""Largest number of files in an answer, which is limited in size."""
+"""Maximum files in a list, since messages are limited in size."""
 MOST_STEMS = 5000
-"""Most stems of one request; beyond it all files are listed."""
+"""Maximum stems in one request; with more, all files are listed."""
 SUFFIX = ".kv"
-"""Suffix of files that hold parts of disk blocks."""
+"""Suffix of disk block files."""
 PARTS = "parts"
-"""Directory beside these files, with an empty file for each label in their names."""
+"""Subdirectory with an empty file for each label used in file names."""
 
 
 def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield files of disk blocks in a directory: all, or those whose names begin with one of `stems` and a dot, without
-    reading the directory. Raises OSError."""
+    """Yield (name, status) of the disk block files in a directory: all, or those named `STEM.*` without listing the
+    directory. Raises OSError."""
     if stems is None:
         names = os.listdir(directory)
-    else:  # there is a file for each label, which names have between stem and suffix, once one of its parts is there
+    else:  # `PARTS` has a file for each label, which stands between stem and suffix
         labels = os.listdir(directory / PARTS) if (directory / PARTS).exists() else []
         names = [f"{stem}.{label}{SUFFIX}" for label in labels for stem in set(stems)]
     for name in filter(_is_name, names):
-        with suppress(OSError):  # one that is deleted just now, or not there
+        with suppress(OSError):  # the file may be missing or deleted just now
             status = os.stat(directory / name, follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
                 yield name, status
 
 
 class Lending(Struct, frozen=True):
-    """Keys and address with which a rank serves its files, and fetches those of others."""
+    """Keys and address for KV transfers of a rank, as server and client."""
 
     keys: ClusterKeys
     host: str
-    """Address of the rank's machine to listen at."""
+    """Address of the rank's machine to listen on."""
 
 
 class DiskBlockServer(BlobServer):
-    """Serves the files that are in a directory at the moment, and nothing else."""
+    """Server of the disk block files currently in a directory, and of no other files."""
 
     def __init__(self, directory: Path, lending: Lending) -> None:
-        """Listen at a free port. Raises TransportError where there is none."""
+        """Listen on a free port. Raises TransportError if the address is not usable."""
         self._directory = directory
         super().__init__((), lending.keys, lending.host)
 
@@ -71,7 +71,7 @@ class DiskBlockServer(BlobServer):
         ]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
-        """Return checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
+        """Return checksum and bytes of a range. Raises OSError, and TransportError for a range that is not served."""
         if not _is_name(wanted.name) or not 0 < wanted.length <= CHUNK or wanted.offset < 0:
             raise TransportError(f"{wanted.name!r} is not lent")
         try:
@@ -86,20 +86,20 @@ class DiskBlockServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    """True for the name of a disk block's file."""
+    """Return True for the name of a disk block file."""
     return name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
 class RemoteStores:
-    """Files on other machines. Used by one thread."""
+    """Disk block files on other machines. Not thread-safe."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
         self._keys = keys
         self._clients: dict[str, BlobClient] = {}
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
-        """Endpoint and size of each lent file, by stem and name."""
+        """(Endpoint, size) of each remote file, by stem and name."""
         self._resting: dict[str, float] = {}
-        """Endpoints that are not asked, and until when."""
+        """Endpoints that are not asked until a time in seconds of `time.monotonic`."""
         self.change(endpoints)
 
     def change(self, endpoints: Iterable[str]) -> None:
@@ -111,8 +111,8 @@ class RemoteStores:
         self._clients |= {endpoint: self._client(endpoint) for endpoint in named - self._clients.keys()}
 
     def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Ask for the files with these stems, or for all; returns names and sizes. Endpoints that do not answer have
-        none."""
+        """Query all endpoints for the files with these stems, or all; return names and sizes. Unresponsive endpoints count as
+        empty."""
         for stem in list(self._where) if stems is None else stems:
             self._where.pop(stem, None)
         now = time.monotonic()
@@ -138,7 +138,7 @@ class RemoteStores:
         ]
 
     def fetch(self, name: str) -> bytes:
-        """Fetch a file. Raises TransportError."""
+        """Fetch a listed file. Raises TransportError."""
         endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
@@ -147,7 +147,7 @@ class RemoteStores:
         try:
             for index, data, _ in self._clients[endpoint].read(ranges):
                 whole[index * CHUNK : index * CHUNK + len(data)] = data
-        except NotServed:  # it has been deleted there
+        except NotServed:  # the file was deleted there
             raise
         except TransportError as error:
             self._give_up(endpoint)
@@ -158,7 +158,7 @@ class RemoteStores:
         return BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
 
     def _give_up(self, endpoint: str) -> None:
-        """Close an endpoint that did not answer, and do not ask it for `REST_S` seconds."""
+        """Reconnect to an unresponsive endpoint, and do not ask it for `REST_S` seconds."""
         self._leave(endpoint)
         self._clients[endpoint] = self._client(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S

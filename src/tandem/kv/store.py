@@ -1,4 +1,4 @@
-"""A rank's KV on disk: blocks of prefixes are read and written in a thread beside the computation."""
+"""Disk cache of a rank: disk blocks are read and written in a thread beside the computation."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
 WAITING_BYTES = 1 << 30
-"""Most bytes of disk blocks that wait to be written; others are dropped."""
+"""Maximum bytes of disk blocks queued for writing; further ones are not written."""
 WRITE_BYTES_S = 400e6
-"""Bytes a second that are written at most, so that reads are not held up; migrations are not limited."""
+"""Maximum write speed in bytes per second, so that reads are not delayed. Migrations are not limited."""
 TRIAL_S = 1.0
-"""Seconds before a read may count as too slow."""
+"""Seconds before a read can count as too slow."""
 FULL_S = 60.0
-"""Seconds without writing after a disk was full."""
+"""Seconds without writes after a write error, such as a full disk."""
 _READ, _WRITE, _END = range(3)
 
 Side = mx.array | Sequence[mx.array]
@@ -44,12 +44,12 @@ Report = Callable[[Fetched | Written | Surveyed], None]
 
 
 def takes_part(caches: Sequence[Cache]) -> bool:
-    """True for caches whose blocks can be kept: keys and values of each position, and nothing else."""
+    """Return True if disk blocks of these caches can be stored: each holds keys and values by position only."""
     return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
 
 
 def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
-    """Describe the KV of caches that have such arrays (`StageModel.cache_arrays`), one a layer."""
+    """Return the type and widths of KV in caches with these arrays (`StageModel.cache_arrays`), one entry per layer."""
 
     def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
         return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
@@ -59,22 +59,22 @@ def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_
 
 
 class Layers:
-    """On-disk layout of a layer's K and V: [1, heads, positions, width], a position's elements contiguous.
+    """Conversion of caches to the on-disk layout: [1, heads, positions, width], each position's elements contiguous.
 
-    As bytes they are, of a position and head, codes, scales and biases, or numbers that are not quantized.
+    As bytes, a position of a head has codes, scales and biases, or unquantised numbers.
     """
 
     def __init__(self, caches: Sequence[Cache], dtype: mx.Dtype, *, as_bytes: bool) -> None:
-        """`caches`: fresh ones that take part, one a layer; `dtype`: the type of computation; `as_bytes`: where any
-        rank of any layout may have quantised ones, so that they can read one another's."""
+        """Store the layout. `caches`: empty storable caches, one per layer; `dtype`: compute type. `as_bytes`: store bytes,
+        so that ranks with and without quantised layers can read each other's files."""
         self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
 
     def stored(self, states: Sequence[State], where: slice) -> list[tuple[mx.array, mx.array]]:
-        """Keys and values at some positions of caches with these states."""
+        """Return keys and values at positions `where` of caches with these states."""
         return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
 
     def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Cache]:
-        """Return caches that hold what `stored` made."""
+        """Return caches of `length` positions from arrays made by `stored`."""
         caches = []
         for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
             if type(kind) is GroupedKVCache:
@@ -102,10 +102,10 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 
 
 class _Arrived:
-    """A prefix that is being read: blocks are copied into their places as they come."""
+    """Prefix being read: blocks are copied into place as they arrive."""
 
     def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
-        """`first`: any disk block of it."""
+        """Allocate buffers like `first`, any disk block of the prefix, for `disk_blocks` blocks."""
         self.dtype, self.length = dtype, DISK_BLOCK_SIZE * disk_blocks
         self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
 
@@ -133,13 +133,13 @@ class _Arrived:
 
 
 class _Span:
-    """Consecutive disk blocks that wait to be written: one copy of each side of a layer."""
+    """Consecutive disk blocks queued for writing, with one copy of keys and of values per layer."""
 
     def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
-        """`pairs` of each layer; `first`: number of the first disk block."""
+        """Copy `pairs`, (keys, values) of each layer; `first`: number of the first disk block."""
         self.dtype = dtype_name(pairs[0][0].dtype)
         self._first = first
-        # Arrays of their own: MLX promises nothing for two threads at one.
+        # Copy the arrays, as MLX arrays must not be shared between threads.
         self._own = [[mx.contiguous(side).view(storage_dtype(side.dtype)) for side in pair] for pair in pairs]
         dispatch(self._own)
 
@@ -150,51 +150,52 @@ class _Span:
         return arrays
 
     def disk_block(self, number: int) -> list[Layer]:
-        """Waits until it is computed. For one thread."""
+        """Return the layers of disk block `number`; wait until they are computed. Not thread-safe."""
         where = slice((number - self._first) * DISK_BLOCK_SIZE, (number - self._first + 1) * DISK_BLOCK_SIZE)
         return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
 
 
 class KVDisk:
-    """`store` and `take` are for the thread that owns MLX, `take_order` for any."""
+    """Disk cache of one rank. Call `store` and `take` in the thread that owns MLX, `take_order` in any."""
 
     def __init__(self, rank: int, files: DiskBlockFiles, layers: Layers, report: Report, lending: Lending | None = None) -> None:
-        """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
+        """Start the thread. `report` is called from it with results. `lending`: serve the files and fetch remote ones; None
+        without other disks."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]] = queue.PriorityQueue()
         self._number = itertools.count()
         self._lock = threading.Lock()
         self._waiting = 0
-        """Bytes that wait to be written."""
+        """Bytes queued for writing."""
         self._arrived: dict[str, _Arrived | None] = {}
-        """None for a prefix that could not be read."""
+        """Fetched prefixes by key; None for one that could not be read."""
         self._quiet_until = 0.0
         self.names = files.names()
-        """Disk blocks that were there at the start."""
+        """Names of the disk blocks present at the start."""
         self.store_id = files.store_id
-        """Which directory it is, and for which model and type."""
+        """Identity of directory, model and KV type (`Ready.store`)."""
         self._remote_stores = None if lending is None else RemoteStores(lending.keys)
         if self._remote_stores is not None:
             files.use_remote_stores(self._remote_stores)
         self._server: DiskBlockServer | None = None
         try:
             self._server = None if lending is None else DiskBlockServer(files.directory, lending)
-        except TransportError as error:  # its address is not one of this machine, as behind NAT
+        except TransportError as error:  # the address is not local, as behind NAT
             log.warning("KV disk not served to other machines: %s", error)
         self.lends = self._server.endpoint if self._server is not None else ""
-        """Endpoint from which other ranks fetch these files; empty where they cannot."""
+        """Endpoint that serves these files to other ranks; empty if not served."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[State]) -> None:
-        """Write disk blocks of a prefix whose layers' caches have these states."""
-        # A run of numbers keeps its distance to where it stands in the list.
+        """Queue disk blocks of a prefix for writing, from the states of its layers' caches."""
+        # Consecutive numbers have a constant distance to their list index.
         for _, run in itertools.groupby(enumerate(op.disk_blocks), lambda one: one[1][0] - one[0]):
             self._store([disk_block for _, disk_block in run], states, op.awaited)
 
     def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[State], awaited: bool) -> None:
-        """Queue as many of these consecutive disk blocks for writing as there is room for."""
+        """Queue as many of these consecutive disk blocks for writing as `WAITING_BYTES` allows."""
         first = disk_blocks[0][0]
-        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # not evaluated
+        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # lazy, for its shapes
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
             seldom.warning("KV disk not used: this model's KV is not divided as its description says")
             return
@@ -212,30 +213,30 @@ class KVDisk:
                 self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
     def take_order(self, order: Fetch | UseRemoteStores | Survey) -> None:
-        """Read a prefix, have what is not on this disk from others' from now on, or look what is there.
+        """Queue an order: read a prefix, use these remote stores, or list disk blocks.
 
-        A look comes once what waits has been written, unless it is to be soon. `Fetched` and `Surveyed` answer.
+        A survey runs after queued writes, unless `soon`. `Fetched` and `Surveyed` report the results.
         """
         waits = isinstance(order, Survey) and not order.soon
         self._jobs.put((_WRITE if waits else _READ, next(self._number), order))
 
     def has(self, key: str) -> bool:
-        """True when the fetch under this key has ended, with or without success."""
+        """Return True if the fetch under this key has ended, with or without success."""
         return key in self._arrived
 
     def take(self, key: str) -> list[Cache] | None:
-        """Caches, one a layer, of a prefix that has been fetched; None where it could not be."""
+        """Return and forget the caches, one per layer, of a fetched prefix; None if it could not be read."""
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
         return self._layers.revived(arrived.arrays(), arrived.length)
 
     def drop(self, key: str) -> None:
-        """Forget what was fetched under this key."""
+        """Drop the prefix fetched under this key."""
         self._arrived.pop(key)
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread once all is read and written; False if that takes more than `timeout_s` seconds."""
+        """End the thread after all queued reads and writes. Return False after `timeout_s` seconds."""
         if self._server is not None:
             self._server.close()
         self._jobs.put((_END, next(self._number), None))
@@ -261,7 +262,7 @@ class KVDisk:
                 self._failed(job, error)
 
     def _failed(self, job: Job | None, error: Exception) -> None:
-        """Answer a job that raised an unforeseen error, so that nothing waits for it."""
+        """Report an unexpected error of a job as its failure, so that nothing waits for it."""
         seldom.error("KV disk: %s: %s; computing instead", type(error).__name__, error)
         if isinstance(job, Fetch):
             self._arrived[job.key] = None
@@ -289,7 +290,7 @@ class KVDisk:
                     break
         except (Unusable, MemoryError, ValueError) as error:
             seldom.warning("KV on disk cannot be used: %s; computing it again", str(error) or "no memory is left")
-            # Later blocks are useless without it and are stored again with it; so are blocks that do not fit together.
+            # Later blocks are useless without this one and are stored again with it; so are blocks that do not match.
             lost = order.names[number:] if isinstance(error, Unusable) else order.names
             arrived = None
         self._arrived[order.key] = arrived
@@ -306,7 +307,7 @@ class KVDisk:
             seldom.warning("KV directory cannot be read: %s; computing its prefixes", error.strerror or error)
             nbytes = total = 0
         if order.wanted is None:
-            self._files.take_gone()  # what is there says it too
+            self._files.take_gone()  # the survey reports the remaining blocks anyway
         self._report(
             Surveyed(
                 self._rank,
@@ -323,7 +324,7 @@ class KVDisk:
         try:
             if time.monotonic() < self._quiet_until:
                 return
-            layers = span.disk_block(number)  # once it is computed, as all before it
+            layers = span.disk_block(number)  # waits for its computation
             started = time.monotonic()
             size = self._files.write(name, layers, span.dtype)
             took = time.monotonic() - started

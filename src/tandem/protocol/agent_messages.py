@@ -1,47 +1,47 @@
-"""Messages between an agent, which waits on a machine to be used, and heads: pairing, then sessions."""
+"""Messages between `tandem agent` on a machine and heads: pairing with a code, then sessions."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-# --- pairing, over a socket that anybody may reach ---------------------------------------------------------------
+# --- pairing, over a socket open to anyone ------------------------------------------------------------------------
 
 
 class PairIdentity(Struct, frozen=True, tag=True):
-    """Name and key of the agent. Nothing vouches for them, nor for the head's, before the `PairProof`."""
+    """Name and public key of the agent. Neither side's key is authenticated before the `PairProof`."""
 
     name: str
     public: str
-    """CURVE key, Z85."""
+    """CURVE25519 public key in Z85."""
 
 
 class PairHello(PairIdentity, frozen=True, tag=True):
-    """Name and key of the head; answered by `PairIdentity`."""
+    """Name and public key of the head; answered by `PairIdentity`."""
 
 
 class PairElement(Struct, frozen=True, tag=True):
-    """The agent's element of the exchange."""
+    """The agent's group element of the password-authenticated key exchange."""
 
     element: bytes
 
 
 class PairStart(PairElement, frozen=True, tag=True):
-    """The head's element, which uses up one attempt; answered by `PairElement`."""
+    """The head's group element of the key exchange. Uses up one attempt; answered by `PairElement`."""
 
 
 class PairProof(Struct, frozen=True, tag="PairDone"):
-    """Proof that the agent knows the code; it trusts the head's key from now on. Those of the two differ, so that none
-    can be sent back."""
+    """Proof that the agent has the pairing code; it trusts the head's key from then on. Differs from the head's proof, so
+    neither can be replayed as the other."""
 
     proof: bytes
 
 
 class PairConfirm(PairProof, frozen=True, tag=True):
-    """Proof that the head knows the code; answered by the agent's."""
+    """Proof that the head has the pairing code; answered by `PairProof`."""
 
 
 class PairRefused(Struct, frozen=True, tag=True):
-    """No pairing; `reason` is one line."""
+    """Pairing failed; `reason` is one line."""
 
     reason: str
 
@@ -49,32 +49,32 @@ class PairRefused(Struct, frozen=True, tag=True):
 PairRequest = PairHello | PairStart | PairConfirm
 PairReply = PairIdentity | PairElement | PairProof | PairRefused
 
-# --- sessions, over a socket for paired heads alone --------------------------------------------------------------
+# --- sessions, over a socket for paired heads only ----------------------------------------------------------------
 
 
 class OpenSession(Struct, frozen=True, tag=True):
-    """Start a program on the agent's machine, whose standard input and output the session carries."""
+    """Start a program on the agent's machine. The session carries its standard input and output."""
 
     program: str
-    """`rank-host` or `probe`."""
+    """Program to start: `rank-host` (a node agent) or `probe`."""
 
 
 class Data(Struct, frozen=True, tag=True):
-    """Bytes of the program's standard input, or of its output and error output. None end its standard input."""
+    """Bytes of the program's standard input, or of its output and error output. Empty data closes standard input."""
 
     data: bytes
 
 
 class Beat(Struct, frozen=True, tag=True):
-    """Sign of life. An end that hears nothing for a while counts the other as lost."""
+    """Heartbeat in either direction. A peer without messages for a while counts as lost."""
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """The program has ended. Exit codes of signals are negative."""
+    """The program has ended. A negative exit code is the negated number of the signal that ended it."""
 
     code: int
     reason: str = ""
-    """Why it was not started or was ended, in one line."""
+    """Reason why the program was not started or was ended, in one line."""
 
 
 SessionRequest = OpenSession | Data | Beat

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Range(Struct, frozen=True, array_like=True):
-    """`length` bytes of file `name` from `offset` on."""
+    """Byte range of a file: `length` bytes from `offset` on."""
 
     name: str
     offset: int
@@ -14,13 +14,13 @@ class Range(Struct, frozen=True, array_like=True):
 
 
 class BlobFile(Struct, frozen=True):
-    """One file that is served."""
+    """Entry of `FileList`: one file that the peer serves."""
 
     name: str
     size: int
     mtime_ns: int
     sample: str
-    """Checksum of some blocks spread over the file."""
+    """Checksum of sampled blocks of the file, to detect changed content cheaply."""
 
 
 class ListFiles(Struct, frozen=True, tag=True):
@@ -28,7 +28,7 @@ class ListFiles(Struct, frozen=True, tag=True):
 
     number: int
     stems: list[str] | None = None
-    """List only files whose names begin with one of these and a dot; None lists all."""
+    """Prefixes: list only files named `STEM.*`. None lists all files."""
 
 
 class ReadRange(Struct, frozen=True, tag=True):
@@ -39,22 +39,22 @@ class ReadRange(Struct, frozen=True, tag=True):
 
 
 class FileList(Struct, frozen=True, tag=True):
-    """Files that are served."""
+    """Answer to `ListFiles`: the files that the peer serves."""
 
     number: int
     files: list[BlobFile]
 
 
 class Chunk(Struct, frozen=True, tag=True):
-    """Header of a chunk; its bytes follow in a separate frame."""
+    """Header of a chunk. The chunk's bytes follow in a separate ZeroMQ frame."""
 
     number: int
     digest: bytes
-    """`checksum` of the bytes."""
+    """Checksum of the bytes (`transport.blobs.checksum`)."""
 
 
 class Refusal(Struct, frozen=True, tag=True):
-    """The request cannot be answered."""
+    """Answer to a request that cannot be served, with the reason."""
 
     number: int
     message: str

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 MOST_PREFIXES = 1000
-"""Prefixes that a report names."""
+"""Most prefixes listed in one `CacheReport`."""
 
 
 class QueryCache(Struct, frozen=True, tag=True):
@@ -15,33 +15,33 @@ class QueryCache(Struct, frozen=True, tag=True):
 
     query_id: int
     tokens: list[int] = []
-    """Prompt whose cached length the report shows."""
+    """Prompt token ids whose cached length the report shows."""
     drop: Literal["", "memory", "all"] = ""
-    """Drop prefixes before the report is made: those in memory, or those on disk too."""
+    """Drop cached prefixes before reporting: from `memory`, or from memory and disk (`all`)."""
 
 
 class CachedPrefixState(Struct, frozen=True):
-    """One prefix in memory."""
+    """Entry of `CacheReport`: one prefix in memory."""
 
     tokens: int
     disk_tokens: int
     """Leading tokens that are also on disk."""
     hits: int
-    """Requests that it has served."""
+    """Requests that reused this prefix."""
 
 
 class DiskReport(Struct, frozen=True):
-    """KV on the disks of an engine's ranks."""
+    """State of the disk cache of an engine's ranks."""
 
     directory: str
     limit_bytes: int
-    """Upper bound of one machine's directory."""
+    """Size limit of the directory on each machine."""
     tokens: int
-    """Positions of prefixes that every rank has its part of."""
+    """KV positions on disk that every rank has its part of."""
     bytes: int
-    """Files of this model, adapter and type, over all machines."""
+    """Bytes of files for this model, adapter and KV type, over all machines."""
     total_bytes: int
-    """All files there: of other models too."""
+    """Bytes of all files in the directories, including other models' files."""
     machines: int
     hit_tokens: int = 0
     read_bytes: int = 0
@@ -51,35 +51,35 @@ class DiskReport(Struct, frozen=True):
 
 
 class CacheReport(Struct, frozen=True, tag=True):
-    """Prefixes of one engine."""
+    """Prefix cache of one engine, in memory and on disk."""
 
     query_id: int
     trouble: str = ""
-    """Reason why the report is empty, or nothing was dropped."""
+    """Reason why the report is empty or nothing was dropped; empty if neither."""
     serves: str = ""
     """Equal to `EngineStatus.prefix_cache`."""
     kv_disk: str = ""
     """Equal to `EngineStatus.kv_disk`."""
     prefixes: list[CachedPrefixState] = []
-    """The most recently used first, at most `MOST_PREFIXES`."""
+    """Cached prefixes, most recently used first, at most `MOST_PREFIXES`."""
     count: int = 0
     """Number of cached prefixes."""
     tokens: int = 0
-    """Positions in memory."""
+    """KV positions in memory."""
     limit_tokens: int = 0
     nbytes: int = 0
-    """Bytes in the memory of all ranks."""
+    """Bytes of cached prefixes in the memory of all ranks."""
     queries: int = 0
     hits: int = 0
     hit_tokens: int = 0
-    """Prompt tokens that were taken from memory in place of being computed."""
+    """Prompt tokens whose KV came from memory instead of being computed."""
     disk: DiskReport | None = None
-    """None where nothing is kept on disk."""
+    """State of the disk cache; None without one."""
     memory_has: int = 0
-    """Tokens of the prompt that are cached in memory."""
+    """Leading tokens of `QueryCache.tokens` that are cached in memory."""
     disk_has: int = 0
-    """Tokens of the prompt that are cached on disk."""
+    """Leading tokens of `QueryCache.tokens` that are cached on disk."""
     dropped_tokens: int = 0
-    """Positions dropped from memory."""
+    """KV positions dropped from memory."""
     dropped_bytes: int = 0
     """Bytes deleted from disks."""

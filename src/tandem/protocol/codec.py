@@ -1,4 +1,4 @@
-"""Messages as MessagePack: bytes of another process become exactly one known type, or one error, whatever they are."""
+"""Encode and decode messages as MessagePack. Malformed bytes raise TransportError and nothing else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.errors import TransportError
 Message = TypeVar("Message")
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Exceptions of msgspec for malformed bytes; text that is not UTF-8 and endless nesting raise no `MsgspecError`."""
+"""Exceptions that decoding can raise. Text that is not UTF-8 and deep nesting raise no `MsgspecError`."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -19,14 +19,14 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Decoder(Generic[Message]):
-    """Decodes MessagePack into `Message`, a struct or a union of tagged ones."""
+    """Decoder from MessagePack to `Message`, a struct or a union of tagged ones."""
 
     def __init__(self, kind: object) -> None:
-        """Decode into `kind`, which is `Message` as a value."""
+        """Set the type to decode into; `kind` is `Message` as a runtime value."""
         self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def decode(self, data: bytes | memoryview) -> Message:
-        """Return the message in `data`. Raises TransportError if it is none of `kind`."""
+        """Return the message in `data`. Raises TransportError if `data` is not a valid `kind`."""
         try:
             return cast(Message, self._decode(data))
         except UNREADABLE as error:

@@ -33,12 +33,12 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Stop a request; no `Output` follows. Unknown and finished ids are ignored. For a request that was `HandedOver`
-    it releases what is kept for the other replica."""
+    """Abort a request; no `Output` follows. Unknown and finished ids are ignored. For a migrated request (`HandedOver`)
+    release the KV kept for the other replica."""
 
     request_id: str
     answered: bool = False
-    """True when the client has its whole answer, as a stop string was found in the text."""
+    """True if the answer is complete, as the api found a stop string in the text."""
 
 
 class QueryStatus(Struct, frozen=True, tag=True):
@@ -54,13 +54,13 @@ class QueryMetrics(Struct, frozen=True, tag=True):
 
 
 class Detach(Struct, frozen=True, tag=True):
-    """Abort all requests of this api, which exits."""
+    """Abort all requests of this api process, which exits."""
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Migrate the api's requests: answer each with `HandedOver` once its KV is on disk.
+    """Migrate this api's requests: answer each with `HandedOver` once its KV is on disk.
 
-    Requests that cannot migrate are finished here.
+    Requests that cannot migrate finish on this engine.
     """
 
 
@@ -68,28 +68,28 @@ class HandOver(Struct, frozen=True, tag=True):
 
 
 class Output(Struct, frozen=True, tag=True):
-    """New tokens of a request. The last one carries `finish_reason`."""
+    """New tokens of a request. The last message has a `finish_reason`."""
 
     request_id: str
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
     """One entry per token if the request asked for log probabilities, else empty."""
     finish_reason: str | None = None
-    """`stop` (end-of-sequence or stop token), `length`, or None while it goes on."""
+    """`stop` (end-of-sequence or stop token) or `length`; None while the request runs."""
     stop_token: bool = False
-    """The last of `tokens` is the end-of-sequence or stop token, which does not belong to the text."""
+    """True if the last of `tokens` is an end-of-sequence or stop token, which is not part of the text."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache; with the first tokens, or the vector, only."""
+    """Prompt tokens whose KV came from the prefix cache. Set only in the first message with tokens or the vector."""
     disk_tokens: int = 0
     """Part of `cached_tokens` that was read from disk for this request."""
     vector: bytes = b""
-    """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
+    """Pooled hidden state for a request with `pooling`: float32, little-endian; else empty."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Log probabilities of all prompt tokens but the first, if asked for; sent with the first token, or at the end."""
+    """Log probabilities of all prompt tokens but the first, if requested. Sent with the first token or at the end."""
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """The request ends without (further) output. `status` is an HTTP status."""
+    """The request ends without further output. `status` is an HTTP status."""
 
     request_id: str
     status: int
@@ -99,7 +99,7 @@ class Refused(Struct, frozen=True, tag=True):
     retry_after: float | None = None
 
     def as_error(self) -> RequestError:
-        """Return the exception to raise in the api."""
+        """Return the exception for the api to raise."""
         if self.status == 429:
             return OverloadedError(self.message, retry_after=self.retry_after or 1.0, code=self.code or "overloaded")
         if self.status == 503:
@@ -119,52 +119,52 @@ class HandedOver(Struct, frozen=True, tag=True):
 
 
 class RankInfo(Struct, frozen=True):
-    """One rank as `/health` shows it."""
+    """State of one rank, as in `/health`."""
 
     rank: int
     stage: int
     layers: tuple[int, int]
-    """First layer and one past the last."""
+    """First layer, and one past the last."""
     pid: int
     host: str
     weight_bytes: int
     peak_bytes: int
-    """Highest resident or device memory so far, in bytes."""
+    """Highest resident or device memory since the start, in bytes."""
     step_s: float
-    """Mean seconds of work per step lately."""
+    """Recent mean of compute seconds per step."""
     kv_bytes: int = 0
-    """Bytes of KV held."""
+    """Bytes of KV that the rank holds."""
     memory_bytes: int = 0
-    """Bytes of the memory that weights and KV live in."""
+    """Total bytes of the memory (RAM or GPU) that holds weights and KV."""
     replica: int = 0
-    """Number of the engine that it belongs to; filled in by the api."""
+    """Number of the rank's engine; filled in by the api."""
     slowdown: float = 1.0
-    """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
+    """Recent time per unit of work, as a multiple of this rank's usual time."""
     wired_bytes: int = 0
-    """Weights that the system may not take from a Mac's GPU while it is idle."""
+    """Bytes of weights wired for a Mac's GPU: the system cannot page them out while idle."""
     wiring: str = ""
-    """Reason why not all weights are wired; empty if they are, or need not be."""
+    """Reason why some weights are not wired; empty if all are, or wiring is not needed."""
     used_bytes: int = 0
     """Bytes of live MLX arrays, without buffers that are cached for reuse."""
     state: str = "ready"
-    """`ready`; while ranks are replaced `lost` for the one that failed, and `waiting` for the others."""
+    """`ready`. While ranks are replaced: `lost` for the failed rank, `waiting` for the other ranks."""
     stage_latency_s: float = field(name="handoff_s", default=0.0)
-    """Median seconds, lately, from the output of the stage before it until its input is there; 0: not known."""
+    """Recent median seconds from the previous stage's output to its arrival here; 0 while unmeasured."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
-    """State of the engine, as far as an api needs it."""
+    """State of the engine for the api: routing, health and metrics."""
 
     query_id: int
     state: str
     """`starting`, `ready`, `recovering`, `draining` or `failed`."""
     detail: str
     model: str
-    """Served name."""
+    """Served name of the model."""
     source: str
-    """Directory of the model, from which the api reads tokenizer and chat template."""
+    """Model directory, from which the api reads tokenizer and chat template."""
     max_context: int
-    """Most tokens of prompt and output together."""
+    """Maximum tokens of prompt and output together."""
     vocab_size: int
     queued: int
     running: int
@@ -175,56 +175,56 @@ class EngineStatus(Struct, frozen=True, tag=True):
     micro_batches: int
     ranks: list[RankInfo]
     prefix_tokens: int = 0
-    """KV positions kept for prompts to come."""
+    """KV positions in the prefix cache."""
     prefix_queries: int = 0
     prefix_hits: int = 0
     prefix_cache: str = ""
     """Granularity of prefix hits: `any length`, `blocks` (whole ones), or `off` with the reason."""
     kv_disk: str = ""
-    """Whether prefixes are kept on disk: `on`, or `off`, and why."""
+    """`on` if prefixes are cached on disk, else `off` and the reason."""
     kv_store: str = ""
-    """Which directories its ranks keep KV in, and for which model and type: alike for engines that read what one
-    another has written. Empty where nothing is kept on disk."""
+    """Key of the ranks' KV directories, model and KV type. Engines with equal keys read each other's files. Empty without a
+    disk cache."""
     disk_saves: float = 0.0
-    """Fraction of prefill time that a read from disk saves, 0 to 1; an estimate until both were measured."""
+    """Fraction of prefill time saved by reading KV from disk, 0 to 1. An estimate until both are measured."""
     kv_reach: list[str] = []
-    """All directories whose KV its ranks can have, for this model and type: their own, and what other replicas lend."""
+    """Ids (`Ready.store`) of all KV directories that its ranks can read: their own, and remote ones of other replicas."""
     lent_saves: float = 0.0
-    """Fraction of prefill time that a fetch from another replica saves, 0 to 1."""
+    """Fraction of prefill time saved by fetching KV from another replica, 0 to 1."""
     lends: list[tuple[str, str]] = []
-    """Directories that its ranks lend from (`Ready.store`), and the endpoint of one rank for each."""
+    """KV directories that its ranks serve to other replicas: (`Ready.store`, endpoint of one rank)."""
     prefix_room: int = 0
-    """Longest prefix, in tokens, that can be kept in memory, as one that is read from disk has to be."""
+    """Longest prefix, in tokens, that fits in memory. A prefix restored from disk must fit too."""
     prompt_tokens_s: float = 0.0
-    """Tokens near the beginnings of prompts computed a second, lately, while nobody decoded; 0 until many were."""
+    """Recent prefill speed in tokens per second, near the start of prompts and without decoding. 0 until enough are measured."""
     kv_dtype: str = ""
-    """Type of keys and values, and the layers that it applies to."""
+    """KV cache type, and the layers that it applies to."""
     kv_bytes_per_token: int = 0
-    """Bytes of a position in the caches of all ranks together, of one replica."""
+    """KV bytes per token over all ranks of one replica."""
     speculation: str = ""
-    """`ngram`, `draft_model`, or `off`, and why where the model cannot do it."""
+    """`ngram`, `draft_model`, or `off` (with the reason if the model does not support it)."""
     load_s: float = 0.0
-    """Seconds from the start of the ranks that are there now until they were ready."""
+    """Seconds that the current ranks took from start to ready."""
     degraded: str = ""
-    """Why fewer machines serve than the layout names; empty when all do."""
+    """Reason why fewer machines serve than the layout names; empty if all serve."""
     age_s: float = 0.0
-    """Seconds since the engine's main loop wrote this; the thread that answers fills it in."""
+    """Seconds since the engine's main loop wrote this status; set by the answering thread."""
     generated_tokens: int = 0
     """Tokens produced since the engine started."""
     ttft_s: float = 0.0
-    """Seconds from arrival to the first token, averaged over the last requests; 0 before there was one."""
+    """Mean seconds from arrival to first token over recent requests; 0 before the first."""
     hidden_size: int = 0
     """Length of a pooled hidden state."""
     pooling: Pooling | None = None
-    """How prompts are pooled; None where the model asks for something else."""
+    """Pooling of embeddings; None if the model needs an unsupported pooling."""
     generates: bool = True
-    """The model has an output projection; without one it only embeds."""
+    """True if the model has an output projection; without one it only embeds."""
     draft_tokens: int = 0
-    """Tokens that speculative decoding has tried."""
+    """Draft tokens proposed by speculative decoding."""
     accepted_tokens: int = 0
-    """Part of `draft_tokens` that became output."""
+    """Draft tokens that became output."""
     defaults: SamplingDefaults = SamplingDefaults()
-    """Sampling parameters for requests that leave them out."""
+    """Sampling parameters for requests that omit them."""
     loading: list[LoadProgress] = []
     """Loading progress of each rank during the first start."""
     num_layers: int = 0
@@ -242,12 +242,13 @@ class MetricsText(Struct, frozen=True, tag=True):
 class QuarantineNotice(Struct, frozen=True, tag=True):
     """Announce that a quarantined request is about to run alone.
 
-    The engine waits for the api to send it back as `QuarantineAck`, so that a request that kills the engine at once is known.
+    The engine waits until the api returns it as `QuarantineAck`. So the api can name the request even if it kills the engine
+    at once.
     """
 
     request_id: str
     resting: bool
-    """True while the engine idles to find out whether it dies without the request; else the request runs next."""
+    """True while the engine idles, to see if it dies without the request. False if the request runs next."""
 
 
 class QuarantineAck(QuarantineNotice, frozen=True, tag=True):
@@ -255,7 +256,7 @@ class QuarantineAck(QuarantineNotice, frozen=True, tag=True):
 
 
 class Neighbours(UseRemoteStores, frozen=True, tag=True):
-    """Endpoints of other replicas that serve KV, as the supervisor knows them."""
+    """Endpoints of other replicas that serve KV, from the supervisor."""
 
 
 ApiMessage = Submit | Abort | QuarantineAck | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
@@ -265,7 +266,7 @@ EngineMessage = Output | Refused | HandedOver | QuarantineNotice | EngineStatus 
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """End the rank process in good order."""
+    """End the rank process cleanly."""
 
 
 class Plan(Struct, frozen=True, tag=True):
@@ -275,17 +276,17 @@ class Plan(Struct, frozen=True, tag=True):
 
 
 class Connect(Struct, frozen=True, tag=True):
-    """Connect the channels, after every rank has sent `Hello`. `endpoints[i]` is the inbound address of stage i."""
+    """Connect the channels, after every rank has sent `Hello`. `endpoints[i]` is the inbound address of rank i."""
 
     endpoints: list[str]
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """Announce that all ranks have loaded, so plans follow."""
+    """Announce that all ranks have loaded and that plans follow."""
 
 
 class Ping(Struct, frozen=True, tag=True):
-    """Ask for a `Pong`, which a rank sends at once even while it computes."""
+    """Ask for a `Pong`, which a rank sends at once even while computing."""
 
     number: int
 
@@ -296,7 +297,7 @@ RankCommand = Plan | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin |
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """First message of a rank. Versions must be alike on all ranks."""
+    """First message of a rank. Versions must be equal on all ranks."""
 
     rank: int
     pid: int
@@ -311,70 +312,70 @@ class LoadProgress(Struct, frozen=True, tag=True):
 
     rank: int
     done: int
-    """Bytes."""
+    """Bytes loaded so far."""
     total: int
     phase: str = "load"
-    """`fetch`: onto the rank's machine; then `load`: into memory; then, all ranks together, `check`."""
+    """`fetch` to the rank's machine, then `load` into memory, then `check` on all ranks together."""
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The slice is loaded and the channels are up."""
+    """The rank has loaded its weights and connected its channels."""
 
     rank: int
     weight_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
-    """Bytes of memory of its device or machine."""
+    """Total bytes of its GPU's or machine's memory."""
     peak_bytes: int
     gpu: bool
     """True if the rank computes on a GPU."""
     host: str
     pid: int
     trimmable: bool
-    """True if its KV caches can be cut to any length."""
+    """True if its KV caches can be trimmed to any length."""
     state_bytes: int = 0
-    """Bytes per sequence that do not depend on its length: states of recurrent layers."""
+    """Bytes per sequence independent of its length: states of recurrent layers."""
     own_memory: bool = False
-    """True if no other rank shares that memory, as each has a GPU of its own."""
+    """True if no other rank shares that memory, as each has its own GPU."""
     machine: str = ""
     """Identity of the machine, independent of its host name."""
     cache_bytes: int = 0
     """Upper bound, in bytes, of MLX's buffer cache."""
     wired_bytes: int = 0
-    """Weights that the system may not take from the GPU."""
+    """Bytes of weights wired for a Mac's GPU."""
     wiring: str = ""
-    """Reason why not all weights are wired; empty if they are, or need not be."""
+    """Reason why some weights are not wired; empty if all are, or wiring is not needed."""
     metal: bool = False
-    """True if the GPU is driven by Metal."""
+    """True if the rank uses Metal."""
     quantized_layers: list[int] = []
-    """Layers whose keys and values it keeps quantised."""
+    """Layers whose KV is quantised."""
     disk_blocks: list[bytes] | None = None
-    """Names of the disk blocks of prefixes on its disk (tandem.protocol.kv_blocks); None where it keeps none there."""
+    """Names of the disk blocks on its disk (tandem.protocol.kv_blocks); None without a disk cache."""
     store: str = ""
-    """Identity of that directory, model and KV type; equal on ranks that share one."""
+    """Identity of the KV directory, model and KV type; equal on ranks that share one."""
     lends: str = ""
-    """Endpoint at which other ranks fetch from that directory; empty if none needs to."""
+    """Endpoint that serves this directory to other ranks; empty if no rank needs it."""
     disk_trouble: str = ""
     """Reason why a configured disk store is not usable."""
 
 
 class Stepped(Struct, frozen=True, tag=True):
-    """Report a finished step; the sampling rank adds the `result`."""
+    """Report a finished step; the sampling rank adds its `result`."""
 
     step: RankStep
     peak_bytes: int = 0
-    """Most memory that the rank has used so far."""
+    """Highest memory use of the rank since its start, in bytes."""
     result: StepResult | None = None
     used_bytes: int = 0
     """Bytes of live MLX arrays after the step, without buffers that are cached for reuse."""
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """The rank cannot go on. Crosses the bus as data, never as a pickled exception."""
+    """The rank fails. Crosses the bus as data, never as a pickled exception."""
 
     rank: int
     kind: str
-    """Name of the error's class; those of `tandem.errors` are raised again as themselves."""
+    """Name of the error's class; classes of `tandem.errors` are raised again as themselves."""
     message: str
     traceback: str = ""
 
@@ -385,7 +386,7 @@ class Pong(Struct, frozen=True, tag=True):
     rank: int
     number: int
     step_id: int
-    """The last step that the computing thread has begun; -1 before the first."""
+    """Last step that the compute thread began; -1 before the first."""
     waiting: bool
     """True while blocked on input from the previous stage."""
 

@@ -1,4 +1,4 @@
-"""Events of a server for its operator: a bounded history, each entry with its reason and remedy."""
+"""Bounded history of server events for the operator, each with its reason and remedy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 
 KEPT = 200
-"""Events that a server keeps; the oldest go first."""
+"""Maximum events in a history; the oldest are dropped."""
 MOST_TEXT = 600
-"""Characters of an event's text."""
+"""Maximum characters of an event's text and of its remedy."""
 
 Level = Literal["info", "warning", "error"]
 
@@ -29,7 +29,7 @@ class Event(Struct, frozen=True):
     kind: str
     """Kind of event, listed in docs/apis.md: `rank_lost`, `model_loaded` and so on."""
     text: str
-    """One line: the event and its reason."""
+    """The event and its reason, in one line."""
     level: Level = "info"
     remedy: str = ""
     """Action for the operator; empty if none is needed."""
@@ -39,9 +39,9 @@ class Event(Struct, frozen=True):
     """Served name; empty if the server has one model."""
     request_id: str = ""
     group: str = ""
-    """Client of the request; `request_id` is shown to this client only."""
+    """Client of the request; only this client sees `request_id`."""
     origin: str = ""
-    """Identity of the history that recorded the event first."""
+    """Random id of the history that first recorded the event."""
 
 
 class History:
@@ -52,7 +52,7 @@ class History:
         self._origin = secrets.token_hex(8)
         self._last = 0
         self._taken: dict[str, int] = {}
-        """Last number taken over, by the `origin` of other histories."""
+        """Number of the last event copied from each other history, by `origin`."""
 
     def note(
         self,
@@ -67,7 +67,7 @@ class History:
         request_id: str = "",
         group: str = "",
     ) -> Event:
-        """Record an event with the current time."""
+        """Record an event at the current time and return it."""
         event = Event(
             self._last + 1,
             time.time(),
@@ -86,7 +86,7 @@ class History:
         return event
 
     def take(self, events: Iterable[Event], *, replica: int | None = None, model: str = "") -> None:
-        """Add new events of another history, marked with this replica and model."""
+        """Copy events not yet seen from another history. `replica` and `model`, if given, override theirs."""
         for event in events:
             if event.number <= self._taken.get(event.origin, 0):
                 continue

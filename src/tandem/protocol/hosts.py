@@ -1,6 +1,6 @@
-"""Messages between the head (the launcher in an engine) and node agents, which start ranks on the machines.
+"""Messages between the head (the launcher in an engine) and node agents, which start ranks on their machines.
 
-A node agent has room for one rank; a machine that runs several ranks has as many node agents.
+A node agent starts one rank at a time; a machine with several ranks has as many node agents.
 """
 
 from __future__ import annotations
@@ -16,101 +16,101 @@ NoneOrHostPort = Annotated[str, Meta(pattern=r"^([^:\s]+:[0-9]{1,5})?$")]
 
 
 class MlxProcessGroup(Struct, frozen=True, kw_only=True):
-    """Variables that `mlx.launch` sets for a process that it starts."""
+    """Process group of MLX, as the environment variables that `mlx.launch` sets for each process."""
 
     rank: Number | None = None
     hostfile: list[list[HostPort]] = []
-    """Content of MLX_HOSTFILE: for each rank the addresses (IP:port) on which it listens."""
+    """Content of MLX_HOSTFILE: each rank's listening addresses (IP:port)."""
     devices: list[list[str | list[str] | None]] = []
-    """Content of MLX_IBV_DEVICES: for each rank its RDMA devices towards every rank, null for itself."""
+    """Content of MLX_IBV_DEVICES: each rank's RDMA device towards every rank, null for itself."""
     coordinator: NoneOrHostPort = ""
     """MLX_JACCL_COORDINATOR, IP:port."""
     prefers_ring: bool = False
-    """MLX_JACCL_RING is set."""
+    """True if MLX_JACCL_RING is set."""
     nccl: NoneOrHostPort = ""
     """NCCL_HOST_IP and NCCL_PORT, as IP:port."""
     mpi: bool = False
-    """True under mpirun."""
+    """True if mpirun started the process."""
 
     @property
     def backend(self) -> str:
-        """The backend that these variables are for; empty when there is none."""
+        """MLX backend that these variables configure; empty without any."""
         if self.devices:
             return "jaccl-ring" if self.prefers_ring else "jaccl"
         return "ring" if self.hostfile else "nccl" if self.nccl else "mpi" if self.mpi else ""
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """A node agent and its machine."""
+    """Description of a node agent and its machine."""
 
     name: str
-    """The machine's own name, for people."""
+    """Host name of the machine, for messages."""
     machine: str
-    """Identity of the machine, whatever its name (`system.identity`)."""
+    """Identity of the machine, independent of its name (`system.identity`)."""
     pid: int
     address: str
-    """Address on which the ranks of other machines reach it."""
+    """Address of the machine for ranks on other machines."""
     versions: dict[str, str]
     """Versions of python (major.minor), tandem, mlx and mlx-lm."""
     system: str
     """Operating system and architecture, such as `Linux x86_64`."""
     chip: str
     memory_bytes: int
-    """Installed, or a container's part of it."""
+    """Installed memory in bytes, or the container's limit."""
     usable_bytes: int
-    """Memory that ranks may use; on a Mac, Metal's limit for the GPU."""
+    """Bytes that ranks may use; on a Mac, Metal's limit for the GPU."""
     cores: int
     gpus: list[str]
-    """NVIDIA GPUs that it may use, in CUDA's terms."""
+    """NVIDIA GPUs that it may use, as CUDA names them."""
 
 
 # --- node agent -> head -----------------------------------------------------------------------------------------
 
 
 class Join(Struct, frozen=True, tag=True, kw_only=True):
-    """First message, repeated until there is an answer."""
+    """First message of a node agent, repeated until the head answers."""
 
     facts: HostFacts
     host_id: str
-    """Identity of the node agent, the same whenever it joins."""
+    """Identity of the node agent, constant over all its joins."""
     attempt: int
-    """Number of its connection, which rises with each."""
+    """Number of the connection attempt, rising by one each time."""
     head: str
-    """Address by which the node agent reached the head; ranks reach the engine by it too."""
+    """Address at which the node agent reached the head; its ranks reach the engine there too."""
     slot: Number | None = None
-    """Rank that it is meant for; None: any."""
+    """Rank that the node agent is for; None for any rank."""
     ticket: str = ""
-    """Ticket from the launcher for this slot; valid once."""
+    """One-time ticket from the launcher for this slot."""
     mlx: MlxProcessGroup = MlxProcessGroup()
 
 
 class Ports(Struct, frozen=True, tag=True):
-    """Answers `ReservePorts`."""
+    """Answer to `ReservePorts`."""
 
     number: int
     ports: list[int]
     problem: str = ""
-    """Reason why no ports were found; empty if there are."""
+    """Reason why no ports were found; empty on success."""
 
 
 class RankStarted(Struct, frozen=True, tag=True):
-    """The rank process runs."""
+    """Report that the rank process runs."""
 
     number: int
     pid: int
 
 
 class RankExited(Struct, frozen=True, tag=True):
-    """The rank process has ended, or could not be started."""
+    """Report that the rank process has exited or could not start."""
 
     number: int
     code: int
     how: str
-    """In words."""
+    """How the process ended, in words."""
 
 
 class HostPong(Struct, frozen=True, tag="Pong"):
-    """Answers `HostPing`."""
+    """Answer to `HostPing`."""
 
     number: int
     stopped: bool = False
@@ -118,7 +118,7 @@ class HostPong(Struct, frozen=True, tag="Pong"):
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """The node agent ends on request; its rank has ended."""
+    """The node agent shuts down on request, after its rank has exited."""
 
 
 HostMessage = Join | Ports | RankStarted | RankExited | HostPong | Leave
@@ -127,26 +127,26 @@ HostMessage = Join | Ports | RankStarted | RankExited | HostPong | Leave
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """The node agent is admitted to the cluster."""
+    """Join accepted."""
 
     heartbeat_timeout: float
-    """Seconds without a message from the head after which it ends its rank."""
+    """Seconds without a message from the head after which the node agent ends its rank."""
 
 
 class Refuse(Struct, frozen=True, tag=True):
-    """The node agent is not admitted, and ends."""
+    """Join refused: the node agent must exit."""
 
     reason: str
 
 
 class HostPing(Struct, frozen=True, tag="Ping"):
-    """Sent about every second."""
+    """Heartbeat of the head, about every second."""
 
     number: int
 
 
 class ReservePorts(Struct, frozen=True, tag=True):
-    """Find ports that are free now at `address`; `wanted` ones if they are."""
+    """Find `count` free ports at `address`, preferring the `wanted` ones."""
 
     number: int
     address: str
@@ -155,35 +155,35 @@ class ReservePorts(Struct, frozen=True, tag=True):
 
 
 class StartRank(Struct, frozen=True, tag=True):
-    """Start a rank process; one that still runs is killed first."""
+    """Start a rank process; kill a previous one first."""
 
     number: int
     """Number of this process in later messages."""
     rank: int
     payload: bytes
-    """The line for its standard input."""
+    """Line for the process's standard input (`WorkerPayload`)."""
     environment: dict[str, str]
     process_group: dict[str, str]
-    """Variables of the group that it joins."""
+    """Environment variables of the MLX process group to join."""
     files: dict[VariableName, str]
-    """Variable that must point to a file -> the file's content."""
+    """Environment variable -> content of the file that it must point to."""
     sharing: int
-    """Ranks of this rank group on the machine, which share its cores."""
+    """Ranks of this group on the machine, which share its cores."""
 
 
 class KeepStandby(Struct, frozen=True, tag=True):
-    """Start a standby process for the next rank that starts here."""
+    """Start a standby process, which becomes the next rank on this node."""
 
     rank: int
     spec: bytes
-    """The first line for its standard input."""
+    """First line for the process's standard input."""
     environment: dict[str, str]
     sharing: int
     """Ranks on the machine, as in `StartRank`."""
 
 
 class DropStandby(Struct, frozen=True, tag=True):
-    """End the standby process: the next rank will be another one."""
+    """End the standby process, as the next rank needs another specification."""
 
 
 class KillRank(Struct, frozen=True, tag=True):
@@ -193,11 +193,11 @@ class KillRank(Struct, frozen=True, tag=True):
 
 
 class JoinAgain(Struct, frozen=True, tag=True):
-    """The head removed this node agent after a silence: end the rank, and join anew."""
+    """The head removed this node agent after missed heartbeats: end the rank and join again."""
 
 
 class Release(Struct, frozen=True, tag=True):
-    """The cluster has ended: end the rank, and the node agent."""
+    """The cluster has ended: end the rank and the node agent."""
 
 
 HeadMessage = Welcome | Refuse | HostPing | ReservePorts | StartRank | KeepStandby | DropStandby | KillRank | JoinAgain | Release

@@ -1,7 +1,7 @@
-"""Disk blocks of prefixes that ranks keep on disk: what the engine orders, and what ranks report.
+"""Messages about the disk blocks of prefixes: orders of the engine, reports of ranks.
 
-A disk block is the KV of `DISK_BLOCK_SIZE` positions in a row, beginning at a multiple of that. Its name is the hash of
-all tokens up to its end, so the same name means the same KV wherever it was computed.
+A disk block is the KV of `DISK_BLOCK_SIZE` consecutive positions, starting at a multiple of that. Its name is the hash of all
+tokens up to its end. Equal names therefore mean equal KV, wherever computed.
 """
 
 from __future__ import annotations
@@ -9,91 +9,91 @@ from __future__ import annotations
 from msgspec import Struct
 
 BLOCK_SIZE = 32
-"""Positions of a block of KV: prefixes are found by the hashes of their blocks. None shorter is kept."""
+"""Positions per KV block. Prefixes are looked up by the hashes of their blocks; shorter ones are not cached."""
 DISK_BLOCK_SIZE = 2 * BLOCK_SIZE
-"""Positions of a disk block, which is a fixed run of blocks: files of single blocks are written a third more slowly,
-and read a fifth. What a prompt has behind its last whole disk block is computed again."""
+"""Positions per disk block: a fixed run of KV blocks. One file per KV block writes a third and reads a fifth more slowly.
+Positions after a prompt's last whole disk block are recomputed."""
 
 
 class StoreOp(Struct, frozen=True, array_like=True):
-    """Write disk blocks of a cached prefix to disk, when there is time."""
+    """Write disk blocks of a cached prefix when the rank has time."""
 
     key: str
     disk_blocks: list[tuple[int, bytes]]
-    """Number of each disk block within the prefix, and its name."""
+    """(Index within the prefix, name) of each disk block."""
     awaited: bool = False
     """True if a migration waits for the write."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Read a prefix from disk, disk block after disk block, for a plan to come that restores or evicts `key`."""
+    """Read a prefix from disk, block by block, for a later plan that restores or evicts `key`."""
 
     key: str
     names: list[bytes]
     within_s: float = 0.0
-    """Seconds that the whole fetch may take; if it is slower the rest is computed. 0: no limit."""
+    """Time limit of the whole fetch in seconds; if exceeded, the rest is computed. 0: no limit."""
 
 
 class UseRemoteStores(Struct, frozen=True, tag=True):
-    """From now on, what a rank has not on its own disk may be had from others: the supervisor tells the engine of those
-    of the model's other replicas, and the engine its ranks."""
+    """Fetch blocks missing on a rank's own disk from these remote stores. The supervisor sends them to the engine for other
+    replicas, the engine to its ranks."""
 
     remote_stores: list[tuple[str, str]]
-    """Which directory each has (`Ready.store`), and its endpoint."""
+    """(Directory id as in `Ready.store`, endpoint) of each remote store."""
 
 
 class Survey(Struct, frozen=True, tag=True):
-    """List the blocks on disk after all queued writes, including those that others wrote."""
+    """List the disk blocks after all queued writes, including blocks that other processes wrote."""
 
     number: int
     drop: bool = False
-    """Delete the disk blocks of this model, adapter and type first, or those that are `wanted`, whoever wrote them."""
+    """Delete blocks before listing: the `wanted` ones, or all of this model, adapter and type, whichever process wrote them."""
     soon: bool = False
-    """True to look before queued writes are done."""
+    """True to list before queued writes are done."""
     wanted: list[bytes] | None = None
-    """Disk blocks to look for, here and at those who lend; None: all."""
+    """Disk blocks to look for, on the own disk and in remote stores; None: all."""
 
 
 class Surveyed(Struct, frozen=True, tag=True):
-    """What a rank has seen there."""
+    """Answer of a rank to `Survey`."""
 
     rank: int
     number: int
     names: list[bytes]
-    """Blocks that the rank can assemble, apart from those that were not asked for."""
+    """Listed blocks that the rank can assemble."""
     lent: list[bytes] = []
-    """Subset of `names` that needs files of other machines."""
+    """Subset of `names` that needs files from other machines."""
     nbytes: int = 0
-    """Bytes of the files of this model, adapter and type, or of the deleted ones. 0, as is `total_bytes`, if only some
-    disk blocks were asked for."""
+    """Bytes of the files of this model, adapter and type, or of the deleted ones. 0, like `total_bytes`, if `wanted` limited
+    the survey."""
     total_bytes: int = 0
     """Bytes of all files in the directory."""
     wanted: list[bytes] | None = None
-    """Value of the question."""
+    """Copy of `Survey.wanted`."""
 
 
 class Fetched(Struct, frozen=True, tag=True):
-    """A rank has read a prefix, or could not."""
+    """Report that a rank has read a prefix, or failed to."""
 
     rank: int
     key: str
     lost: list[bytes] = []
-    """From the first disk block that is not there any more, or not whole; then the prefix cannot be restored."""
+    """Disk blocks from the first missing or incomplete one on. If any, the prefix cannot be restored."""
     seconds: float = 0.0
     nbytes: int = 0
     brought_bytes: int = 0
     """Bytes fetched from other machines."""
     late: bool = False
-    """True if the transfer was too slow; files that came are on this rank's disk."""
+    """True if the transfer exceeded its time limit; files received until then stay on this rank's disk."""
 
 
 class Written(Struct, frozen=True, tag=True):
-    """A rank has written disk blocks to disk."""
+    """Report that a rank has written disk blocks."""
 
     rank: int
     names: list[bytes]
     nbytes: int = 0
     seconds: float = 0.0
-    """What that took, once it was computed."""
+    """Seconds of writing, after the KV was computed."""
     gone: list[bytes] = []
-    """Others that were deleted meanwhile, wholly or in part."""
+    """Other disk blocks deleted meanwhile, wholly or partly."""

@@ -1,4 +1,4 @@
-"""Position of a rank in its group: the part of the model that it holds, and the ranks that it sends to."""
+"""Position of a rank in its group: its part of the model, and the ranks it sends to."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from msgspec import Struct
 
 
 class RankPosition(Struct, frozen=True, kw_only=True):
-    """Position of a rank among the stages of its group; ranks of a stage have consecutive numbers."""
+    """Position of a rank among its group's stages. Ranks of a stage have consecutive numbers."""
 
     rank: int
     """Number in the rank group."""
     stage_sizes: tuple[int, ...]
-    """Ranks of each stage."""
+    """Number of ranks in each stage."""
 
     @property
     def stage(self) -> int:
-        """Number of its stage."""
+        """Number of the rank's stage, from 0."""
         return next(stage for stage in range(len(self.stage_sizes)) if self.rank < sum(self.stage_sizes[: stage + 1]))
 
     @property
@@ -25,24 +25,24 @@ class RankPosition(Struct, frozen=True, kw_only=True):
 
     @property
     def tp_size(self) -> int:
-        """Ranks of this stage."""
+        """Number of ranks in this stage."""
         return self.stage_sizes[self.stage]
 
     @property
     def tp_rank(self) -> int:
-        """Number within the stage; 0 leads it."""
+        """Number within the stage; 0 is the leader."""
         return self.rank - sum(self.stage_sizes[: self.stage])
 
     @property
     def samples(self) -> bool:
-        """True for the one rank of the rank group that chooses tokens: the leader of the last stage."""
+        """True for the one sampling rank of the group: the leader of the last stage."""
         return self.stage == self.stages - 1 and self.tp_rank == 0
 
     @property
     def downstream(self) -> list[int]:
-        """Ranks that this one sends to: activations to the next stage, tokens from the sampler to the first.
+        """Ranks that this rank sends to: activations to the next stage, sampled tokens to the first.
 
-        Every rank of a stage holds the same activations, so the ranks of the next one are shared out among them.
+        All ranks of a stage hold the same activations, so the next stage's ranks are divided among them as receivers.
         """
         if self.stages == 1 or (self.stage == self.stages - 1 and not self.samples):
             return []
@@ -55,20 +55,20 @@ class RankPosition(Struct, frozen=True, kw_only=True):
 
 
 class StageSpec(RankPosition, frozen=True, kw_only=True):
-    """Specification from which a rank builds its part of the model; sent to rank processes as JSON."""
+    """Specification from which a rank builds its part of the model. Sent to rank processes as JSON."""
 
     model_path: str
     model_name: str
     layers: tuple[int, int]
-    """First layer and one past the last."""
+    """First layer, and one past the last."""
     tensor_split: tuple[float, ...] | None
-    """Weights by which the stage's ranks share heads and widths; None for equal shares."""
+    """Relative shares of heads and widths of the stage's ranks; None for equal shares."""
     micro_batches: int
     dtype: str
     dequantize: str
     vocab_size: int
     memory_share: float
-    """Share of its machine's memory, or of the GPU there, that this rank may use."""
+    """Fraction of its machine's memory, or of its GPU's, that this rank may use."""
     eos_token_ids: tuple[int, ...]
     channel: str
     backend: str
@@ -77,41 +77,41 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     attention: str = "auto"
     """Attention of decode steps: `auto` or `masked`."""
     fuse_projections: str = "auto"
-    """`on`, `off`, or `auto`: on a GPU."""
+    """Fused projections: `on`, `off`, or `auto` (only on a GPU)."""
     device: str = "auto"
-    """`cpu`, `gpu`, or `auto`: what MLX takes by itself."""
+    """`cpu`, `gpu`, or `auto` (MLX's default device)."""
     fast_sync: str = "off"
-    """MLX's fast fences on a Mac: `on`, `off`, or `auto`, where the stage has several ranks."""
+    """MLX's fast fences on a Mac: `on`, `off`, or `auto` (on if the stage has several ranks)."""
     wired: int | None = None
-    """Most bytes of weights to keep in a GPU's memory for good, 0 for none; None: as many as is safe."""
+    """Maximum bytes of weights to wire for the GPU, 0 for none; None for as many as is safe."""
     machine: str = ""
     """Identity of the rank's machine, from its launcher."""
     sharing: int = 1
-    """Ranks of the rank group on that machine that share its memory."""
+    """Ranks of the group that share that machine's memory."""
     gpu_share: float | None = None
-    """Share of the GPU's memory when this rank has one of several GPUs to itself; else None."""
+    """Fraction of the GPU's memory if the rank has one of several GPUs to itself; else None."""
     weights_from: str = "local"
-    """`head`: from the engine's machine; `model_path` is a directory there."""
+    """Source of weights: `local`, or `head` for the engine's machine, where `model_path` then is."""
     hub: str = ""
-    """Repository and commit (org/name@commit) from which the weights that are not here can be downloaded."""
+    """Repository and commit (org/name@commit) to download weights from if missing here."""
     drafts: int = 0
-    """Most drafts of a sequence in one step; 0 without speculative decoding."""
+    """Maximum draft tokens per sequence and step; 0 without speculative decoding."""
     draft_path: str = ""
-    """Directory of the draft model, for the rank that samples."""
+    """Directory of the draft model, used by the sampling rank; empty for none."""
     trust_remote_code: bool = False
-    """Let the tokenizer, which grammars need, run Python code that comes with the model."""
+    """True if the tokenizer, needed for grammars, may run Python code from the model directory."""
     adapter_path: str = ""
-    """Directory, on the rank's machine, of a LoRA adapter to apply."""
+    """Directory of a LoRA adapter on the rank's machine; empty for none."""
     expert_parallel: bool = False
-    """The stage's ranks share out experts whole."""
+    """True if the stage's ranks divide whole experts among themselves."""
     kv_dtype: str = "auto"
-    """Type in which keys and values are kept: `auto`, `8bit` or `4bit`."""
+    """KV cache type: `auto`, `8bit` or `4bit`."""
     kv_disk: str = ""
-    """Directory, on the rank's machine, in which it keeps prefixes of prompts; empty for none."""
+    """Directory of the disk cache on the rank's machine; empty for none."""
     kv_disk_bytes: int = 0
-    """Upper bound, in bytes, of that directory."""
+    """Maximum bytes of that directory."""
     kv_space: str = ""
-    """Key of this model, adapter and KV type in that directory."""
+    """Key of this model, adapter and KV type within that directory."""
 
     @property
     def share(self) -> float:

@@ -1,4 +1,4 @@
-"""Log probabilities as they travel: of tokens that were produced, and of a prompt's."""
+"""Log probabilities of output and prompt tokens, as messages carry them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from msgspec import Struct
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position, taken after penalties and before temperature and filters."""
+    """Natural-log probabilities at one position, after penalties and before temperature and filters."""
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
-    """The most likely tokens, best first; empty when only the chosen token was asked for."""
+    """(Token, log probability) of the most likely tokens, best first; empty if only the chosen token was requested."""
 
 
 class PromptToken(NamedTuple):
-    """One token of a prompt, as the model saw it coming."""
+    """Log probability of one prompt token given the tokens before it."""
 
     logprob: float
     rank: int
-    """1 for the most likely token of its place: one more than there are tokens above it."""
+    """Rank of the token among all tokens at its position; 1 is the most likely."""
     top: list[tuple[int, float]]
-    """The most likely tokens of the place, best first."""
+    """(Token, log probability) of the most likely tokens at the position, best first."""
 
 
 class PromptLogprobs(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities that the model itself gives n tokens of a prompt one after the other, each after those
-    before it. Packed in little-endian order, as there may be a hundred thousand."""
+    """Natural-log probabilities of n consecutive prompt tokens, each given the tokens before it. Packed little-endian, as
+    prompts may have a hundred thousand tokens."""
 
     k: int = 0
-    """How many of the most likely tokens there are in each place."""
+    """Number of most likely tokens stored per position."""
     logprobs: bytes = b""
-    """float32 [n]: the tokens' own; NaN where the logits are not finite numbers."""
+    """float32 [n]: log probability of each token; NaN where its logits are not finite."""
     ranks: bytes = b""
-    """int32 [n]"""
+    """int32 [n]: rank of each token, 1 for the most likely."""
     top_logprobs: bytes = b""
-    """float32 [n, k], best first."""
+    """float32 [n, k]: log probabilities of the most likely tokens, best first."""
     top_tokens: bytes = b""
-    """int32 [n, k]"""
+    """int32 [n, k]: ids of the most likely tokens."""
 
     def __len__(self) -> int:
         return len(self.logprobs) // 4
@@ -57,11 +57,11 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
 
     @property
     def finite(self) -> bool:
-        """False if some place's logits were not finite numbers."""
+        """False if the logits of some position are not finite."""
         return not any(map(math.isnan, _numbers(self.logprobs, "f")))
 
     def after(self, places: int) -> PromptLogprobs:
-        """Return the entries without the first `places`."""
+        """Return a copy without the first `places` tokens."""
         own, top = 4 * places, 4 * places * self.k
         return PromptLogprobs(self.k, self.logprobs[own:], self.ranks[own:], self.top_logprobs[top:], self.top_tokens[top:])
 
@@ -71,7 +71,7 @@ def _numbers(data: bytes, kind: Literal["f", "i"]) -> tuple[Any, ...]:
 
 
 def joined(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
-    """Several that follow one another, all with the same k."""
+    """Concatenate consecutive parts, all with the same k."""
     return PromptLogprobs(
         parts[0].k if parts else 0,
         b"".join(one.logprobs for one in parts),

@@ -1,4 +1,4 @@
-"""Payloads that engines, ranks and node agents read from standard input when they start."""
+"""Payloads that processes read from standard input when they start: ranks, apis, engines, node agents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 
 WORKER_MODULE = "tandem.executors.worker"
-"""Entry point of ranks."""
+"""Module of the rank process, run with `python -m`."""
 STANDBY = "standby"
-"""Argument of that entry point for a process that waits to become a rank."""
+"""Argument of `WORKER_MODULE` for a standby process, which waits to become a rank."""
 LAUNCHERS = "tandem.launchers"
-"""Entry point of what launchers start; its first argument is a role."""
+"""Entry point of the processes that launchers start; its first argument is a role."""
 RANK_HOST = f"{LAUNCHERS} rank-host"
-"""Words after `python -m` that start a node agent."""
+"""Arguments of `python -m` that start a node agent."""
 
 
 class WorkerPayload(Struct, frozen=True, kw_only=True):
@@ -27,29 +27,29 @@ class WorkerPayload(Struct, frozen=True, kw_only=True):
     channel_host: str
     generation: str
     weights_endpoint: str = ""
-    """Endpoint at which the engine's machine serves the model; empty when the rank's own machine has it."""
+    """Endpoint of the engine's machine that serves the weights; empty if the rank's machine has them."""
     lending: ClusterKeys | None = None
-    """Keys shared by ranks that keep this model's KV on other disks, and lend it to one another."""
+    """Keys for KV transfers between ranks that cache this model's KV on different disks; None without transfers."""
     lending_host: str = ""
-    """Address of the rank's machine at which they ask for it."""
+    """Address of the rank's machine for KV transfers."""
 
 
 class ApiPayload(Struct, frozen=True, kw_only=True):
-    """Payload of an api."""
+    """Payload of an api process."""
 
     settings: Raw
     """Settings as `tandem.config.loading.to_json` writes them."""
     keys: dict[str, ClientLimits]
-    """API keys, as the supervisor has read them."""
+    """API keys and their limits, as the supervisor read them."""
 
 
 class EnginePayload(Struct, frozen=True, kw_only=True):
-    """Payload of an engine."""
+    """Payload of an engine process."""
 
     settings: Raw
     """Settings as `tandem.config.loading.to_json` writes them."""
     lending: ClusterKeys | None = None
-    """With which the ranks of all its engines of one model lend KV to one another; None where none needs to."""
+    """Keys for KV transfers between the ranks of all engines of one model; None without transfers."""
 
 
 class HostPayload(Struct, frozen=True, kw_only=True):
@@ -57,15 +57,15 @@ class HostPayload(Struct, frozen=True, kw_only=True):
 
     keys: ClusterKeys
     endpoints: list[str]
-    """HOST:PORT of the head's join socket, by each address that the machine may reach it at."""
+    """HOST:PORT of the head's join socket, for each address of the head."""
     slot: int | None = None
     ticket: str = ""
     address: str | None = None
-    """Address of the machine for other ranks; None: the one from which it reaches the head."""
+    """Address of the machine for other ranks; None for the local address of the connection to the head."""
     join_timeout: float = 30.0
-    """Seconds to keep trying to join."""
+    """Seconds to retry joining."""
     rejoin: bool = False
-    """Join again after the head was lost."""
+    """True to join again after the head is lost."""
     log_level: str = "INFO"
     worker: str = WORKER_MODULE
-    """Entry point of ranks."""
+    """Module that the node agent runs as a rank process."""

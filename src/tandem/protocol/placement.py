@@ -1,5 +1,4 @@
-"""Messages between an engine and its Ray driver, the process that alone speaks to Ray: lines of JSON on its standard
-input and output."""
+"""Messages between an engine and its Ray driver, the only process that uses Ray: JSON lines on its standard input and output."""
 
 from __future__ import annotations
 
@@ -11,55 +10,55 @@ from tandem.protocol.payloads import HostPayload
 class PlaceRanks(Struct, frozen=True, tag=True):
     """Reserve a device for each rank and start node agents there; answered by `Placed` or `ClusterRefused`.
 
-    What an earlier one reserved and started is ended first.
+    The driver first ends node agents of an earlier placement and releases their devices.
     """
 
     number: int
-    """Number that tells this placement's messages from an earlier one's."""
+    """Number of this placement; its messages carry it."""
     payloads: list[HostPayload]
-    """For each rank what its node agent is started with; the driver adds the node's address."""
+    """Payload of each rank's node agent; the driver adds the node's address."""
     avoid: list[str]
-    """Nodes whose host was lost: taken only when no other has room."""
+    """Ids of nodes whose host was lost: used only if no other node has a free device."""
     patience_s: float
-    """Seconds that may pass until there is room."""
+    """Seconds to wait for free devices."""
 
 
 class Connected(Struct, frozen=True, tag=True):
-    """The driver's first words, when it is connected."""
+    """First message of the driver, once connected to Ray."""
 
     cluster: str
-    """Address of the cluster's head, as host:port."""
+    """Address of the Ray head node, as host:port."""
     here: str
-    """Address that the node on this machine advertises."""
+    """Address that the Ray node on this machine advertises."""
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """Rank hosts are being started on these nodes, in the order of ranks."""
+    """Node agents are starting on these nodes, in rank order."""
 
     nodes: list[str]
-    """Ids of the nodes."""
+    """Ray ids of the nodes."""
     places: list[str]
-    """Address and name of each, for messages."""
+    """Address and name of each node, for messages."""
 
 
 class ClusterRefused(Struct, frozen=True, tag=True):
-    """A request that cannot be met until the user mends something, such as a shortage of devices."""
+    """The request fails until the user fixes the cause, such as a shortage of devices."""
 
     message: str
 
 
 class HostOutput(Struct, frozen=True, tag=True):
-    """A line that a node agent or its rank wrote."""
+    """Output line of a node agent or its rank."""
 
     placement: int
     rank: int
     place: str
-    """Address and name of its node."""
+    """Address and name of the node."""
     line: str
 
 
 class HostEnded(Struct, frozen=True, tag=True):
-    """A node agent has ended."""
+    """A node agent has exited."""
 
     placement: int
     rank: int

@@ -1,14 +1,14 @@
-"""Quarantine of requests that may kill the ranks or engines that work on them.
+"""Quarantine of requests that may crash the ranks or engines that process them.
 
-The engine counts deaths of its ranks, the api those of its engines; the record travels with a request that migrates.
+The engine counts deaths of its ranks, the api those of its engines. The record travels with a migrating request.
 
-All requests that were worked on when ranks or an engine died are suspects, though at most one is to blame, and most
-often none is. They are replayed together once, since a machine's failure is likelier. Those under which that happens
-again before they got further run alone, one after the other: the innocent pass the point of death and go on as before.
+All requests in process at a crash are suspects, though at most one, and often none, is the cause. They are first replayed
+together, since a machine failure is more likely. Requests that crash again without progress then run alone, one after
+another. A request that passes the position of the crash is cleared.
 
-One that dies alone is not yet guilty: what kills from outside does not look who runs. So first nothing runs for a
-while. If that is survived, and it then dies alone at the same place again, it is refused. If ranks die while nothing
-runs, something else kills them, and nobody is a suspect any more.
+A crash while running alone is no proof either, as outside causes can kill at any time. So the engine first idles for
+`REST_S`. If it survives, and the request crashes alone at the same position again, the request is refused. If ranks die while
+idle, something else kills them, and all suspects are cleared.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from __future__ import annotations
 from msgspec import Struct
 
 ALONE_AFTER = 2
-"""Deaths in company, without its getting further, before it runs alone."""
+"""Crashes with other requests, without progress in between, before the request runs alone."""
 REFUSE_AFTER = 2
-"""Deaths alone, at the same place, before it is refused."""
+"""Crashes alone, at the same position, before the request is refused."""
 ANYWHERE = 10
-"""Deaths alone, without its getting further but not at the same place, before it is refused all the same."""
+"""Crashes alone at any positions before the request is refused."""
 CLEAR = 8
-"""Positions beyond the last that were planned when it died that clear a suspect."""
+"""Positions beyond the last planned one at the crash that clear a suspect."""
 REST_S = 10.0
-"""Seconds for which nothing runs before one that died alone does so again."""
+"""Idle seconds before a request that crashed alone runs again."""
 
 
 class QuarantineRecord(Struct):
-    """Deaths that a request was part of. Places are token positions, counted from the start of the prompt."""
+    """Crashes that a request was part of. Positions are counted from the start of the prompt."""
 
     company: int = 0
-    """Deaths in a row, in company, between which it did not get further."""
+    """Consecutive crashes with other requests, without progress in between."""
     alone: int = 0
-    """Deaths in a row while it ran alone, at the same place."""
+    """Consecutive crashes alone, at the same position."""
     elsewhere: int = 0
-    """Deaths while it ran alone, at places that it had passed before."""
+    """Crashes alone, at positions that it had passed before."""
     begin: int = 0
     end: int = -1
-    """Range of positions, from the field above to this one, in which it last died: from what was certainly computed to
-    beyond what may have been."""
+    """Range [begin, end] of positions of the last crash: from the certainly computed ones to beyond the planned ones."""
 
     @property
     def suspect(self) -> bool:
@@ -53,11 +52,11 @@ class QuarantineRecord(Struct):
 
     @property
     def guilty(self) -> bool:
-        """True if the request is to be refused."""
+        """True if the request must be refused."""
         return self.alone >= REFUSE_AFTER or self.alone + self.elsewhere >= ANYWHERE
 
     def died(self, computed: int, planned: int, *, alone: bool) -> None:
-        """Count a death at which `computed` positions were done for certain, and up to `planned` possibly."""
+        """Count a crash with `computed` positions certainly done, and up to `planned` possibly done."""
         self.passed(computed)
         if not alone:
             self.company += 1
@@ -69,7 +68,7 @@ class QuarantineRecord(Struct):
         self.begin, self.end = computed, max(planned, computed) + CLEAR
 
     def passed(self, computed: int) -> bool:
-        """True if it was a suspect and got past the position of the last death, so that the suspicion ends."""
+        """Clear the record if `computed` is past the last crash; return True if the request was a suspect."""
         if computed <= self.end:
             return False
         suspect = self.suspect
@@ -77,6 +76,6 @@ class QuarantineRecord(Struct):
         return suspect
 
     def clear(self) -> None:
-        """Forget all deaths."""
+        """Reset all counters."""
         self.company = self.alone = self.elsewhere = self.begin = 0
         self.end = -1

@@ -1,5 +1,4 @@
-"""Ranges of sampling parameters: the one table that HTTP, the command line, the Python API and the engine read, and the
-checks against it."""
+"""Ranges of sampling parameters, shared by HTTP, command line, Python API and engine, and checks against them."""
 
 from __future__ import annotations
 
@@ -12,17 +11,17 @@ from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOut
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The values that a parameter may have."""
+    """Range of allowed values of a parameter."""
 
     low: float
     high: float
     above: bool = False
-    """`low` itself is not allowed."""
+    """True if `low` itself is excluded."""
     off: str = ""
-    """The value that turns the parameter off, in words."""
+    """Value that disables the parameter, in words; empty if none does."""
 
     def __contains__(self, value: float) -> bool:
-        # Compared, not converted: an integer may be more than a float can hold. Nothing compares with NaN.
+        # Compare without converting: an integer may exceed the range of float. NaN fails every comparison.
         return abs(value) < math.inf and value <= self.high and (value > self.low if self.above else value >= self.low)
 
     def __str__(self) -> str:
@@ -32,7 +31,7 @@ class ValueRange:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Arguments of pydantic's `Field`."""
+        """Bounds as keyword arguments of pydantic's `Field`."""
         low = {"gt" if self.above else "ge": self.low}
         return low if self.high == math.inf else {**low, "le": self.high}
 
@@ -50,13 +49,13 @@ RANGES: dict[str, ValueRange] = {
 }
 BIAS = ValueRange(-100, 100)
 MAX_STOPS = 16
-"""Stop strings. OpenAI takes 4; more cost time per token, as each is searched for."""
+"""Maximum stop strings. OpenAI allows 4; each is searched for at every token."""
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError, naming field, value and range, for the first parameter that is out of its range."""
+    """Check all parameters. Raises RequestError with field, value and range of the first one out of range."""
     for name, allowed in RANGES.items():
         value = getattr(params, name)
         if value in allowed or (name == "max_tokens" and value == 0 and params.prompt_logprobs is not None):
@@ -91,7 +90,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_request(request: EngineRequest, vocab_size: int) -> None:
-    """Raise RequestError for parameters out of their ranges, and for a pooled request that asks for tokens too."""
+    """Check a request's parameters. Raises RequestError, also for a pooling or warm-up request that asks for tokens."""
     if request.warms:
         if request.params.max_tokens or request.pooling is not None:
             raise RequestError(

@@ -11,7 +11,7 @@ from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.thinking import ThinkingBudget
 
 Pooling = Literal["last", "mean"]
-"""How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
+"""Pooling of a prompt's final hidden states into one vector: the last position's, or the mean of all."""
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,7 +82,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Defaults of sampling parameters; None where neither the model nor the server sets one."""
+    """Sampling defaults of the model or the server; None where neither sets one."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -90,39 +90,39 @@ class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
-    """Most tokens to produce; None for what is left of the context."""
+    """Most tokens to produce; None for the rest of the context."""
 
     def given(self) -> JsonObject:
-        """Return the fields that are set, by name."""
+        """Return the fields that are set, as a dict."""
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """Request for one sequence. `n` choices or several prompts become several of these."""
+    """Request for one sequence. `n` choices or several prompts become several requests."""
 
     request_id: str
-    """Unique among live requests."""
+    """Request id, unique among live requests."""
     prompt: list[int]
     """Token ids, at least one."""
     params: SamplingParams
     group: str = ""
-    """Client: a digest of the API key, or the address. Work is shared fairly between groups."""
+    """Client for fair queueing: a digest of the API key, or the address."""
     weight: float = 1.0
-    """The group's share of the work beside that of others; > 0."""
+    """Weight of the group in fair queueing; > 0."""
     produced: list[int] = []
-    """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
-    lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
+    """Output tokens already sent to the client, fewer than `max_tokens`, if another engine began this request. They count as
+    output (limits, penalties, random-number position); only later tokens are sent."""
     quarantine_record: QuarantineRecord | None = None
-    """Quarantine record, if engines were lost while they worked on this request."""
+    """Quarantine record of crashes with this request; None without any."""
     pooling: Pooling | None = None
     """Pooling of an embedding request: it ends with its prompt and yields a vector in place of tokens."""
     cache_key: str = ""
-    """Requests with the same one go to the same replica, where that can be."""
+    """Routing key: requests with equal keys prefer the same replica."""
     on_disk: bool = True
     """True if the KV of the prompt may be written to disk."""
     kept: int = 0
-    """Leading tokens whose KV another replica has written to a disk that this one reads."""
+    """Leading tokens whose KV another replica wrote to a disk that this one can read."""
     leaves: bool = False
-    """True if the request migrates (`HandedOver`) once the KV of its prompt is on disk."""
+    """True if the request migrates (`HandedOver`) once its prompt's KV is on disk."""
     warms: bool = False
     """True for a warm-up: the request ends with its prompt, whose KV is cached for later requests."""

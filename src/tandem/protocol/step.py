@@ -1,8 +1,7 @@
-"""The plan of one step and its result: the only thing that ranks act on.
+"""The plan of one step and its result: the only messages that ranks act on.
 
-The engine alone decides which sequences are in a batch and which tokens they are made of. A rank never evaluates a
-stop condition, never leaves a sequence out by itself and never joins one: it does what the plan says, and stops with
-`BatchDesync` when its own state is not the one that the plan's fingerprint describes.
+The engine alone chooses the sequences of a batch and their tokens. A rank never evaluates a stop condition and never adds or
+removes a sequence by itself. It executes the plan, and raises `BatchDesync` if its state differs from the plan's fingerprint.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import Pooling, SamplingParams
 
 NOT_FINITE = -1
-"""In place of a token: the model's logits are not finite numbers."""
+"""Error code in place of a token: the model's logits are not finite."""
 NO_CONTINUATION = -2
-"""In place of a token: the matcher of the sequence's grammar gave up."""
+"""Error code in place of a token: the sequence's grammar matcher failed."""
 NO_GRAMMAR = -3
-"""Code in place of a token: the grammar could not be built, because a library is missing."""
+"""Error code in place of a token: the grammar could not be compiled, for example because a library is missing."""
 
 
 class KVShape(NamedTuple):
@@ -38,18 +37,18 @@ class KVShape(NamedTuple):
         return self.rows * self.positions
 
     def holds(self, rows: int, longest: int) -> bool:
-        """Whether so many rows of up to `longest` positions fit."""
+        """Return True if `rows` rows of up to `longest` positions fit."""
         return rows <= self.rows and longest <= self.positions
 
 
 class InsertOp(Struct, frozen=True, array_like=True):
-    """Add a sequence with all of its tokens."""
+    """Add a sequence with all its tokens."""
 
     request_id: str
     tokens: list[int]
-    """The prompt, followed by the tokens produced so far when the sequence is replayed."""
+    """Prompt tokens, then output tokens if the sequence is replayed."""
     prompt_len: int
-    """How many of `tokens` are the prompt; the others count as output (penalties, random-number position)."""
+    """Number of prompt tokens in `tokens`; the rest counts as output (penalties, random-number position)."""
     params: SamplingParams
 
 
@@ -66,12 +65,12 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     samples: bool = True
     """False if the sequence ends with its prompt, without a token."""
     prompt_logprobs: int | None = None
-    """k >= 0: the log probabilities of the prompt's tokens that come after the chunk's positions are wanted, and those
-    of the k most likely ones in their places. Nothing for the position after the prompt."""
+    """k >= 0: return log probabilities of the prompt tokens after each position of the chunk, and of the k most likely ones
+    there. None for no log probabilities. The position after the prompt is left out."""
 
 
 class SavePrefixOp(Struct, frozen=True, array_like=True):
-    """Save the first `length` positions of a sequence's KV under `key`, or restore them from there."""
+    """Save the first `length` positions of a sequence's KV as prefix `key`, or restore them from it."""
 
     request_id: str
     key: str
@@ -79,7 +78,7 @@ class SavePrefixOp(Struct, frozen=True, array_like=True):
 
 
 class MoveOp(Struct, frozen=True, array_like=True):
-    """Take a sequence, with its KV, out of one micro-batch's batch into another's."""
+    """Move a sequence and its KV from micro-batch `source` to `target`."""
 
     request_id: str
     source: int
@@ -87,25 +86,25 @@ class MoveOp(Struct, frozen=True, array_like=True):
 
 
 class SpecDecodeRow(Struct, frozen=True, array_like=True):
-    """Input of one sequence for a decode step with drafts. Complete: no token is taken from the rank's own state."""
+    """Decode input of one sequence in a step with drafts. Complete: ranks add no token of their own."""
 
     request_id: str
     length: int
-    """Positions of its KV that count. What lies behind them came from drafts that were not accepted: ranks cut the
-    row to it before they check the fingerprint."""
+    """Valid positions of its KV; later ones are from rejected drafts. Ranks trim the row to `length` before they check the
+    fingerprint."""
     tokens: list[int] = []
-    """The last token of the sequence, then the drafts that may follow it. Empty for a sequence that is cut only."""
+    """Last token of the sequence, then its draft tokens. Empty to trim the sequence only."""
     past: list[int] = []
-    """For the draft model: tokens before these that it has not been told."""
+    """Earlier tokens that the draft model has not received yet."""
 
 
 class SpecDecodePlan(Struct, frozen=True, array_like=True):
-    """Decode several positions of a sequence at once: a token is sampled after each of its row's tokens."""
+    """Decode several positions per sequence: a token is sampled after each token of its row."""
 
     rows: list[SpecDecodeRow]
-    """One for each of `StepPlan.decode`, and any that are only cut, in any order."""
+    """Rows of all sequences in `StepPlan.decode` and of those only trimmed, in any order."""
     ask: int = 0
-    """Tokens that the draft model proposes after this step, per sampled sequence."""
+    """Tokens that the draft model proposes per sampled sequence after this step."""
 
     @property
     def drafts(self) -> int:
@@ -114,48 +113,47 @@ class SpecDecodePlan(Struct, frozen=True, array_like=True):
 
 
 class StepPlan(Struct, frozen=True, array_like=True):
-    """One step of one micro-batch. Operations apply in the order of the fields."""
+    """Plan of one step of one micro-batch. Operations apply in the order of the fields."""
 
     step_id: int
     """Number of the step, counted over all micro-batches."""
     micro_batch: int
-    """Which of the independent batches this step advances."""
+    """Number of the micro-batch that this step advances."""
     removes: list[str] = []
-    """Ids of sequences to drop, of any micro-batch."""
+    """Ids of sequences to remove, of any micro-batch."""
     moves: list[MoveOp] = []
-    """Moves between micro-batches, used by vLLM's scheduler, which chooses the sequences of each step anew."""
+    """Moves between micro-batches, for vLLM's scheduler, which chooses the sequences of each step anew."""
     inserts: list[InsertOp] = []
     restores: list[SavePrefixOp] = []
     decode: list[str] = []
-    """Every sequence of the micro-batch whose prompt is done, in joining order: each takes one token."""
+    """Ids of all decoding sequences of the micro-batch in joining order; each takes one token."""
     prefill: list[PrefillOp] = []
-    """Chunks of prompts, in the order in which they are computed, after the decode."""
+    """Prompt chunks in the order of computation, after the decode."""
     saves: list[SavePrefixOp] = []
-    """Prompts whose KV is cached once their chunk of this step is computed."""
+    """Prefixes to save from prompts whose chunk of this step completes them."""
     stores: list[StoreOp] = []
     """Disk blocks of cached prefixes to write to disk."""
     evicts: list[str] = []
-    """Keys of cached prefixes to drop, last of all."""
+    """Keys of cached prefixes to drop, as the last operation."""
     sampling_seeds: dict[str, int] = {}
-    """64-bit seed of each inserted sequence."""
+    """64-bit seed of each inserted sequence, by request id."""
     fingerprint: str = ""
-    """`batch_fingerprint` of the batch that must be there once removes and inserts are done."""
+    """`batch_fingerprint` that the batch must have after removes and inserts."""
     spec_decode_plan: SpecDecodePlan | None = None
     """Draft tokens of `decode`; None if each sequence takes exactly one token."""
     pause: bool = False
     """True if the micro-batch's decoding sequences skip this step; `decode` is empty."""
     digest: bool = False
-    """Report what went into this rank's layers and what came out (`RankStep.digest`)."""
+    """True to report digests of the rank's inputs and outputs (`RankStep.digest`)."""
     tidy: bool = False
-    """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
+    """True to free cached MLX buffers first, as a device's memory is nearly full."""
     keeps: list[StoreOp] = []
-    """Disk blocks of sequences of the micro-batch (in place of a key their ids) to write to disk, when the step is computed."""
+    """Disk blocks of running sequences to write to disk after the step; `key` is the request id."""
     kv_shapes: list[KVShape] = []
-    """Capacity of each micro-batch's KV buffer when the step is done. Empty: ranks choose it, without a limit."""
+    """Capacity of each micro-batch's KV buffer after the step. Empty: ranks choose it, without a limit."""
 
     def sampled(self) -> list[str]:
-        """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once
-        for each of its positions."""
+        """Return the ids that get a token, in the order of `StepResult.tokens`. An id with drafts occurs once per position."""
         decode = self.decode
         if self.spec_decode_plan is not None:
             positions = {row.request_id: len(row.tokens) for row in self.spec_decode_plan.rows}
@@ -163,22 +161,22 @@ class StepPlan(Struct, frozen=True, array_like=True):
         return [*decode, *(op.request_id for op in self.prefill if op.last and op.samples)]
 
     def ended(self) -> list[str]:
-        """Ids that end in this step with their prompts, without a token."""
+        """Return the ids that end with their prompts in this step, without a token."""
         return [op.request_id for op in self.prefill if op.last and not op.samples]
 
     @property
     def width(self) -> int:
-        """Positions that the decode computes of each sequence; those with fewer tokens are filled up."""
+        """Positions per sequence in the decode; shorter rows are padded."""
         if self.spec_decode_plan is None:
             return 1
         return max((len(row.tokens) for row in self.spec_decode_plan.rows), default=1)
 
     @property
     def hands_out(self) -> bool:
-        """True if the sampling rank passes its tokens to the first stage, so that the next plan need not name them.
+        """True if the sampling rank sends its tokens to the first stage, so the next plan omits them.
 
-        Not so with drafts, since which of the tokens count is decided where the result is read; nor when drafts are
-        asked for, which the next plan will name.
+        False with drafts in this step, as the scheduler decides which tokens count. Also False when the draft model is asked
+        for tokens, which the next plan contains.
         """
         return self.spec_decode_plan is None or not (self.spec_decode_plan.drafts or self.spec_decode_plan.ask)
 
@@ -192,7 +190,7 @@ def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
 
 
 def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return the number of drafts, `tokens[1:]`, that equal the tokens sampled in their places.
+    """Return the number of leading drafts, `tokens[1:]`, equal to the tokens sampled at their positions.
 
     `sampled[:accepted + 1]` is the output of the sequence, the same as without drafts.
     """
@@ -211,14 +209,13 @@ class StepResult(Struct, frozen=True, array_like=True):
     tokens: list[int] = []
     """Tokens in the order of `StepPlan.sampled()`; a negative value is an error code such as `NOT_FINITE`."""
     logprobs: dict[str, list[TokenLogprob]] = {}
-    """Log probabilities by request id, one per token, for sequences that asked."""
+    """Log probabilities by request id, one per token, for sequences that requested them."""
     vectors: dict[str, bytes] = {}
-    """Pooled hidden states of those of `StepPlan.ended()` that asked, float32 in little-endian order; empty for one
-    that is not finite."""
+    """Pooled hidden states by request id, float32 little-endian; empty if not finite."""
     drafts: dict[str, list[int]] = {}
-    """Tokens proposed by the draft model, by request id, if the plan asked."""
+    """Tokens proposed by the draft model, by request id, if the plan requested them."""
     prompt_logprobs: dict[str, PromptLogprobs] = {}
-    """Log probabilities of prompt tokens in this step's chunks, if the plan asked."""
+    """Log probabilities of prompt tokens in this step's chunks, by request id, if requested."""
 
 
 class RankStep(Struct, frozen=True, array_like=True):
@@ -227,24 +224,24 @@ class RankStep(Struct, frozen=True, array_like=True):
     rank: int
     step_id: int
     busy_s: float
-    """Seconds from the moment that the inputs were there until the outputs were."""
+    """Seconds from the arrival of the inputs to the completion of the outputs."""
     kv_bytes: int
-    """Bytes of KV of its sequences after the step."""
+    """Bytes of KV of the rank's sequences after the step."""
     prefix_bytes: int = 0
     """Bytes of the prefix cache."""
     digest: tuple[int, int] | None = None
-    """32-bit digests of the hidden states that went into the rank's layers in this step and of what came out of them;
-    None unless the plan asked. Ranks of one stage, and both ends of a hand-off, must agree on every bit."""
+    """32-bit digests of the hidden states entering and leaving the rank's layers; None unless the plan asks. Ranks of a stage
+    must agree on every bit, as must sender and receiver between stages."""
 
 
 class GrammarReady(Struct, frozen=True, tag=True):
-    """Report that the sampling rank has compiled the grammar of a sequence, or failed to."""
+    """Report that the sampling rank has compiled a sequence's grammar, or failed to."""
 
     rank: int
     request_id: str
 
 
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
-    """16 hex digits over the ordered (request id, tokens in its KV cache) of one micro-batch's batch."""
+    """Return 16 hex digits: the hash of a micro-batch's ordered (request id, KV length) pairs."""
     text = "".join(f"{request_id}:{length};" for request_id, length in lengths)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Messages on the control socket of `tandem serve`: its api and `tandem replica` ask, the supervisor answers."""
+"""Messages on the control socket of `tandem serve`: requests of the api and `tandem replica`, and the supervisor's replies."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ class ListReplicas(Struct, frozen=True, tag=True):
     """Ask for `ReplicaList`. Also the api's heartbeat."""
 
     api: int = 0
-    """Process id of the api that asks; 0 for anybody else."""
+    """Process id of the asking api; 0 for other clients."""
     reached: int = 0
-    """Engines that it is connected to and that take requests."""
+    """Number of connected engines that accept requests."""
     events_after: int = 0
-    """Number of the last event that the asker has; later ones are sent."""
+    """Number of the last event already received; later ones are sent."""
     number: int = 0
-    """Comes back with the answer."""
+    """Number of the query, copied into `ReplicaList.number`."""
 
 
 class AddReplica(Struct, frozen=True, tag=True):
-    """Start one more engine with the settings of the others; answered by `Done` before it has loaded."""
+    """Start another engine with the same settings; answered by `Done` before it has loaded."""
 
     role: Role = "both"
 
 
 class DrainReplica(Struct, frozen=True, tag=True):
-    """Send an engine nothing new, and end it when it has nothing left to do; answered by `Done`."""
+    """Drain an engine: send no new requests, and end it once idle; answered by `Done`."""
 
     replica: int
 
 
 class LoadModel(Struct, frozen=True, tag=True):
-    """Start the engines of a model; answered by `Done` before they have loaded. Whether it fits beside the
-    others is for the api to know, which decides alone."""
+    """Start the engines of a model; answered by `Done` before they have loaded. Only the api checks whether it fits beside
+    loaded models."""
 
     model: str
 
 
 class UnloadModel(Struct, frozen=True, tag=True):
-    """End the engines of a model when they have nothing left to do; answered by `Done`."""
+    """End the engines of a model once idle; answered by `Done`."""
 
     model: str
 
 
 class NoteEvent(Struct, frozen=True, tag=True):
-    """The api has something for the history; answered by `Done`."""
+    """Add an event of the api to the history; answered by `Done`."""
 
     event: Event
 
@@ -59,22 +59,22 @@ class ReplicaInfo(Struct, frozen=True):
     """One engine as its supervisor sees it."""
 
     replica: int
-    """Number that it keeps for life, also when it is started again; never given to another."""
+    """Number of the replica, kept across restarts and never reused."""
     endpoint: str
-    """zmq address of its socket for apis."""
+    """ZeroMQ address of its socket for apis."""
     state: str
-    """`running` (its process is), `draining`, `restarting` (its process has died and is to be replaced), or `failed`
-    (it did so too often, and is tried again at long intervals)."""
+    """`running` (the process runs), `draining`, `restarting` (the process died and is being replaced), or `failed` (it died
+    too often; retried at long intervals)."""
     pid: int | None
     """Process id of the engine; None if it does not run."""
     restarts: int
-    """Times that its process was replaced."""
+    """Number of times its process was replaced."""
     model: str = ""
-    """Which of several models it serves; empty where there is one."""
+    """Served model; empty if the server has one model."""
     detail: str = ""
-    """Why its process does not run, and what follows."""
+    """Reason why its process does not run, and the next action."""
     role: Role = "both"
-    """Part of a request that it takes."""
+    """Phases of a request that it serves: prefill, decode or both."""
 
 
 class ModelInfo(Struct, frozen=True):
@@ -83,16 +83,16 @@ class ModelInfo(Struct, frozen=True):
     model: str
     """Served name."""
     state: str
-    """`unloaded`, `running` (its engines are: they load, or have loaded), `unloading`, or `failed`."""
+    """`unloaded`, `running` (engines loading or loaded), `unloading`, or `failed`."""
     detail: str
-    """Why it failed."""
+    """Reason of the failure."""
     needs: dict[str, int]
-    """Bytes that it takes on each machine by the memory plan; empty where there is no plan."""
+    """Bytes needed on each machine by the memory plan; empty without a plan."""
     max_context: int
     keep: bool
     """True if the model is never unloaded."""
     unload_after: float | None
-    """Seconds without a request after which it is unloaded; None for never."""
+    """Idle seconds after which it is unloaded; None for never."""
 
 
 class ReplicaList(Struct, frozen=True, tag=True):
@@ -100,30 +100,30 @@ class ReplicaList(Struct, frozen=True, tag=True):
 
     replicas: list[ReplicaInfo]
     models: list[ModelInfo] = []
-    """Where there are several: all of them, the first is the one called `default`."""
+    """All models if there are several; the first is `default`."""
     budget: dict[str, int] = {}
-    """Bytes that models may take together on each machine."""
+    """Bytes that all models together may use on each machine."""
     over: str = ""
-    """Why the server ends, and no engine will come back; empty while it does not."""
+    """Reason why the server shuts down, so no engine returns; empty while it runs."""
     announced: bool = True
-    """The server has said that it is ready: its api has heard of every engine."""
+    """True once the server has reported ready, as its api has seen every engine."""
     events: list[Event] = []
-    """What happened since the event that was named, oldest first."""
+    """Events after `events_after`, oldest first."""
     number: int = 0
-    """Number of the `ListReplicas` that this answers: commands that were sent before it have had their effect."""
+    """Number of the answered `ListReplicas`: commands sent before it have taken effect."""
 
 
 class Done(Struct, frozen=True, tag="ReplicaChanged"):
-    """Done, or begun."""
+    """The request is carried out, or has begun."""
 
     replica: int | None = None
-    """The one that was added or is drained."""
+    """Number of the added or draining replica."""
     model: str = ""
-    """The one that is loaded or unloaded."""
+    """Name of the loaded or unloaded model."""
 
 
 class ControlRefused(Struct, frozen=True, tag=True):
-    """Refuse a request; `message` has the reason, in one line."""
+    """Refusal of a request; `message` is the reason in one line."""
 
     message: str
 

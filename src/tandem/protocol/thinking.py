@@ -1,6 +1,6 @@
-"""Budgets of thinking: what a sequence's tokens so far say of its reasoning, and what may come next. Pure.
+"""Thinking budgets: the state of a sequence's reasoning, and constraints on its next token. Pure functions.
 
-Everything follows from the tokens, so that it is the same in each layout, in any batch, with drafts and after a replay.
+All follows from the tokens alone, so results are equal in every layout and batch, with drafts and after a replay.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import NamedTuple
 from msgspec import Struct
 
 OPENING = 8
-"""Where reasoning stands at the beginning alone: most output tokens up to the end of its opening tag."""
+"""Maximum output tokens up to the end of the opening tag, for models that reason only at the beginning."""
 SOFT = 256
-"""Most tokens before the limit at which a likely closing token is taken."""
+"""Maximum distance in tokens before the limit from which a likely closing token is taken."""
 
 
 class ThinkingTokens(Struct, frozen=True, omit_defaults=True):
-    """The tokens around a model's reasoning."""
+    """Token ids of the tags around a model's reasoning."""
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     ends: tuple[int, ...] = ()
-    """Tokens that end reasoning too, such as the one that begins a tool call."""
+    """Other tokens that end reasoning, such as the start of a tool call."""
     begun: bool = False
     """True if the prompt ends with the opening tag."""
     again: bool = False
-    """True if there may be reasoning in several places, false if at the beginning of the answer alone."""
+    """True if reasoning may occur several times; False if only at the beginning of the answer."""
 
 
 class ThinkingBudget(Struct, frozen=True, omit_defaults=True):
-    """Most tokens of reasoning in one answer."""
+    """Limit on the reasoning tokens of one answer."""
 
     limit: int
-    """Tokens after the opening tag; >= 0. At this number the closing tag is forced."""
+    """Maximum tokens after the opening tag, >= 0. The closing tag is then forced."""
     tokens: ThinkingTokens
     message: tuple[int, ...] = ()
-    """Forced before the closing tag. These tokens come on top of the limit."""
+    """Tokens forced before the closing tag, beyond the limit."""
 
 
 class Thought(NamedTuple):
@@ -45,30 +45,30 @@ class Thought(NamedTuple):
 
     thinking: bool
     spent: int = 0
-    """Reasoning tokens so far, without the tags."""
+    """Reasoning tokens so far, without tags."""
     closed: bool = False
     """True once reasoning has ended."""
     produced: int = 0
     """Output tokens so far."""
     tail: tuple[int, ...] = ()
-    """The latest tokens, as many as a tag has."""
+    """Latest output tokens, at most as many as the longest tag has."""
 
 
 class Ruling(NamedTuple):
-    """What a budget says of the next token."""
+    """Constraint of a budget on the next token."""
 
     token: int
     how: str
-    """force: no other token; likely: no other token where this one is likely; ban: any other token."""
+    """`force`: only this token; `likely`: this token, if it is likely; `ban`: any other token."""
 
 
 def begin(tags: ThinkingTokens) -> Thought:
-    """Return the state before any output."""
+    """Return the state before any output token."""
     return Thought(tags.begun)
 
 
 def follow(tags: ThinkingTokens, thought: Thought, tokens: Iterable[int]) -> Thought:
-    """Return the state after more output."""
+    """Return the state after appending `tokens`."""
     longest = max(len(tags.opening), len(tags.closing))
     thinking, spent, closed, produced, tail = thought
     for token in tokens:
@@ -87,18 +87,18 @@ def follow(tags: ThinkingTokens, thought: Thought, tokens: Iterable[int]) -> Tho
 
 
 def ruling(budget: ThinkingBudget, thought: Thought) -> Ruling | None:
-    """Return what the budget says of the token that comes next; None if nothing."""
+    """Return the constraint on the next token; None if there is none."""
     tags, over = budget.tokens, thought.spent - budget.limit
     if thought.thinking:
         matched = _matched(thought.tail, tags.closing)
         if over >= 0:
-            # Said whole or not at all: a grammar may forbid its first token while a character is not ended.
+            # The message is forced whole or not at all: a grammar may forbid its first token within a character.
             begun = not over or thought.tail[-1:] == budget.message[over - 1 : over]
             message = begun and not matched and over < len(budget.message)
             return Ruling(budget.message[over] if message else tags.closing[matched], "force")
         return Ruling(tags.closing[0], "likely") if not matched and -over <= _soft(budget) else None
     if thought.closed and over >= 0:
-        # A tag of several tokens begins with one that begins other things, too.
+        # A multi-token tag starts with a token that other text may use too, so ban its second token.
         place = min(1, len(tags.opening) - 1)
         if thought.tail[len(thought.tail) - place :] == tags.opening[:place]:
             return Ruling(tags.opening[place], "ban")
@@ -106,10 +106,10 @@ def ruling(budget: ThinkingBudget, thought: Thought) -> Ruling | None:
 
 
 def free_for(budget: ThinkingBudget, thought: Thought) -> float:
-    """Return the number of tokens that can come before `ruling` says anything that depends on them."""
+    """Return the number of tokens that can follow before `ruling` depends on them."""
     tags, over = budget.tokens, thought.spent - budget.limit
     if not thought.thinking and thought.closed and over >= 0:
-        return math.inf if len(tags.opening) == 1 else 0  # one token is banned for good
+        return math.inf if len(tags.opening) == 1 else 0  # a one-token tag is banned permanently
     if not thought.thinking and not tags.again and (thought.closed or thought.produced >= OPENING):
         return math.inf
     return max(0, -over - _soft(budget))
@@ -120,5 +120,5 @@ def _soft(budget: ThinkingBudget) -> int:
 
 
 def _matched(tail: tuple[int, ...], tag: tuple[int, ...]) -> int:
-    """Return how many tokens of `tag` the tail ends with already."""
+    """Return the number of leading tokens of `tag` that `tail` ends with."""
     return next((n for n in range(min(len(tail), len(tag) - 1), 0, -1) if tail[-n:] == tag[:n]), 0)

@@ -1,6 +1,6 @@
-"""Budgets of thinking on the rank that samples: they follow the tokens, and keep logits to what is allowed.
+"""Thinking budgets on the sampling rank: track tokens, and constrain logits.
 
-Tokens under way on the device are waited for only where a budget may say something of the next one.
+Waits for tokens still being computed only if the next constraint depends on them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import mlx.core as mx
 from tandem.protocol.thinking import Ruling, ThinkingBudget, Thought, begin, follow, free_for, ruling
 
 LIKELY = 2.3
-"""A closing token is likely whose probability is at least a tenth of the most likely token's: the logarithm of ten."""
+"""Log ratio at which a closing token counts as likely: at least a tenth of the most likely token's probability."""
 UNREAD = 4
-"""Steps whose tokens may be unread: those before have surely been computed."""
+"""Maximum steps with unread tokens; older ones have surely been computed."""
 STATES = 256
-"""Latest states of a sequence that are kept; drafts that were not accepted go back to one of them."""
+"""States kept per sequence, to return to after rejected drafts."""
 
 
 class _Drawn:
-    """Tokens of one step, read once for all rows."""
+    """Sampled tokens of one step, read once for all rows."""
 
     def __init__(self, tokens: mx.array) -> None:
         self._tokens = tokens
@@ -37,9 +37,9 @@ class _Drawn:
 class _Tracked:
     budget: ThinkingBudget
     states: list[Thought]
-    """After each of the latest output tokens; at first the one before any."""
+    """States after each of the latest output tokens; initially the state before any."""
     unread: list[tuple[_Drawn, int]] = field(default_factory=list)
-    """Steps and rows of the tokens after these."""
+    """(Step, row) of each later token that is unread."""
 
     def push(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -48,50 +48,51 @@ class _Tracked:
             del self.states[:-STATES]
 
     def read(self, most: int) -> None:
-        """Follow drawn tokens, all but the latest `most`."""
+        """Process sampled tokens, all but the latest `most`."""
         count = max(len(self.unread) - most, 0)
         read, self.unread = self.unread[:count], self.unread[count:]
         self.push([token for step, row in read if (token := step.values[row]) >= 0])
 
     @property
     def free(self) -> float:
-        """Tokens, read or not, after the latest state before there is a ruling that depends on them."""
+        """Number of tokens that can follow the latest state before a constraint depends on them."""
         return free_for(self.budget, self.states[-1])
 
     @property
     def waits(self) -> bool:
-        """True if the next ruling depends on tokens that are not read."""
+        """True if the next constraint depends on unread tokens."""
         return len(self.unread) > 0 and self.free <= len(self.unread)
 
 
 class Budgets:
-    """The sequences that have a budget, by request id."""
+    """Sequences with a thinking budget, by request id."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, _Tracked] = {}
 
     def add(self, request_id: str, budget: ThinkingBudget, output: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens."""
+        """Add a sequence with output tokens `output`."""
         sequence = self._sequences[request_id] = _Tracked(budget, [begin(budget.tokens)])
         sequence.push(output)
 
     def remove(self, request_id: str) -> None:
-        """Forget a sequence, if it is one of these."""
+        """Remove a sequence; unknown ids are ignored."""
         self._sequences.pop(request_id, None)
 
     def place(self, request_id: str, produced: int, tokens: Sequence[int]) -> None:
-        """The sequence has `produced` output tokens, the last of which is `tokens[0]`; drafts follow it."""
+        """Set a sequence to `produced` output tokens, the last of which is `tokens[0]`; drafts follow it."""
         if (sequence := self._sequences.get(request_id)) is not None:
             sequence.read(0)
             del sequence.states[produced - sequence.states[0].produced :]
             sequence.push(tokens)
 
     def waits(self, ids: Sequence[str]) -> bool:
-        """Whether the rulings of one of `ids` depend on tokens that are still to be read."""
+        """Return True if constraints of some of `ids` depend on unread tokens."""
         return any(one.waits for name in ids if (one := self._sequences.get(name)) is not None)
 
     def rulings(self, ids: Sequence[str], ahead: Sequence[int]) -> list[tuple[int, Ruling]]:
-        """Rows of a batch, and what is said of their next tokens. `ahead`: rows before of the same sequence."""
+        """Return (row, constraint) for the constrained rows of a batch. `ahead`: number of earlier rows of the same sequence,
+        per row."""
         found = []
         last = dict(zip(ids, ahead, strict=True))
         for row, (name, i) in enumerate(zip(ids, ahead, strict=True)):
@@ -105,9 +106,9 @@ class Budgets:
         return found
 
     def took(self, ids: Sequence[str], ahead: Sequence[int], tokens: mx.array) -> mx.array | None:
-        """Follow the tokens int32 [n] that were drawn for `ids`. Returns an array to dispatch with them, if any.
+        """Track the tokens int32 [n] sampled for `ids`. Return an array to dispatch with them; None if no row has a budget.
 
-        Of several rows of a sequence the next plan says which count.
+        Sequences with several rows are skipped, as the next plan decides which tokens count.
         """
         several = {name for name, i in zip(ids, ahead, strict=True) if i}
         rows = [
@@ -115,7 +116,7 @@ class Budgets:
         ]
         if not rows:
             return None
-        # A copy: another thread fetches the tokens, and on CUDA two must not fetch the same buffer at once.
+        # Copy, as another thread fetches the tokens, and on CUDA two threads must not fetch the same buffer at once.
         copy = tokens + 0
         step = _Drawn(copy)
         for row, sequence in rows:
@@ -124,7 +125,7 @@ class Budgets:
 
 
 def ruled(logits: mx.array, rulings: Sequence[tuple[int, Ruling]]) -> mx.array:
-    """Logits [n, V] in which rows hold what their rulings allow. A forced token that a grammar forbids is not forced."""
+    """Return logits [n, V] with constraints applied. A forced token that a grammar forbids is not forced."""
     rows = mx.array([row for row, _ in rulings], dtype=mx.int32)
     tokens = mx.array([said.token for _, said in rulings], dtype=mx.int32)[:, None]
     margin = mx.array([LIKELY if said.how == "likely" else mx.inf for _, said in rulings])[:, None]
@@ -133,6 +134,6 @@ def ruled(logits: mx.array, rulings: Sequence[tuple[int, Ruling]]) -> mx.array:
     own = mx.take_along_axis(part, tokens, axis=-1)
     named = mx.arange(logits.shape[1])[None] == tokens
     taken = mx.isfinite(own) & (own >= part.max(axis=-1, keepdims=True) - margin)
-    edited = logits[:]  # an object of its own: assignment would change the caller's
+    edited = logits[:]  # a new array object, as assignment would change the caller's
     edited[rows] = mx.where(mx.where(bans, named, taken & ~named), -mx.inf, part)
     return edited

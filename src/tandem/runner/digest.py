@@ -1,4 +1,4 @@
-"""Digests of arrays, to tell whether two ranks hold the same bits without sending the arrays about."""
+"""Digests of arrays, to check that two ranks hold equal bits without transferring the arrays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KEPT = 2**16
 
 
 def digest(array: mx.array) -> mx.array:
-    """uint32 scalar (lazy) of an array's bits and their places: a sum with odd weights modulo 2^32.
+    """Return a lazy uint32 scalar: the digest of an array's bits and positions, a sum with odd weights modulo 2^32.
 
-    Integers add up alike in any order, so that the digest does not depend on how a device sums. One changed element
-    always shows: its weight is odd, hence invertible.
+    Integer sums do not depend on their order, so neither does the digest. A single changed element always shows, as its
+    weight is odd, hence invertible.
     """
     bits = array.reshape(-1).view(mx.uint32 if array.dtype.size == 4 else mx.uint16).astype(mx.uint32)
     return (bits * (_kept()[: bits.size] if bits.size <= _KEPT else _weights(bits.size))).sum()
@@ -37,5 +37,5 @@ def _kept() -> mx.array:
 
 
 def chained(digests: Iterable[mx.array]) -> int:
-    """One number for digests in this order; waits for them."""
+    """Combine digests, in this order, into one number; wait for them."""
     return reduce(lambda total, one: (total * 31 + cast(int, one.item())) % _MODULUS, digests, 7)

@@ -1,7 +1,7 @@
-"""A draft model beside the sampler: small, whole on the one rank that samples, it guesses what comes next (mlx).
+"""Draft model on the sampling rank: small and not split, it proposes next tokens (mlx).
 
-It is told nothing that plans do not say, and works out for itself how many of its guesses were accepted. Its rows keep
-the KV of all tokens that it was right about; what it has not seen, a prompt at first, is fed before it guesses.
+It gets all information from plans, and computes itself how many drafts were accepted. Its rows hold the KV of all accepted
+tokens. Tokens it has not seen, such as a prompt, are fed before drafting.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
 
 CHUNK = 512
-"""Most tokens of a text that is fed at once."""
+"""Maximum tokens fed in one forward pass."""
 
 
 @dataclass
 class _Known:
     tokens: list[int]
-    """All tokens of the sequence that plans have named."""
+    """All tokens of the sequence received from plans."""
     held: int = 0
-    """Tokens whose KV the draft model holds."""
+    """Tokens whose KV is in the draft model's row."""
     tried: int = 0
-    """Drafts behind them whose KV is in the row too."""
+    """Draft tokens after those whose KV is in the row too."""
 
 
 @dataclass
 class Drafted:
-    """Guesses of one step; lazy until evaluated."""
+    """Draft tokens of one step; lazy until evaluated."""
 
     ids: list[str]
     tokens: mx.array
-    """int32 [ids, drafts]"""
+    """int32 [ids, drafts]: draft tokens."""
 
     def values(self) -> dict[str, list[int]]:
-        """By request id; waits for the device."""
+        """Return the drafts by request id; wait for the device."""
         found: list[list[int]] = self.tokens.tolist()  # type: ignore[assignment]
         return dict(zip(self.ids, found, strict=True))
 
 
 class Drafter:
-    """Follows the micro-batches of one runner. Not thread-safe: MLX's thread owns it."""
+    """Draft model with the KV of a runner's micro-batches. Not thread-safe: used by the thread that owns MLX."""
 
     def __init__(self, stage: StageModel, *, micro_batches: int, drafts: int, vocab_size: int) -> None:
-        """`stage` is the whole draft model, `vocab_size` the target's; `drafts` is the most that are asked for."""
+        """Store the model. `stage`: the whole draft model; `vocab_size`: the target model's; `drafts`: maximum drafts
+        requested."""
         self.stage = stage
-        """The draft model."""
+        """Whole draft model, as one stage."""
         self._drafts = drafts
         self._vocab = min(vocab_size, stage.vocab_size)
         self._stores = [KVStore(stage.make_caches, drafts) for _ in range(micro_batches)]
@@ -60,11 +61,11 @@ class Drafter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV."""
+        """Bytes of KV of all micro-batches."""
         return sum(store.nbytes for store in self._stores)
 
     def follow(self, plan: StepPlan) -> None:
-        """Apply a plan's removed, inserted and named tokens. Raises BatchDesync for tokens that leave a gap."""
+        """Apply a plan's removals, insertions and tokens. Raises BatchDesync for a gap in the tokens."""
         for request_id in plan.removes:
             self._known.pop(request_id, None)
             for store in self._stores:
@@ -77,10 +78,10 @@ class Drafter:
         for row in spec.rows:
             self._name(row)
             if not spec.ask:
-                self._known[row.request_id].tried = 0  # how many were accepted will not be reported
+                self._known[row.request_id].tried = 0  # the number of accepted drafts will not be reported
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
-        """Guess `count` tokens for each sequence that was given tokens in this step: `sampled` by request id."""
+        """Draft `count` tokens for each sequence in `sampled`: request id -> tokens sampled in this step."""
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         store = self._stores[plan.micro_batch]
         for request_id, tokens in sampled.items():
@@ -100,7 +101,7 @@ class Drafter:
     # ---- inside
 
     def _name(self, row: SpecDecodeRow) -> None:
-        """The plan knows the sequence up to the row's first token."""
+        """Update the known tokens of a sequence up to the row's first token. Raises BatchDesync for a gap."""
         known = self._known[row.request_id]
         missing = row.length + 1 - len(known.tokens)
         if missing > len(row.past) + 1:
@@ -115,7 +116,7 @@ class Drafter:
         known.held = min(known.held, len(known.tokens))
 
     def _catch_up(self, request_id: str, store: KVStore) -> None:
-        """Bring the row to where a step of the batch can do the rest."""
+        """Feed a sequence's tokens until one batched step can process the rest."""
         known = self._known[request_id]
         caches: list[Cache] | None = None
         if request_id not in store:
@@ -154,9 +155,9 @@ class Drafter:
         return Drafted(ids, found)
 
     def _forward(self, tokens: mx.array, caches: list[Cache]) -> mx.array:
-        # Ids beyond the draft model's own stand for no text: they fill up the target's vocabulary.
+        # Ids beyond the draft model's vocabulary only pad the target's, and stand for no text.
         return self.stage.forward(mx.minimum(tokens, self.stage.vocab_size - 1), caches)
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
-        """int32 [rows] from hidden states [rows, 1, H]."""
+        """Return int32 [rows]: the most likely tokens, from hidden states [rows, 1, H]."""
         return mx.argmax(self.stage.head(hidden)[:, -1, : self._vocab], axis=-1).astype(mx.int32)

@@ -1,15 +1,15 @@
-"""One layer's KV for a batch: a KV buffer with one row per sequence, written in place.
+"""KV of one layer for a batch: a buffer with one row per sequence, written in place.
 
-Keys and values are arrays [rows_cap, kv_heads, len_cap, head_dim]. Each is owned by exactly one name, so that MLX
-donates it to the write of the next step; a second live reference would copy the whole KV buffer at every step
-(docs/adr/0002-kv-store.md). Hence: nobody keeps what `update_and_fetch` returned beyond the forward pass.
+Keys and values are arrays [rows_cap, kv_heads, len_cap, head_dim]. Each must have exactly one reference, so that MLX donates
+it to the next step's write. A second live reference would copy the whole buffer in every step (docs/adr/0002-kv-store.md). So
+do not keep results of `update_and_fetch` beyond the forward pass.
 
-With a sliding window the row is a ring: the token at position p lies in slot p mod ring. Attention does not care for
-the order of keys, whose positions are rotated into them, so that nothing is ever rolled. The ring is as long as the
-window, and longer by the most drafts that a row may have: what drafts overwrite is not needed again when they are not
-accepted. Cutting a row is not the KV buffer's business: what lies beyond a row's length is masked, then overwritten.
+With a sliding window the row is a ring: position p is in slot p mod ring. Attention ignores the order of keys, whose rotary
+positions are applied, so nothing is moved. The ring has the window's length plus the maximum drafts of a row. Positions
+overwritten by drafts are therefore not needed when these are rejected. Trimming does not change the buffer: positions beyond
+a row's length are masked, then overwritten.
 
-Quantised keys are three such arrays (codes, scales, biases), and so are values; tokens are quantised when written.
+Quantised keys are three such arrays (codes, scales, biases), as are values; tokens are quantised when written.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
-"""Attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
+"""Function for attention over rows of unequal length, with the arguments of `ragged_attention.attend`."""
 WORTH = 8192
-"""Positions of all rows from which it is also faster than MLX's without a mask."""
+"""Total positions of all rows from which `attention` is faster than MLX's even without a mask."""
 
 
 class KVBufferLayer:
-    """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
+    """KV rows of one attention layer; also the cache that mlx-lm's model code uses."""
 
     def __init__(
         self, window: int = 0, drafts: int = 0, attention: Attention | None = None, groups: Groups | None = None
     ) -> None:
-        """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row;
-        `attention` takes the place of mlx-lm's in steps of one token a row; `groups`: how a layer without a window
-        quantises, if it does."""
+        """Create an empty buffer. `window`: positions of a sliding-window layer, 0 for all; `drafts`: maximum drafts per row.
+        `attention`: replaces mlx-lm's in steps of one token per row; `groups`: quantisation of a layer without a window, or
+        None."""
         self._attention = attention
         self._groups = groups
         self._window = window
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
-        """True on CUDA, where attention with several positions a row reads the whole KV buffer, masked: cuDNN plans anew
-        for each length, tens of milliseconds a step."""
+        """True on CUDA, where attention with several positions per row reads the whole buffer, masked. Otherwise cuDNN plans
+        anew for each length, which takes tens of milliseconds per step."""
         self._parts: list[mx.array] = []
-        """Keys and values, of quantised ones the parts; empty while there are no rows."""
+        """Keys and values, or their quantised parts; empty without rows."""
         self._capacity = KVShape()
         self._rows = 0
         self._step: RowStep | None = None
         self._written = True
 
-    # ---- what the model's layer calls
+    # ---- called by the model's layer
 
     @property
     def offset(self) -> int | mx.array:
-        """Rotary position of the token that is being computed: int, or int32 [rows]."""
+        """Rotary position of the current token: int, or int32 [rows]."""
         return self._now().offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Write the step's tokens, keys and values [rows, kv_heads, width, head_dim]; return all up to the longest.
+        """Write the step's keys and values [rows, kv_heads, width, head_dim]; return all positions up to the longest.
 
-        Returns [rows, kv_heads, positions, head_dim] views of the KV buffer, or Quantized of such. Raises RuntimeError
-        outside a step.
+        Returns views [rows, kv_heads, positions, head_dim] of the buffer, or Quantized ones. Raises RuntimeError outside a
+        step.
         """
         step = self._now()
         if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
@@ -85,9 +85,9 @@ class KVBufferLayer:
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:  # the parameters are mlx-lm's
-        """Bool [rows, 1, width, positions], true where a position may attend; "causal" where that says it, and None
-        when every row may attend to everything."""
+    ) -> mx.array | str | None:  # parameter names are mlx-lm's
+        """Return bool [rows, 1, width, positions], True where a token attends to a position. "causal" if equivalent; None if
+        all attend to all."""
         step = self._now()
         span = window_size or self._window
         used = self._span(N)
@@ -106,7 +106,7 @@ class KVBufferLayer:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: object, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attention [rows, heads, 1, head_dim] over what `update_and_fetch` returned; None: mlx-lm's must do it."""
+        """Return attention [rows, heads, 1, head_dim] over the result of `update_and_fetch`; None to use mlx-lm's."""
         step = self._now()
         if self._attention is None or sinks is not None or step.width > 1:
             return None
@@ -116,11 +116,11 @@ class KVBufferLayer:
         longest = min(step.longest, self._ring - 1) if self._ring else step.longest
         return self._attention(queries, keys, values, step.held(self._ring), longest, scale)
 
-    # ---- what the store calls
+    # ---- called by the store
 
     @property
     def cache(self) -> KVBufferLayer:
-        """The cache that the model's layer receives."""
+        """Cache that the model's layer receives."""
         return self
 
     @property
@@ -129,7 +129,7 @@ class KVBufferLayer:
         return sum(part.nbytes for part in self._parts)
 
     def join(self, cache: Any, length: int) -> None:
-        """Append a row, for which there is room: copies one sequence, touches no other row."""
+        """Append a row within the capacity, copied from a single-sequence cache of `length` tokens."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
         rows, capacity = self._capacity.rows, self._used(self._capacity.positions)
@@ -137,19 +137,19 @@ class KVBufferLayer:
             self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         row, self._rows = self._rows, self._rows + 1
         start = (length - held) % self._ring if self._ring else 0
-        ends = min(held, (self._ring or capacity) - start)  # what fits before the ring wraps
+        ends = min(held, (self._ring or capacity) - start)  # positions before the ring wraps
         for mine, part in zip(self._parts, new, strict=True):
-            mine[row : row + 1] = 0  # masked positions weigh nothing, but 0 times a NaN that a row left is NaN
+            mine[row : row + 1] = 0  # masked weights are 0, but 0 times a NaN left by an earlier row is NaN
             mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
             if ends < held:
                 mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
 
     def last_row(self, length: int) -> Sequence[mx.array]:
-        """Copies of the last row. A gather and not a slice, which would be a second reference to the KV buffer."""
+        """Return copies of the last row. Gathered, since a slice would be a second reference to the buffer."""
         return self._gathered(self._rows - 1, self._used(length))
 
     def leave(self, row: int, last: Sequence[mx.array]) -> None:
-        """Drop `row`: the last row (evaluated copies) moves into its place."""
+        """Drop `row`; the last row (`last`, evaluated copies) takes its place."""
         self._rows -= 1
         if not self._rows:
             self._parts = []
@@ -159,20 +159,20 @@ class KVBufferLayer:
                 part[row : row + 1, :, moved.shape[2] :] = 0  # as in `join`
 
     def resize(self, capacity: KVShape) -> None:
-        """Copy the rows into arrays of this capacity; of a ring no more positions than it has."""
+        """Copy the rows into arrays of this capacity, limited to the ring's positions."""
         self._capacity = capacity
         shape = (capacity.rows, self._used(capacity.positions))
         if self._parts and shape != (self._parts[0].shape[0], self._parts[0].shape[2]):
             self._parts = [_resized(part, self._rows, *shape) for part in self._parts]
 
     def begin(self, step: RowStep) -> None:
-        """Start a step. Raises RuntimeError when the one before was not written: rows would have holes."""
+        """Start a step. Raises RuntimeError if the previous step was not written, which would leave holes."""
         if not self._written:
             raise RuntimeError("a decode step began before the forward pass of the last one was built")
         self._step, self._written = step, False
 
     def extract(self, row: int, length: int) -> KVCache | RotatingKVCache | GroupedKVCache:
-        """A single sequence's cache with a copy of the row (lazy: evaluate before the next step)."""
+        """Return a single-sequence cache with a copy of the row (lazy: evaluate before the next step)."""
         if self._groups is not None:
             keys_then, values_then = _pair(self._gathered(row, length), self._groups)
             grouped = GroupedKVCache(self._groups)
@@ -183,7 +183,7 @@ class KVBufferLayer:
             plain = KVCache()
             plain.state = (keys, values, length)
             return plain
-        held = min(length, self._ring)  # more than the window: drafts may still be taken back
+        held = min(length, self._ring)  # beyond the window too, as drafts may still be rejected
         if length > held:
             order = mx.arange(length - held, length, dtype=mx.int32) % self._ring
             keys, values = (mx.take(part, order, axis=2) for part in (keys, values))
@@ -192,7 +192,7 @@ class KVBufferLayer:
         return ring
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Raise AssertionError unless the KV buffer holds so many rows and has room for them."""
+        """Raise AssertionError unless the buffer holds rows for `lengths`, with sufficient capacity."""
         if self._rows != len(lengths):
             raise AssertionError(f"KV buffer holds {self._rows} rows, not {len(lengths)}")
         if lengths and not self._capacity.holds(self._rows, max(lengths)):
@@ -208,7 +208,7 @@ class KVBufferLayer:
         return self._step
 
     def _span(self, width: int) -> int:
-        """Positions that attention reads in a step of `width` tokens a row."""
+        """Return the positions that attention reads in a step of `width` tokens per row."""
         return self._used(self._capacity.positions if self._reads_all(width) else self._now().longest + width)
 
     def _reads_all(self, width: int) -> bool:
@@ -218,7 +218,7 @@ class KVBufferLayer:
         return min(length, self._ring) if self._ring else length
 
     def _gathered(self, row: int, positions: int) -> Sequence[mx.array]:
-        """Lazy copies [1, kv_heads, positions, head_dim] of one row. Whole rows are gathered five times as fast."""
+        """Return lazy copies [1, kv_heads, positions, head_dim] of one row. Gathering whole rows is five times as fast."""
         at = mx.array([row], dtype=mx.int32)
         return [mx.take(part, at, axis=0)[:, :, :positions] for part in self._parts]
 
@@ -236,13 +236,13 @@ def _pair(parts: Sequence[mx.array], groups: Groups) -> tuple[Quantized, Quantiz
 
 
 def _parts_of(cache: GroupedKVCache) -> list[mx.array]:
-    """Arrays of a single sequence's keys, then of its values, [1, kv_heads, held, ...] each."""
+    """Return the arrays of a single sequence's keys, then of its values, [1, kv_heads, held, ...] each."""
     keys, values, length, *_ = cache.state
     return [part[:, :, :length] for part in (*keys, *values)]
 
 
 def _in_order(cache: KVCache | RotatingKVCache, window: int) -> tuple[mx.array, mx.array]:
-    """Keys and values [1, kv_heads, held, head_dim] of a single sequence in the order of their positions."""
+    """Return keys and values [1, kv_heads, held, head_dim] of a single sequence in the order of positions."""
     if not window:
         keys, values, length = cache.state
         return keys[:, :, :length], values[:, :, :length]

@@ -1,8 +1,8 @@
-"""Caches of single sequences and of batches that the KV store can hold, and what they have in common.
+"""Caches of single sequences and of batches that the KV store can hold, and their common interface.
 
-mlx-lm's model code asks three things of a cache: `offset` (rotary position of the next token, an int or int32 [rows]),
-`make_mask(N, window_size=, return_array=)` and `update_and_fetch(keys, values)`. A `LayerStore` hands out such an
-object for a whole batch and knows how rows join, leave and are taken out again.
+mlx-lm's model code uses three members of a cache: `offset` (rotary position of the next token, an int or int32 [rows]),
+`make_mask(N, window_size=, return_array=)` and `update_and_fetch(keys, values)`. A `LayerStore` provides such an object for a
+whole batch, and adds, removes and extracts rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tandem.protocol.step import KVShape
 
 @dataclass(frozen=True)
 class RowStep:
-    """One decode step over all rows: where each row writes. Shared by the layers, so that nothing is built twice."""
+    """Positions written by one decode step over all rows. Shared by the layers, so arrays are built once."""
 
     lengths: tuple[int, ...]
-    """Tokens in each row's cache before the step, which is also the position of the first token that is written."""
+    """Tokens in each row's cache before the step; also the position of the first written token."""
     width: int = 1
-    """Tokens that are written in each row, one behind the other."""
+    """Consecutive tokens written in each row."""
     _places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -40,7 +40,7 @@ class RowStep:
 
     @cached_property
     def aligned(self) -> bool:
-        """True when all rows have one length: no mask, no scatter, and a plain int as offset."""
+        """True if all rows have equal lengths: no mask, no scatter, and an int as offset."""
         return len(set(self.lengths)) == 1
 
     @cached_property
@@ -50,17 +50,17 @@ class RowStep:
 
     @property
     def offset(self) -> int | mx.array:
-        """Rotary offset, in the cheapest form that the rows allow."""
+        """Rotary offset: an int if rows are aligned, else int32 [rows]."""
         return self.lengths[0] if self.aligned else self.positions
 
     @cached_property
     def queries(self) -> mx.array:
-        """int32 [rows, width]: positions of the tokens that are written."""
+        """int32 [rows, width]: positions of the written tokens."""
         return self.positions[:, None] + mx.arange(self.width, dtype=mx.int32)
 
     def places(self, ring: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Indices (row, head, slot) at which the tokens of each row are written; `ring`: positions of a ring buffer,
-        0 for none."""
+        """Return indices (row, head, slot), each [rows, heads, width], at which tokens are written. `ring`: positions of a
+        ring buffer, 0 for none."""
         if (ring, heads) not in self._places:
             shape = (len(self.lengths), heads, self.width)
             slots = (self.queries % ring if ring else self.queries).astype(mx.uint32)
@@ -73,37 +73,37 @@ class RowStep:
         return self._places[ring, heads]
 
     def held(self, ring: int) -> mx.array:
-        """int32 [rows]: positions that each row of such a ring reads besides the one that it writes."""
+        """Return int32 [rows]: positions that each row of a ring of `ring` positions reads besides the written one."""
         if ring not in self._held:
             self._held[ring] = mx.array([min(one, ring - 1) for one in self.lengths], dtype=mx.int32) if ring else self.positions
         return self._held[ring]
 
     def says_lengths(self, ring: int, mask: mx.array) -> mx.array:
-        """Record that `mask`, of a step of one token a row, encodes only the rows' lengths."""
+        """Record that `mask`, of a step of one token per row, encodes only the rows' lengths; return it."""
         self._masks.append((ring, mask))
         return mask
 
     def is_lengths(self, ring: int, mask: object) -> bool:
-        """True for a mask that `says_lengths` recorded."""
+        """Return True for a mask recorded by `says_lengths`."""
         return any(ring == size and mask is known for size, known in self._masks)
 
 
 class LayerStore(Protocol):
-    """The rows of one layer."""
+    """Interface of the KV rows of one layer."""
 
     @property
     def cache(self) -> Any:
-        """The object that the model's layer receives as its cache."""
+        """Object that the model's layer receives as its cache."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the layer's arrays."""
 
     def join(self, cache: Any, length: int) -> None:
-        """Append one row, copied from a single sequence's cache that holds `length` tokens."""
+        """Append one row, copied from a single-sequence cache that holds `length` tokens."""
 
     def last_row(self, length: int) -> Sequence[mx.array]:
-        """Lazy copies of what `leave` needs of the last row; the store evaluates them for all layers at once."""
+        """Return lazy copies of the last row's data that `leave` needs; the store evaluates them for all layers at once."""
 
     def leave(self, row: int, last: Sequence[mx.array]) -> None:
         """Drop `row`; the last row takes its place."""
@@ -112,7 +112,7 @@ class LayerStore(Protocol):
         """Prepare the next forward pass, which writes as `step` describes."""
 
     def extract(self, row: int, length: int) -> Any:
-        """A single sequence's cache with a copy of the row, as lazy arrays."""
+        """Return a single-sequence cache with a copy of the row, as lazy arrays."""
 
     def resize(self, capacity: KVShape) -> None:
         """Change the capacity in rows and positions."""
@@ -122,19 +122,19 @@ class LayerStore(Protocol):
 
 
 class ListLayer:
-    """Rows of a layer that has several caches, such as keys and values beside a state: a store for each of them."""
+    """Rows of a layer with several caches, such as KV and a state: one store for each."""
 
     def __init__(self, stores: Sequence[LayerStore]) -> None:
         self._stores = stores
 
     @property
     def cache(self) -> Any:
-        """The members' caches, by their numbers."""
+        """Caches of the members, by index."""
         return _Members(store.cache for store in self._stores)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all members."""
         return sum(store.nbytes for store in self._stores)
 
     def join(self, cache: Any, length: int) -> None:
@@ -143,7 +143,7 @@ class ListLayer:
             store.join(one, length)
 
     def last_row(self, length: int) -> Sequence[Any]:
-        """Call the method of LayerStore for each member."""
+        """Return the lazy copies of the last row, one entry per member."""
         return [store.last_row(length) for store in self._stores]
 
     def leave(self, row: int, last: Sequence[Any]) -> None:
@@ -152,27 +152,27 @@ class ListLayer:
             store.leave(row, one)
 
     def begin(self, step: RowStep) -> None:
-        """See LayerStore."""
+        """Start a step in all members."""
         for store in self._stores:
             store.begin(step)
 
     def extract(self, row: int, length: int) -> Any:
-        """A copy of one row: see LayerStore."""
+        """Return a copy of one row: see LayerStore."""
         return mlx_caches.CacheList(*(store.extract(row, length) for store in self._stores))
 
     def resize(self, capacity: KVShape) -> None:
-        """See LayerStore."""
+        """Resize all members."""
         for store in self._stores:
             store.resize(capacity)
 
     def check(self, lengths: Sequence[int]) -> None:
-        """See LayerStore."""
+        """Check all members."""
         for store in self._stores:
             store.check(lengths)
 
 
 class _Members(tuple[Any, ...]):
-    """Members of an mlx-lm CacheList, by number or all of them."""
+    """Members of an mlx-lm CacheList, by index or all (`caches`)."""
 
     @property
     def caches(self) -> tuple[Any, ...]:
@@ -180,7 +180,7 @@ class _Members(tuple[Any, ...]):
 
 
 class MergedLayer:
-    """Rows of a layer without a KV buffer of ours, kept by mlx-lm's own batch classes.
+    """Rows of a layer that KV buffers do not support, held by mlx-lm's own batch classes.
 
     Joining and leaving copy the layer's whole batch, as in mlx-lm; for state-space caches that is little.
     """
@@ -192,12 +192,12 @@ class MergedLayer:
 
     @property
     def cache(self) -> Any:
-        """mlx-lm's batch cache."""
+        """mlx-lm's batch cache; None without rows."""
         return self._batch
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the layer's arrays."""
         return 0 if self._batch is None else int(self._batch.nbytes)
 
     def join(self, cache: Any, length: int) -> None:
@@ -210,7 +210,7 @@ class MergedLayer:
         self._rows += 1
 
     def last_row(self, length: int) -> Sequence[mx.array]:
-        """Return nothing: `leave` gathers."""
+        """Return nothing, as `leave` gathers rows itself."""
         return ()
 
     def leave(self, row: int, last: Sequence[mx.array]) -> None:
@@ -225,26 +225,26 @@ class MergedLayer:
         self._batch.filter(mx.array(order, dtype=mx.int32))
 
     def begin(self, step: RowStep) -> None:
-        """Do nothing: mlx-lm's batch caches count for themselves."""
+        """Do nothing: mlx-lm's batch caches track their own lengths."""
 
     def extract(self, row: int, length: int) -> Any:
-        """A copy of one row: see LayerStore."""
+        """Return a copy of one row: see LayerStore."""
         return self._batch.extract(row)
 
     def resize(self, capacity: KVShape) -> None:
-        """Do nothing: mlx-lm's batches hold what they need."""
+        """Do nothing: mlx-lm's batches have no spare capacity."""
 
     def check(self, lengths: Sequence[int]) -> None:
-        """See LayerStore; only attention caches know their lengths."""
+        """Check the rows' lengths, if mlx-lm's batch cache has an `offset`: see LayerStore."""
         offset = getattr(self._batch, "offset", None)
         if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
             raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")
 
 
 def batchable(cache: Cache) -> bool:
-    """True when single caches of this kind can be put into a batch: by the KV buffers, or by mlx-lm."""
+    """Return True if single caches of this class can be batched, by KV buffers or by mlx-lm."""
     if type(cache) is GroupedKVCache:
         return True
     if isinstance(cache, mlx_caches.CacheList):
         return all(batchable(inner) for inner in cache.caches)
-    return hasattr(cache, "merge") and not getattr(cache, "keep", 0)  # mlx-lm's batches forget `keep`
+    return hasattr(cache, "merge") and not getattr(cache, "keep", 0)  # mlx-lm's batches ignore `keep`

@@ -1,11 +1,11 @@
-"""The KV of one micro-batch's decoding sequences: rows that join after their prefill, take a token a step, and leave.
+"""KV of one micro-batch's decoding sequences: rows join after prefill, grow by a token per step, and leave.
 
-Row order is the store's own: a sequence joins as the last row, and when one leaves the last row takes its place. It is
-a function of the joins and leaves alone, so every stage of a pipeline and every rank of a stage, which see the same
-plans, have the same order without talking about it. `ids` is that order; a decode batch is built in it.
+A sequence joins as the last row; when one leaves, the last row takes its place. The row order depends only on joins and
+leaves. So all ranks, which see the same plans, have the same order without communication. `ids` is that order; decode batches
+use it.
 
-Attention layers (full, or sliding window) live in row KV buffers (kv_buffer.py); every other kind of cache goes through
-mlx-lm's own batch classes (kv_layers.py). Why: docs/adr/0002-kv-store.md.
+Attention layers (full or sliding window) use KV buffers (kv_buffer.py). Other kinds of cache use mlx-lm's own batch classes
+(kv_layers.py). Rationale: docs/adr/0002-kv-store.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep,
 
 
 class Rows:
-    """Request ids in row order, their rows and their lengths; stores keep them true as rows join, move and leave."""
+    """Request ids in row order, with rows and lengths. Stores update them as rows join, move and leave."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
@@ -35,7 +35,7 @@ class Rows:
 
     @property
     def ids(self) -> list[str]:
-        """Request ids in row order: row i of the decode batch is ids[i]. A copy."""
+        """Request ids in row order: row i of the decode batch is ids[i]. Returns a copy."""
         return list(self._ids)
 
     def __len__(self) -> int:
@@ -45,11 +45,12 @@ class Rows:
         return request_id in self._rows
 
     def length(self, request_id: str) -> int:
-        """Tokens whose KV the sequence's row holds (counting the step that `batch` last began). KeyError if unknown."""
+        """Return the tokens whose KV the sequence's row holds, including the step last started by `batch`. Raises KeyError if
+        unknown."""
         return self._lengths[self._rows[request_id]]
 
     def _append(self, request_id: str, length: int) -> None:
-        """Note a row behind the others. Raises ValueError for a known id or an empty row."""
+        """Append a row. Raises ValueError for a known id or an empty row."""
         if request_id in self._rows or length < 1:
             raise ValueError(f"sequence {request_id} is in the KV store already, or joins before its prefill")
         self._rows[request_id] = len(self._ids)
@@ -57,7 +58,7 @@ class Rows:
         self._lengths.append(length)
 
     def _drop(self, request_id: str) -> int:
-        """Note that a row is gone and that the last one has taken its place; its number. KeyError if unknown."""
+        """Remove a row, whose place the last one takes; return its number. Raises KeyError if unknown."""
         row = self._rows.pop(request_id)
         last_id, last_length = self._ids.pop(), self._lengths.pop()
         if row < len(self._ids):
@@ -73,13 +74,14 @@ class Rows:
 
 
 class KVStore(Rows):
-    """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
+    """KV of the decoding sequences of one micro-batch, for the layers of one stage. Not thread-safe: used by the thread that
+    owns MLX."""
 
     def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int = 0, attention: Attention | None = None) -> None:
-        """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
-        the most drafts of a sequence in one step; `attention` is for the KV buffers.
+        """Create an empty store. `make_caches` returns new single-sequence mlx-lm caches, one per layer
+        (StageModel.make_caches). `drafts`: maximum drafts per sequence and step; `attention`: for the KV buffers.
 
-        Raises UnsupportedModel when a layer's cache kind cannot be batched, or not be cut although there are drafts.
+        Raises UnsupportedModel if a layer's cache class cannot be batched, or not trimmed although there are drafts.
         """
         super().__init__()
         self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
@@ -88,9 +90,9 @@ class KVStore(Rows):
         self._allotted: KVShape | None = None
 
     def allot(self, shape: KVShape) -> None:
-        """Hold this capacity, which has room for the rows, once a join or a step needs it; at once if it is less.
+        """Set the capacity: applied at once if smaller, else when a join or step needs it.
 
-        Without it the store chooses. Raises BatchDesync if the rows do not fit.
+        Without a call the store chooses its capacity. Raises BatchDesync if the rows do not fit.
         """
         self._allotted = shape
         if shape.size < self._shape.size:
@@ -113,15 +115,15 @@ class KVStore(Rows):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all layers, idle capacity included."""
+        """Bytes of all layers, idle capacity included."""
         return sum(layer.nbytes for layer in self._layers)
 
     def join(self, request_id: str, caches: Sequence[Cache], length: int | None = None) -> None:
-        """Append a row, copied from a sequence's own caches, which hold `length` tokens, at least one. States do not
-        tell how many they have seen; where there are none the caches themselves know.
+        """Append a row, copied from a sequence's caches of `length` tokens, at least one. None: read the length from the
+        caches, if they hold no recurrent states.
 
-        The caches are only read; drop them afterwards. Raises ValueError for a known id, a wrong number of caches or
-        caches that hold nothing.
+        The caches are only read; drop them afterwards. Raises ValueError for a known id, a wrong number of caches or empty
+        caches.
         """
         length = next((one.offset for one in caches if hasattr(one, "offset")), 0) if length is None else length
         if len(caches) != len(self._layers) or any(getattr(cache, "offset", length) != length for cache in caches):
@@ -135,10 +137,10 @@ class KVStore(Rows):
             layer.join(cache, length)
 
     def leave(self, request_id: str) -> None:
-        """Drop a row; the last row takes its place. KeyError if unknown."""
+        """Drop a row; the last row takes its place. Raises KeyError if unknown."""
         moves = self._rows[request_id] < len(self._ids) - 1
         moved = [layer.last_row(self._lengths[-1]) if moves else () for layer in self._layers]
-        mx.eval(moved)  # before the writes, which are in place only if nothing else waits to read the KV buffer
+        mx.eval(moved)  # evaluate before the writes, which are in place only if no other operation reads the buffer
         row = self._drop(request_id)
         for layer, last in zip(self._layers, moved, strict=True):
             layer.leave(row, last)
@@ -148,11 +150,10 @@ class KVStore(Rows):
             self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
     def batch(self, counts: Sequence[int] | None = None) -> list[Cache]:
-        """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, width].
+        """Start a decode step over all rows. Return one cache per layer, for StageModel.forward on [rows, width].
 
-        `counts` says how many tokens each row takes, by default one; the width is the largest of them. Rows with fewer
-        are filled up with tokens that do not count. From here on each row counts its tokens more. The forward pass must
-        be built before the next call. Raises ValueError for counts that do not fit.
+        `counts`: tokens of each row, one by default; the width is their maximum, and shorter rows are padded. Row lengths
+        grow by `counts` at once. The forward pass must be built before the next call. Raises ValueError for invalid counts.
         """
         if not self._ids:
             raise ValueError("a decode step over an empty KV store")
@@ -167,9 +168,9 @@ class KVStore(Rows):
         return [layer.cache for layer in self._layers]
 
     def cut(self, request_id: str, length: int) -> None:
-        """Let only the first `length` tokens of a row count; the others came from the last steps' drafts.
+        """Trim a row to its first `length` tokens, dropping rejected drafts of the last steps.
 
-        KeyError if unknown; raises ValueError for more tokens than there are, or for a cut that no drafts explain.
+        Raises KeyError if unknown; ValueError if `length` exceeds the row, or trims more than `drafts`.
         """
         row = self._rows[request_id]
         if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
@@ -177,7 +178,7 @@ class KVStore(Rows):
         self._lengths[row] = length
 
     def extract(self, request_id: str) -> list[Cache]:
-        """Single-sequence caches with evaluated copies of a row, as `join` takes them. KeyError if unknown."""
+        """Return single-sequence caches with evaluated copies of a row, as `join` takes them. Raises KeyError if unknown."""
         row = self._rows[request_id]
         caches = [layer.extract(row, self._lengths[row]) for layer in self._layers]
         mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the KV buffer
@@ -191,14 +192,15 @@ class KVStore(Rows):
 
 
 class RowsApart(Rows):
-    """Rows that each keep caches of their own, for models that cannot compute sequences of unequal length together.
+    """Rows with separate caches, for models that cannot compute sequences of unequal length together.
 
-    As `KVStore`: rows join after their prefill, take a token a step, and leave; the last row takes a gap. A decode step
-    is as many forward passes as there are rows, so a batch is no faster than its sequences in turn.
+    Rows join, grow and leave as in `KVStore`. A decode step is one forward pass per row, so a batch is no faster than its
+    sequences one by one.
     """
 
     def __init__(self, make_caches: Callable[[], list[Cache]], drafts: int, reason: str) -> None:
-        """`reason`: why the model needs this. Raises UnsupportedModel where there are drafts to take back."""
+        """Create an empty store. `reason`: why the model needs separate rows. Raises UnsupportedModel if there are drafts,
+        which cannot be trimmed."""
         if drafts:
             raise UnsupportedModel(
                 f"the model decodes its sequences one by one, as {reason}: serve it without speculative decoding",
@@ -209,35 +211,35 @@ class RowsApart(Rows):
         self._layers = len(make_caches())
 
     def allot(self, shape: KVShape) -> None:
-        """Do nothing: rows with caches of their own hold what they need."""
+        """Do nothing: rows with separate caches have no shared capacity."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all rows."""
+        """Bytes of all rows."""
         return sum(int(cache.nbytes) for caches in self._caches for cache in caches)
 
     def join(self, request_id: str, caches: Sequence[Cache], length: int) -> None:
-        """Append a row, like `KVStore.join`; the caches are taken over."""
+        """Append a row, like `KVStore.join`, but keep the caches themselves."""
         if len(caches) != self._layers:
             raise ValueError(f"sequence {request_id} has {len(caches)} caches for {self._layers} layers")
         self._append(request_id, length)
         self._caches.append(list(caches))
 
     def leave(self, request_id: str) -> None:
-        """Drop a row; the last row takes its place. KeyError if unknown."""
+        """Drop a row; the last row takes its place. Raises KeyError if unknown."""
         row, last_caches = self._drop(request_id), self._caches.pop()
         if row < len(self._caches):
             self._caches[row] = last_caches
 
     def batch(self, counts: Sequence[int] | None = None) -> Apart:
-        """Begin a decode step, like `KVStore.batch`; returns the rows' caches."""
+        """Start a decode step, like `KVStore.batch`; return the rows' caches."""
         if not self._ids or set(counts or (1,)) != {1}:
             raise ValueError(f"a decode step of {counts} tokens over {len(self._ids)} rows")
         self._lengths = [length + 1 for length in self._lengths]
         return Apart(self._caches)
 
     def cut(self, request_id: str, length: int) -> None:
-        """Check the length of a row, like `KVStore.cut`: there are never drafts to cut."""
+        """Check the length of a row, like `KVStore.cut`; there are never drafts to trim."""
         if length != self.length(request_id):
             raise ValueError(f"a row of {self.length(request_id)} tokens cannot be cut to {length}")
 
@@ -251,7 +253,7 @@ class RowsApart(Rows):
 def make_store(
     make_caches: Callable[[], list[Cache]], drafts: int = 0, one_by_one: str = "", attention: Attention | None = None
 ) -> KVStore | RowsApart:
-    """The store for a stage; `one_by_one` is the reason for rows apart, if there is one. Raises UnsupportedModel."""
+    """Return the store for a stage. `one_by_one`: reason for separate rows, empty if not needed. Raises UnsupportedModel."""
     reason = one_by_one or next(
         (f"{type(cache).__name__} has no batch in mlx-lm" for cache in make_caches() if not batchable(cache)), ""
     )
@@ -259,14 +261,14 @@ def make_store(
 
 
 def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerStore:
-    """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
+    """Return the store for a layer with single-sequence caches of this class. Exact classes, as subclasses may differ."""
     if type(cache) is KVCache:
         return KVBufferLayer(attention=attention)
     if type(cache) is GroupedKVCache:
         return KVBufferLayer(attention=attention, groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
         return KVBufferLayer(window=cache.max_size, drafts=drafts, attention=attention)
-    # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.
+    # Layers with two KV caches write into mlx-lm's own arrays (deepseek_v32's index), so they use its batches.
     if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
         return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])
     if not batchable(cache):

@@ -1,4 +1,4 @@
-"""How a stage's arrays reach the next stage: one small interface over channels and MLX groups."""
+"""Transfer of arrays to the next stage: one interface over channels and MLX groups."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tandem.transport.channel import FrameHeader, TcpChannel
 
 
 class StageLink(Protocol):
-    """Both ends of one stage in the ring of stages; pipeline models keep their order."""
+    """Connections of a stage to the next and the previous one in the ring of stages. Order is kept."""
 
     def send(self, array: mx.array, step_id: int) -> None:
-        """Hand `array` to the next stage."""
+        """Send `array` to the next stage."""
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
-        """Wait for the array that the stage before sent in `step_id`."""
+        """Return the array that the previous stage sent in `step_id`; wait for it."""
 
 
 class ChannelLink:
-    """Arrays as pipeline models of a `transport` channel, each checked against the step, type and shape that the plan implies.
+    """Link over a `transport` channel. Each array is checked against the step, type and shape that the plan implies.
 
-    A thread of its own waits for arrays and sends them, so that the rank can build the next step meanwhile.
+    A thread waits for arrays and sends them, so the rank can build the next step meanwhile.
     """
 
     def __init__(self, channel: TcpChannel) -> None:
@@ -39,7 +39,7 @@ class ChannelLink:
         start_thread(self._send_all, name="channel")
 
     def send(self, array: mx.array, step_id: int) -> None:
-        """Dispatch `array` and queue it for sending. Raises what an earlier send raised."""
+        """Dispatch `array` and queue it for sending. Raises the error of an earlier send."""
         if self._error is not None:
             raise self._error
         header = FrameHeader(step_id, dtype_name(array.dtype), tuple(array.shape))
@@ -51,31 +51,31 @@ class ChannelLink:
         while (item := self._outbox.get()) is not None:
             header, bits = item
             try:
-                # NumPy reads the array's own memory, once it is computed.
+                # NumPy waits for the array and reads its memory directly.
                 self._channel.send(header, np.ascontiguousarray(bits).view(np.uint8).data)
             except Exception as error:  # noqa: BLE001 - a thread's border: the next send raises it
                 self._error = error
                 return
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
-        """Wait for the pipeline model; raises BatchDesync when it is not the expected one."""
+        """Return the next array; wait for it. Raises BatchDesync if it is not the expected one."""
         data = self._channel.receive(FrameHeader(step_id, dtype_name(dtype), shape))
         flat = np.frombuffer(data, dtype=dtype_name(storage_dtype(dtype)))
         return mx.array(flat).view(dtype).reshape(shape)
 
 
 class LastTokens:
-    """The token that each sequence was given last, left in the array in which it came."""
+    """Last token of each sequence, kept in the array in which it was sampled or received."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[mx.array, int]] = {}
 
     def put(self, ids: Sequence[str | None], tokens: mx.array) -> None:
-        """Record `tokens` (int32 [n]) as the latest of `ids`; None stands for an ended sequence."""
+        """Record `tokens` (int32 [n]) as the last ones of `ids`; None marks an ended sequence."""
         self._places.update((request_id, (tokens, i)) for i, request_id in enumerate(ids) if request_id is not None)
 
     def of(self, ids: Sequence[str]) -> mx.array:
-        """int32 [n]: the latest tokens of `ids`. KeyError for one that has none."""
+        """Return int32 [n]: the last tokens of `ids`. Raises KeyError for an id without one."""
         places = [self._places[request_id] for request_id in ids]
         arrays = list({id(array): array for array, _ in places}.values())
         starts, total = {}, 0
@@ -92,36 +92,36 @@ class LastTokens:
 
 
 class TokenInbox:
-    """Tokens on their way back from the last stage to the first, which feeds on them.
+    """Receiver of sampled tokens on the first stage, sent by the last one.
 
-    Frames come in the order of the steps, over all micro-batches; they are read when a batch needs its own, and at the latest
-    when the engine has the result too, so that unread ones never pile up.
+    Messages arrive in step order, over all micro-batches. They are read when a batch needs its tokens, or when the engine
+    must have the result too, so that unread ones do not accumulate.
     """
 
     def __init__(self, link: StageLink, plans_under_way: int, last: LastTokens) -> None:
-        """Put the tokens that arrive into `last`."""
+        """Put received tokens into `last`. `plans_under_way`: maximum plans in progress."""
         self._link = link
         self._slack = plans_under_way
         self._last = last
         self._expected: list[tuple[int, list[str | None]]] = []
 
     def expect(self, plan: StepPlan, ids: list[str]) -> None:
-        """The last stage will send the tokens of `ids`, in this order."""
+        """Expect the tokens of `ids`, in this order, from the last stage."""
         if ids:
             self._expected.append((plan.step_id, [*ids]))
 
     def forget(self, request_id: str) -> None:
-        """Drop an ended sequence, and its tokens that are still to come."""
+        """Drop an ended sequence, and its tokens still in transit."""
         for _, ids in self._expected:
             ids[:] = [None if one == request_id else one for one in ids]
 
     def drain(self, step_id: int) -> None:
-        """Read every frame that must have been sent before the engine could send the plan `step_id`."""
+        """Read every message that was sent before the engine could send plan `step_id`."""
         while self._expected and self._expected[0][0] < step_id - self._slack:
             self._read()
 
     def await_tokens(self, ids: Sequence[str]) -> None:
-        """Read until all tokens of `ids` are there."""
+        """Read messages until all tokens of `ids` have arrived."""
         wanted = set(ids)
         while any(not wanted.isdisjoint(expected) for _, expected in self._expected):
             self._read()

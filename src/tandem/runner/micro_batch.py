@@ -1,4 +1,4 @@
-"""One micro-batch's batch on one rank: sequences whose prompt is being computed, and those that decode."""
+"""State of one micro-batch on one rank: sequences in prefill, and decoding sequences."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tandem.runner.prefix_store import PrefixStore
 
 @dataclass(eq=False)
 class Held:
-    """A sequence as the rank knows it; `caches` is None once its KV has moved into the store."""
+    """Sequence on the rank; `caches` is None once its KV has moved into the store."""
 
     insert: InsertOp
     caches: list[Cache] | None
     length: int = 0
-    """Positions that `caches` hold."""
+    """KV positions in `caches`."""
 
 
 class MicroBatchState:
-    """Follows plans to the letter and checks that it ends where the engine thinks it does."""
+    """One micro-batch on a rank: applies plans and checks the result against the engine's fingerprint."""
 
     def __init__(
         self,
@@ -34,18 +34,19 @@ class MicroBatchState:
         one_by_one: str = "",
         attention: Attention | None = None,
     ) -> None:
-        """`prefixes` is shared by all micro-batches of the rank; `drafts` is the most drafts of a sequence in one step;
-        `one_by_one`: why rows are computed apart from one another, if they are; `attention`: of decode steps."""
+        """Create an empty micro-batch. `prefixes`: shared by all micro-batches of the rank; `drafts`: maximum drafts per
+        sequence and step. `one_by_one`: reason for computing rows separately, empty for batches. `attention`: attention of
+        decode steps, None for mlx-lm's."""
         self._prefixes = prefixes
         self.held: dict[str, Held] = {}
         self.store = make_store(make_caches, drafts, one_by_one, attention)
 
     def insert(self, op: InsertOp, caches: list[Cache]) -> None:
-        """Register a sequence before anything of it is computed."""
+        """Add a sequence whose prompt is not computed yet."""
         self.held[op.request_id] = Held(op, caches)
 
     def apply(self, plan: StepPlan) -> None:
-        """Restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""
+        """Restore prefixes, trim rejected drafts and check the fingerprint. Raises BatchDesync before anything is computed."""
         for op in plan.restores:
             held = self.held[op.request_id]
             held.caches, held.length = self._prefixes.restore(op.key, op.length), op.length
@@ -59,7 +60,7 @@ class MicroBatchState:
             )
 
     def _cut(self, plan: StepPlan) -> None:
-        """Take back what was computed from drafts that were not accepted."""
+        """Trim rows to their valid lengths, without rejected drafts."""
         rows = {} if plan.spec_decode_plan is None else {row.request_id: row for row in plan.spec_decode_plan.rows}
         for request_id, row in rows.items():
             if request_id not in self.store:
@@ -75,7 +76,7 @@ class MicroBatchState:
             raise BatchDesync(f"BATCH DESYNC DETECTED: step {plan.step_id} does not say what {plan.decode} decode from")
 
     def remove(self, request_id: str) -> None:
-        """Drop a sequence and its KV. Raises BatchDesync if it is not there."""
+        """Drop a sequence and its KV. Raises BatchDesync if it is missing."""
         held = self.held.pop(request_id, None)
         if held is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be removed, and is not here")
@@ -83,7 +84,7 @@ class MicroBatchState:
             self.store.leave(request_id)
 
     def take(self, request_id: str, source: MicroBatchState) -> None:
-        """Take a sequence over from another micro-batch, its KV included. Raises BatchDesync if it is not there."""
+        """Move a sequence and its KV here from another micro-batch. Raises BatchDesync if it is missing."""
         held = source.held.pop(request_id, None)
         if held is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to move, and is not in the micro-batch that it leaves")
@@ -93,14 +94,14 @@ class MicroBatchState:
         self.held[request_id] = held
 
     def lengths(self) -> list[tuple[str, int]]:
-        """(request id, positions that its caches really hold), in the order of insertion."""
+        """Return (request id, KV positions held), in the order of insertion."""
         return [
             (request_id, self.store.length(request_id) if held.caches is None else held.length)
             for request_id, held in self.held.items()
         ]
 
     def chunk(self, op: PrefillOp) -> tuple[list[int], list[Cache]]:
-        """Tokens of one prompt chunk, and the caches that it extends."""
+        """Return the tokens of a prompt chunk, and the caches that it extends."""
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
@@ -108,20 +109,19 @@ class MicroBatchState:
         return held.insert.tokens[op.start : op.start + op.count], held.caches
 
     def following(self, op: PrefillOp) -> list[int]:
-        """The prompt's tokens that come after each of the chunk's positions; of the last position of all none does."""
+        """Return the prompt tokens that follow each of the chunk's positions; none follows the prompt's last one."""
         insert = self.held[op.request_id].insert
         return insert.tokens[op.start + 1 : min(op.start + op.count + 1, insert.prompt_len)]
 
     def save(self, op: SavePrefixOp) -> None:
-        """Keep a prompt's KV for prompts to come."""
+        """Save a prompt's KV as a cached prefix."""
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
         self._prefixes.save(op.key, held.caches, held.length, op.length)
 
     def caches(self, request_id: str) -> tuple[list[Cache], int]:
-        """A sequence's caches, copied where it decodes, and how many positions they hold. Raises BatchDesync if it is
-        not there."""
+        """Return a sequence's caches (copies if it decodes) and their KV positions. Raises BatchDesync if it is missing."""
         held = self.held.get(request_id)
         if held is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be kept, and is not here")
@@ -130,7 +130,7 @@ class MicroBatchState:
         return self.store.extract(request_id), self.store.length(request_id)
 
     def join(self, request_id: str) -> None:
-        """The prompt is done: move the sequence's KV into the store."""
+        """Move the sequence's KV into the store, as its prompt is computed."""
         held = self.held[request_id]
         assert held.caches is not None
         self.store.join(request_id, held.caches, held.length)
@@ -138,6 +138,6 @@ class MicroBatchState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of KV in the store and in prompts under way."""
+        """Bytes of KV in the store and in sequences in prefill."""
         prompts = (held.caches for held in self.held.values() if held.caches is not None)
         return self.store.nbytes + sum(int(cache.nbytes) for caches in prompts for cache in caches)

@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, logit bias and the ban on early ends, inside the graph.
 
-Counts of the tokens so far live on the device, because with plans sent ahead the host does not know the last token
-when the next step is built. Only sequences that ask have counts.
+Token counts are on the device, since with plans sent ahead the host lacks the last token when it builds the next step. Only
+penalised sequences have counts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tandem.protocol.request import SamplingParams
 
 @dataclass(frozen=True)
 class PenaltyRows:
-    """The penalised rows of one batch."""
+    """Penalised rows of one batch, with their parameters."""
 
     rows: mx.array
-    """int32 [r]: their places in the batch."""
+    """int32 [r]: their rows in the batch."""
     slots: mx.array
-    """int32 [r]: their places in the history."""
+    """int32 [r]: their slots in the history."""
     whole: bool
-    """Every row of the batch is penalised."""
+    """True if every row of the batch is penalised."""
     repetition: mx.array | None
-    """float32 [r, 1], or None when all are 1."""
+    """float32 [r, 1]; None if all are 1."""
     frequency: mx.array | None
     """float32 [r, 1], or None when all are 0."""
     presence: mx.array | None
@@ -34,7 +34,7 @@ class PenaltyRows:
 
 
 class TokenHistory:
-    """For each penalised sequence: which tokens its prompt has, and how often each stands in its output."""
+    """Tokens of each penalised sequence: presence in its prompt, and counts in its output."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -44,7 +44,7 @@ class TokenHistory:
         self._counts = mx.zeros((0, vocab_size), dtype=mx.float32)
 
     def add(self, request_id: str, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Begin a history. Token ids outside the vocabulary are ignored."""
+        """Add a sequence. Token ids outside the vocabulary are ignored."""
         if not self._free:
             self._grow()
         slot = self._slots[request_id] = self._free.pop()
@@ -54,7 +54,7 @@ class TokenHistory:
         self._prompt[slot], self._counts[slot] = mx.array(seen), mx.array(counts)
 
     def remove(self, request_id: str) -> None:
-        """End a history, if there is one. The last one gives the memory back."""
+        """Remove a sequence, if present. Removing the last one frees the memory."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free.append(slot)
@@ -63,7 +63,7 @@ class TokenHistory:
             self._prompt, self._counts = self._prompt[:0], self._counts[:0]
 
     def rows(self, ids: Sequence[str], params: Sequence[SamplingParams]) -> PenaltyRows | None:
-        """The penalised ones among the rows of a batch; None when there are none."""
+        """Return the penalised rows of a batch; None without any."""
         places = [row for row, request_id in enumerate(ids) if request_id in self._slots]
         if not places:
             return None
@@ -82,7 +82,7 @@ class TokenHistory:
         )
 
     def penalise(self, logits: mx.array, rows: PenaltyRows) -> mx.array:
-        """Penalised logits, float32 [n, V]. Order and formulas as in vLLM: repetition (CTRL), frequency, presence."""
+        """Return penalised logits, float32 [n, V]. Order and formulas as in vLLM: repetition (CTRL), frequency, presence."""
         part = logits if rows.whole else logits[rows.rows]
         counts = self._counts[rows.slots]
         present = counts > 0
@@ -95,13 +95,13 @@ class TokenHistory:
             part = mx.where(present, part - rows.presence, part)
         if rows.whole:
             return part
-        edited = logits[:]  # an object of its own: assignment would change the caller's
+        edited = logits[:]  # a new array object, as assignment would change the caller's
         edited[rows.rows] = part
         return edited
 
     def count(self, tokens: mx.array, rows: PenaltyRows) -> None:
-        """Add the tokens int32 [n] that the batch was just given; they may still be under way on the device."""
-        given = mx.maximum(tokens if rows.whole else tokens[rows.rows], 0)  # -1 marks a row that failed
+        """Count the tokens int32 [n] just sampled for the batch, which may still be computed on the device."""
+        given = mx.maximum(tokens if rows.whole else tokens[rows.rows], 0)  # negative values mark failed rows
         self._counts = self._counts.at[rows.slots, given].add(1.0)
 
     def _known(self, tokens: Sequence[int]) -> np.ndarray:
@@ -118,23 +118,23 @@ class TokenHistory:
 
 @dataclass(frozen=True)
 class TokenEdits:
-    """Single logits of a batch that are changed: all rows' entries in one flat list."""
+    """Changes to single logits of a batch: e entries over all rows."""
 
     rows: mx.array
-    """int32 [e]"""
+    """int32 [e]: rows."""
     tokens: mx.array
-    """int32 [e]"""
+    """int32 [e]: token ids."""
     values: mx.array
-    """float32 [e]"""
+    """float32 [e]: values to add."""
 
     @staticmethod
     def build(entries: Sequence[tuple[int, int, float]]) -> TokenEdits | None:
-        """From (row, token, value); None when there are none."""
+        """Build edits from (row, token, value) entries; None without any."""
         if not entries:
             return None
         rows, tokens, values = zip(*entries, strict=True)
         return TokenEdits(mx.array(rows, dtype=mx.int32), mx.array(tokens, dtype=mx.int32), mx.array(values, dtype=mx.float32))
 
     def added(self, logits: mx.array) -> mx.array:
-        """Logits [n, V] with the values added."""
+        """Return logits [n, V] with the values added."""
         return logits.at[self.rows, self.tokens].add(self.values)

@@ -1,4 +1,4 @@
-"""Hidden states of prompts, pooled into one vector each: what embeddings are made of."""
+"""Pooling of prompts' hidden states into one embedding vector each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.comm.group import dispatch
 from tandem.protocol.step import PrefillOp
 
 PADDING = 1.25
-"""Positions of a pass, over those of the prompts in it: beyond that prompts are not computed together."""
+"""Maximum ratio of padded to actual positions in a shared forward pass."""
 
 
 def passes(prefill: Sequence[PrefillOp], *, together: bool) -> list[list[PrefillOp]]:
     """Divide a step's chunks into forward passes. `together`: the model computes rows of unequal length at once.
 
-    Whole prompts that yield a vector and nothing else share a pass when their lengths are alike; every other chunk has
-    its own. The same on all ranks, because it follows from the plan alone.
+    Whole prompts that are only pooled share a pass if their lengths are similar; every other chunk has its own. Equal on all
+    ranks, as it depends on the plan alone.
     """
     divided: list[list[PrefillOp]] = []
     shared = [op for op in prefill if together and _only_pooled(op)]
@@ -39,15 +39,16 @@ def _only_pooled(op: PrefillOp) -> bool:
 
 
 class Pooler:
-    """Prompts under way that are pooled over all of their positions. Every rank of the last stage has one."""
+    """Pooling state of prompts in progress. Every rank of the last stage has one."""
 
     def __init__(self) -> None:
         self._sums: dict[str, mx.array] = {}
 
     def take(self, op: PrefillOp, hidden: mx.array) -> mx.array | None:
-        """Final hidden states [1, L, H] of one chunk; the prompt's vector, float32 [H], once it is the last one.
+        """Add final hidden states [1, L, H] of one chunk. Return the prompt's vector, float32 [H], after its last chunk, else
+        None.
 
-        Dispatched at once, on all ranks alike, since layers that are spread over ranks compute together.
+        Dispatched at once, on all ranks alike, as tensor-parallel layers compute together.
         """
         states = hidden[0].astype(mx.float32)
         if op.pooling == "mean":
@@ -67,6 +68,6 @@ class Pooler:
 
 
 def vector_bytes(vector: mx.array) -> bytes:
-    """float32 [H] as it travels: little-endian; nothing when it is not finite. Waits for it."""
+    """Return float32 [H] as little-endian bytes; empty if not finite. Waits for the device."""
     values = np.array(vector)
     return values.astype("<f4").tobytes() if np.isfinite(values).all() else b""

@@ -1,4 +1,4 @@
-"""The arrays behind the prefix cache: KV and states of past prompts on a rank, saved, restored and evicted by plan."""
+"""Arrays of the prefix cache: KV and states of past prompts on a rank, saved, restored and evicted by plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.protocol.kv_blocks import StoreOp
 
 @dataclass(frozen=True)
 class _Saved:
-    """One layer's cache: its class and its state in mlx-lm's terms, arrays and numbers; or its members."""
+    """Saved cache of one layer: its class and mlx-lm state (arrays and numbers), or its members for a CacheList."""
 
     kind: Any
     state: Any
@@ -27,32 +27,33 @@ class _Saved:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays of the state."""
+        """Arrays of the state, including those of members."""
         own = [part for _, part in tree_flatten(self.state) if isinstance(part, mx.array)]
         return own + [array for member in self.members for array in member.arrays]
 
 
 _BY_POSITION = (KVCache, GroupedKVCache)
-"""Kinds that hold keys and values of each position, and nothing else."""
+"""Cache classes that hold only keys and values by position."""
 
 
 def trimmable(caches: Sequence[Cache]) -> bool:
-    """True when caches of these kinds can be cut to any length."""
+    """Return True if caches of these classes can be trimmed to any length."""
     return all(trimmable(one.caches) if isinstance(one, CacheList) else type(one) in _BY_POSITION for one in caches)
 
 
 class PrefixStore:
-    """Cached prefixes of single-sequence caches, one cache a layer, by key."""
+    """Cached prefixes by key, as single-sequence caches, one per layer."""
 
     def __init__(self, disk: KVDisk | None = None) -> None:
-        """`disk`: where some of them are kept for longer, and come from."""
+        """Create an empty store. `disk`: disk cache that prefixes are written to and fetched from; None without one."""
         self._saved: dict[str, list[_Saved]] = {}
         self._disk = disk
         self.nbytes = 0
-        """Bytes of all cached prefixes, counted as they come and go because every step reports them."""
+        """Bytes of all cached prefixes, kept as a running total since every step reports it."""
 
     def save(self, key: str, caches: Sequence[Cache], held: int, length: int) -> None:
-        """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
+        """Copy the first `length` of the `held` positions in `caches`. Raises BatchDesync if caches are shorter, or longer
+        but not trimmable."""
         if held != length and (held < length or not trimmable(caches)):
             raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
         saved = [_save(cache, length) for cache in caches]
@@ -60,7 +61,7 @@ class PrefixStore:
         self._hold(key, saved)
 
     def restore(self, key: str, length: int) -> list[Cache]:
-        """Fresh caches that hold the first `length` positions of a cached prefix. Raises BatchDesync for an unknown key."""
+        """Return new caches with the first `length` positions of a cached prefix. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._hold(key, [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []])
         if not self._saved.get(key):
@@ -68,7 +69,7 @@ class PrefixStore:
         return [_revive(one, length) for one in self._saved[key]]
 
     def evict(self, key: str) -> None:
-        """Drop a cached prefix. Raises BatchDesync for an unknown key."""
+        """Drop a cached or fetched prefix. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._disk.drop(key)
         elif (saved := self._saved.pop(key, None)) is None:
@@ -81,9 +82,9 @@ class PrefixStore:
         self.nbytes += _bytes(saved)
 
     def store(self, op: StoreOp) -> None:
-        """Have disk blocks of a cached prefix written to disk. Raises BatchDesync for an unknown key."""
+        """Queue disk blocks of a cached prefix for writing. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(op.key):
-            return  # it came from there, and nobody has restored it yet
+            return  # fetched from disk, and not restored yet
         if self._disk is None or op.key not in self._saved:
             raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
         self._disk.store(op, [saved.state for saved in self._saved[op.key]])
@@ -94,7 +95,7 @@ def _bytes(saved: Sequence[_Saved]) -> int:
 
 
 def _save(cache: Cache, length: int) -> _Saved:
-    """Copy a cache, which later writes into its own arrays."""
+    """Copy a cache, since later writes change its arrays in place."""
     if isinstance(cache, CacheList):
         return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
     state = _cut(cache.state, length) if type(cache) in _BY_POSITION else cache.state
@@ -102,8 +103,8 @@ def _save(cache: Cache, length: int) -> _Saved:
 
 
 def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """A cache's (keys, values, offset, how they are quantised if they are), [1, H, positions, D] each or parts of such,
-    for its first `length` positions."""
+    """Return a cache state (keys, values, offset, quantisation if any) cut to `length` positions. Arrays are [1, H,
+    positions, D] each, or quantised parts of such."""
     keys, values, _, *groups = state
     keys, values = _each_array(lambda part: part[..., :length, :], (keys, values))
     return keys, values, length, *groups
@@ -113,8 +114,8 @@ def _revive(saved: _Saved, length: int) -> Any:
     if saved.kind is CacheList:
         return CacheList(*(_revive(one, length) for one in saved.members))
     state = _cut(saved.state, length) if saved.kind in _BY_POSITION else saved.state
-    # Caches write into their array objects in place: each gets objects of its own over the shared buffers, which MLX
-    # copies on the first write.
+    # Caches write into their arrays in place, so each gets new array objects over the shared buffers. MLX copies those on the
+    # first write.
     return saved.kind.from_state(_each_array(lambda array: array[...], state))
 
 

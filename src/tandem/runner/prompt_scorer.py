@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: the logits of a chunk's positions, a few at a time, so that memory is bounded (mlx)."""
+"""Log probabilities of prompt tokens, computed for a few positions at a time to bound memory (mlx)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from tandem.protocol.logprobs import PromptLogprobs
 from tandem.runner.filters import largest
 
 LOGITS_BYTES = 32 * 2**20
-"""Most bytes of float32 logits that are computed at once; about three times as much is in memory."""
+"""Maximum bytes of float32 logits computed at once; peak memory is about three times that."""
 
 
 @dataclass
 class Scores:
-    """Log probabilities of one chunk. `values` may be called from any thread."""
+    """Log probabilities of one chunk. `values` is thread-safe."""
 
     k: int
     parts: list[tuple[mx.array, ...]] = field(default_factory=list)
-    """Log probabilities float32 [r], ranks int32 [r], and the most likely ones float32 [r, k] with their ids int32."""
+    """Parts of r rows: log probabilities float32 [r], ranks int32 [r], and the most likely float32 [r, k] with ids int32 [r,
+    k]."""
 
     def values(self) -> PromptLogprobs:
-        """Waits for the device."""
+        """Return the log probabilities of all parts; wait for the device."""
         if not self.parts:
             return PromptLogprobs(self.k)
         own, ranks, *best = (np.concatenate([np.array(array) for array in column]) for column in zip(*self.parts, strict=True))
@@ -46,8 +47,10 @@ class Scores:
 
 
 def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *, samples: bool) -> Scores:
-    """Score `tokens`, each of which comes after the position of its hidden state [1, L, H]; there may be fewer
-    tokens."""
+    """Score `tokens` given the hidden states [1, L, H] of the positions before each; L may exceed their number.
+
+    Only the rank with `samples` gets results; other ranks of the stage only take part in the computation.
+    """
     rows = max(LOGITS_BYTES // (4 * stage.vocab_size), 1)
     scores = Scores(min(k, stage.vocab_size))
     for start in range(0, len(tokens), rows):
@@ -62,7 +65,7 @@ def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *,
 
 
 def _columns(logits: mx.array, tokens: Sequence[int], k: int) -> tuple[mx.array, ...]:
-    """Arrays of `Scores.parts`, from logits [r, V]."""
+    """Return the arrays of one entry of `Scores.parts` from logits [r, V]."""
     logits = logits.astype(mx.float32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
     norm = mx.where(mx.isfinite(norm), norm, mx.nan)

@@ -1,10 +1,10 @@
-"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV buffer; on a CPU by length.
+"""Decode attention that reads only each row's own length: CUDA kernels over views of the KV buffer, and grouping by length on
+a CPU.
 
-MLX's attention over rows of different lengths computes all of them up to the longest, under a mask. Here a block of
-four warps takes one row and one kv head (or a part of the row, where there are few rows), goes over the row's own
-positions with an online softmax (Milakov and Gimelshein 2018), and parts are put together by a second kernel (flash
-decoding, Dao et al. 2023). Sums are in float32 whatever the type. Keys and values are read by their strides, so that
-nothing is copied.
+MLX's attention over rows of different lengths computes all rows up to the longest, under a mask. Here a block of four warps
+takes one row and one kv head (or a part of the row, if there are few rows). It processes the row's positions with an online
+softmax (Milakov and Gimelshein 2018). A second kernel combines the parts (flash decoding, Dao et al. 2023). Sums are float32
+for every type. Keys and values are read through their strides, without copies.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tandem.runner.kv_buffer import Attention
 
 WARPS, LANES = 4, 32
 BLOCKS = 264
-"""Blocks that fill a GPU: two for each processor of the largest."""
+"""Blocks that fill a GPU: two per multiprocessor of the largest."""
 PART = 2048
-"""Positions that one block takes where rows are long."""
+"""Maximum positions per block for long rows."""
 MOST_PARTS = 64
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_SHARING = 16
-"""Query heads of one kv head; more would not fit into the registers of a block."""
+"""Maximum query heads per kv head; more exceed the registers of a block."""
 ALIKE = 64
-"""Positions by which the lengths of rows may differ and still share a call on a CPU."""
+"""Positions by which row lengths may differ and still share a call on a CPU."""
 WASTE = 65_536
-"""Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with those of about one length."""
+"""Key elements beyond the rows' ends, per row, from which grouping by length is faster on a CPU."""
 
 _HEADER = r"""
 #include <cuda_bf16.h>
@@ -122,7 +122,7 @@ _GROUPED = {
         }
 """,
 }
-"""How keys and values are read: in the type of computation, and quantised in groups."""
+"""CUDA code that reads keys and values, unquantised (`_FULL`) or quantised in groups (`_GROUPED`)."""
 _WHOLE = (
     _ATTEND
     + r"""
@@ -158,21 +158,20 @@ _JOIN = r"""
 
 
 def decode_attention(choice: str = "auto") -> Attention | None:
-    """Return the attention of decode steps that replaces mlx-lm's; None: none does. `choice` is `auto` or `masked`.
+    """Return the decode attention that replaces mlx-lm's on a GPU; None for mlx-lm's. `choice` is `auto` or `masked`.
 
-    On Metal none does yet, since these kernels have not run there.
+    On Metal always None, since these kernels have not run there yet.
     """
     return attend if choice == "auto" and mx.cuda.is_available() and not on_cpu() else None
 
 
 def on_cpu() -> bool:
-    """True when MLX computes on the CPU."""
+    """Return True if MLX computes on the CPU."""
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def serves(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized) -> bool:
-    """True for shapes that the kernels are made for: queries [rows, heads, 1, D], keys and values [rows, kv_heads,
-    positions, D]."""
+    """Return True for supported shapes: queries [rows, heads, 1, D], keys and values [rows, kv_heads, positions, D]."""
     sharing, rest = divmod(queries.shape[1], _arrays(keys)[0].shape[1])
     dim, numbers = queries.shape[3], (_arrays(keys)[-1], _arrays(values)[-1])
     return (
@@ -189,19 +188,19 @@ def _arrays(side: mx.array | Quantized) -> tuple[mx.array, ...]:
 
 
 def _width(side: mx.array | Quantized) -> int:
-    """Elements of a head."""
+    """Return the head dimension of keys or values."""
     return side.scales.shape[3] * side.groups.size if isinstance(side, Quantized) else side.shape[3]
 
 
 def attend(
     queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array, longest: int, scale: float
 ) -> mx.array | None:
-    """Attention of one token a row over positions 0 .. lengths[row], its own among them; None for shapes that these
-    kernels do not serve.
+    """Compute the attention of one token per row over positions 0 .. lengths[row], its own included. None for unsupported
+    shapes.
 
-    queries [rows, heads, 1, D]; keys, values [rows, kv_heads, positions, D], views with any strides whose last
-    dimension is contiguous, or both quantised alike, of such; lengths int32 [rows], tokens before this one; longest:
-    the largest of them. Returns [rows, heads, 1, D] in the type of `queries`.
+    queries [rows, heads, 1, D]. keys, values [rows, kv_heads, positions, D]: views with any strides and a contiguous last
+    dimension, or both quantised. lengths int32 [rows]: tokens before this one; longest: their maximum. Returns [rows, heads,
+    1, D] in the type of `queries`.
     """
     if not serves(queries, keys, values):
         return None
@@ -238,31 +237,30 @@ def attend(
 
 @cache
 def _number(value: float) -> mx.array:
-    """float32 [1], made once and not in every layer of every step."""
+    """Return float32 [1], cached over layers and steps."""
     made = mx.array([value], dtype=mx.float32)
     mx.eval(made)
     return made
 
 
 def _parts(blocks: int, longest: int) -> int:
-    """In how many parts a row is read: enough to fill the device, and none longer than `PART`."""
+    """Return the number of parts per row: enough to fill the device, and none longer than `PART`."""
     wanted = max(-(-BLOCKS // blocks), -(-longest // PART))
     return max(1, min(wanted, MOST_PARTS, -(-longest // 64)))
 
 
 def chosen_attention(choice: str = "auto") -> Attention | None:
-    """Return the attention of decode steps that replaces mlx-lm's on this device; None: none does. `choice` is
-    `auto` or `masked`."""
+    """Return the decode attention that replaces mlx-lm's on this device; None for mlx-lm's. `choice` is `auto` or `masked`."""
     return attend_by_length if choice == "auto" and on_cpu() else decode_attention(choice)
 
 
 def attend_by_length(
     queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array, longest: int, scale: float
 ) -> mx.array | None:
-    """Attend like `attend`, on a CPU and for any shapes; None where rows are of about one length, or quantized.
+    """Compute the same as `attend`, on a CPU and for any shapes. None if rows have similar lengths or KV is quantised.
 
-    `lengths` was made of numbers that this process knows, so reading them waits for nothing. MLX has no fused attention
-    on a CPU: under a mask all rows are computed, and their scores stored, up to the longest.
+    Reading `lengths` does not wait, as it was made from host numbers. MLX has no fused attention on a CPU: under a mask all
+    rows are computed, with scores stored, up to the longest.
     """
     if isinstance(keys, Quantized) or isinstance(values, Quantized):
         return None
@@ -270,7 +268,7 @@ def attend_by_length(
     rows, kv_heads, _, dim = keys.shape
     if (rows * longest - sum(held)) * kv_heads * dim < WASTE * rows:
         return None
-    # Keys are read once for all queries of a kv head; values for each, as a product with one row is quicker than a few.
+    # Keys are read once for all queries of a kv head, values per query: a product with one row is faster than with a few.
     together = (queries * scale).reshape(rows, kv_heads, -1, dim).swapaxes(2, 3)
     found = []
     for start, stop in _alike(held):

@@ -1,4 +1,4 @@
-"""One rank: execute(StepPlan) -> StepResult over its stage of the model."""
+"""Runner of one rank: execute(StepPlan) -> StepResult over its stage of the model."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ from tandem.runner.sampler import Allowed, Sampled, Sampler
 
 @dataclass
 class PendingStep:
-    """A step that is dispatched. `finish` may be called from any thread: it only reads what is being computed."""
+    """Dispatched step. `finish` may be called from any thread, as it only reads results."""
 
     plan: StepPlan
     started: float
-    """time.perf_counter() at which it began."""
+    """Start of the step, in seconds of time.perf_counter()."""
     waited: float = 0.0
     """Seconds spent waiting for other stages."""
     kv_bytes: int = 0
     prefix_bytes: int = 0
     ids: list[str] = field(default_factory=list)
-    """Sampled sequences, in the order of `parts`; once for each of their positions."""
+    """Ids of sampled sequences in the order of `parts`, once per position."""
     parts: list[Sampled] = field(default_factory=list)
     tokens: list[mx.array] = field(default_factory=list)
-    """int32, one array for each part."""
+    """Tokens int32, one array per part."""
     produced: mx.array | None = None
-    """int32 tokens of `ids` on the last stage, for the thread that computes on with them."""
+    """Tokens int32 of `ids` on the last stage, for further use by the computing thread."""
     outcome: mx.array | None = None
-    """Tokens [n], int32, copied for the thread that waits for results; on other ranks a completion marker. MLX
-    promises nothing for two threads at one array."""
+    """Tokens int32 [n], copied for the thread that waits for results, since MLX arrays must not be shared by threads. On
+    other ranks a completion marker."""
     allowed: Allowed = field(default_factory=dict)
     vectors: list[tuple[str, mx.array]] = field(default_factory=list)
     """Pooled hidden states, float32 [H], on the last stage."""
     scores: dict[str, Scores] = field(default_factory=dict)
-    """Log probabilities of prompts' tokens, on the rank that samples."""
+    """Log probabilities of prompt tokens, on the sampling rank."""
     drafted: Drafted | None = None
     received: list[mx.array] = field(default_factory=list)
-    """uint32 digests of what each forward pass was given by another stage, where the plan asked for them."""
+    """uint32 digests of each forward pass's input from another stage, if the plan requests them."""
     made: list[mx.array] = field(default_factory=list)
-    """uint32 digests of each forward pass's output, where another rank gets or has it too. Logits that the ranks of a
-    stage put together are part of it."""
+    """uint32 digests of each forward pass's output, if another rank receives or also computes it. Logits gathered over a
+    stage's ranks are included."""
 
     def finish(self) -> StepResult:
-        """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
+        """Wait for the step and return its result. Tokens, in the plan's order, and vectors come only from the last stage."""
         vectors = {request_id: vector_bytes(vector) for request_id, vector in self.vectors}
         scores = {request_id: one.values() for request_id, one in self.scores.items()}
         values: Any = [] if self.outcome is None else self.outcome.tolist()
@@ -78,13 +78,14 @@ class PendingStep:
         return StepResult(self.plan.step_id, self.plan.micro_batch, order, logprobs, vectors, drafts, scores)
 
     def digest(self) -> tuple[int, int] | None:
-        """Digests of all that went into and out of the stage in this step; waits for it. None if the plan did not
-        ask, or no other rank holds the same."""
+        """Return digests of the stage's inputs and outputs in this step; wait for them. None if not requested, or no other
+        rank holds the same data."""
         return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
 class Runner:
-    """Holds a stage, its micro-batches and their KV. Not thread-safe: one thread owns all MLX work of a process."""
+    """Executor of plans on one stage, with the KV of its micro-batches. Not thread-safe: one thread owns all MLX work of a
+    process."""
 
     def __init__(
         self,
@@ -102,18 +103,18 @@ class Runner:
         attention: Attention | None = None,
         disk: KVDisk | None = None,
     ) -> None:
-        """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
+        """Store the collaborators. `link` connects the stages of a pipeline, `group` the ranks of this stage; None for a
+        single one.
 
-        `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
-        `drafts` is the most drafts that a plan may have for a sequence; `drafter` guesses some where plans ask, on the
-        rank that samples. `attention` takes the place of mlx-lm's in decode steps, `disk` keeps prefixes, if nothing
-        is wrong with it. Raises UnsupportedModel for drafts with a model whose caches cannot be cut.
+        `samples`: True on the one sampling rank, which needs `vocabulary` for grammars. `drafts`: maximum drafts per sequence
+        in a plan; `drafter`: draft model, on the sampling rank. `attention` replaces mlx-lm's in decode steps; `disk`: disk
+        cache, None without one. Raises UnsupportedModel for drafts with a model whose caches cannot be trimmed.
         """
         self.stage = stage
         """Layers of this rank."""
         self._link = link
         self.disk = disk
-        """KV on disk, if prefixes are kept there."""
+        """Disk cache; None without one."""
         self._prefixes = PrefixStore(disk)
         self._micro_batches = [
             MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention) for _ in range(micro_batches)
@@ -122,16 +123,16 @@ class Runner:
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
         self.drafter = drafter
-        """On the rank that samples, if there is a draft model."""
+        """Draft model, on the sampling rank; None without one."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, micro_batches + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
-        """True while blocked on another stage. May be read from any thread."""
+        """True while blocked on another stage. Readable from any thread."""
 
     def execute(self, plan: StepPlan, allowed: Allowed | None = None) -> PendingStep:
-        """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built.
+        """Build and dispatch one step; it usually computes while the next one is built.
 
-        `allowed` restricts what the sequences that it names may be given in this step.
+        `allowed` restricts the tokens of the sequences that it names in this step.
         """
         pending = PendingStep(plan, time.perf_counter(), allowed=allowed or {})
         if plan.tidy:
@@ -178,14 +179,14 @@ class Runner:
         return pending
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
-        """Write disk blocks of a sequence to disk. Raises BatchDesync if they are not computed."""
+        """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
         self.disk.store(op, [cache.state for cache in caches])
 
     def _update_tokens(self, plan: StepPlan) -> None:
-        """Sampling state and last tokens of what leaves and what joins."""
+        """Update sampling state and last tokens for removed and inserted sequences."""
         for request_id in plan.removes:
             self._last.forget(request_id)
             self._pooler.forget(request_id)
@@ -209,7 +210,7 @@ class Runner:
         self._sample(pending, hidden[:, -1:], ids)
 
     def _verify(self, plan: StepPlan, spec: SpecDecodePlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
-        """Decode the tokens that the plan names, and sample after each of them."""
+        """Decode the plan's tokens with drafts, and sample after each of them."""
         ids, width = list(micro_batch.store.ids), plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens for one in ids]
@@ -227,7 +228,7 @@ class Runner:
         self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
 
     def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
-        """Draft the tokens after the step's own; waits for those."""
+        """Draft tokens after the step's sampled ones; waits for those. None if nothing was sampled."""
         if pending.produced is None or not pending.ids:
             return None
         values: Any = pending.produced.tolist()
@@ -245,12 +246,12 @@ class Runner:
                 pending.scores[op.request_id] = found
         if op.last and op.samples:
             self._sample(pending, hidden[:, -1:], [op.request_id])
-        # A chunk that samples nothing is computed for its KV alone.
+        # A chunk without sampling is computed for its KV alone.
         dispatch([cache.state for cache in caches])
 
     def _embed(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
-        """Compute whole prompts that are only pooled in one pass. Those that are shorter are padded behind, which
-        nothing before it sees; what the caches take up is not kept."""
+        """Compute whole prompts that are only pooled in one pass. Shorter ones are padded at the end, which causal attention
+        ignores. The KV is discarded."""
         chunks, width = [micro_batch.chunk(op)[0] for op in ops], max(op.count for op in ops)
         tokens = None
         if self.stage.is_first:
@@ -260,10 +261,10 @@ class Runner:
             self._pool(pending, hidden[row : row + 1, : op.count], op)
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
-        """Choose a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
+        """Sample a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
 
-        The head's rows are spread over the ranks, one of them draws, and where the others need the tokens they get
-        them inside the graph, as a sum with zeros. Dispatched at once, so that the device starts on it.
+        Rows of the head are divided over the ranks, and one rank samples. Other ranks that need the tokens get them inside
+        the graph, as a sum with zeros. Dispatched at once, so that the device starts early.
         """
         pending.ids += ids
         if not self.stage.is_last:
@@ -285,7 +286,7 @@ class Runner:
         dispatch([tokens, *arrays])
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
-        """Take a chunk of a prompt that is pooled: all of its positions where they count, else its very last one."""
+        """Pool a chunk of a prompt: all of its positions for `mean`, else only the prompt's last one."""
         if self.stage.is_last and (op.last or op.pooling == "mean"):
             states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
@@ -294,7 +295,8 @@ class Runner:
     def _forward(
         self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None, caches: Sequence[Cache] | Apart
     ) -> mx.array:
-        """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
+        """Run one forward pass over [rows, positions]. Input: tokens or the previous stage's output; output: to the next
+        stage or the sampler."""
         step_id = pending.plan.step_id
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
         hidden = self.stage.forward(given, caches)
@@ -304,7 +306,7 @@ class Runner:
             pending.made.append(digest(hidden))
         if self._link is not None and not self.stage.is_last:
             pending.outcome = hidden.reshape(-1)[:1].astype(mx.float32)
-            # Before the send, whose thread then has the buffer to itself.
+            # Dispatch before the send, whose thread then reads the buffer alone.
             dispatch(pending.outcome, pending.received, pending.made)
             self._link.send(hidden, step_id)
         return hidden
@@ -323,14 +325,14 @@ class Runner:
         pending.waited += time.perf_counter() - started
 
     def _feedback(self, pending: PendingStep, ids: list[str]) -> mx.array:
-        """int32 [n]: the token that each of `ids` was given last, still on the device."""
+        """Return int32 [n]: the last token of each of `ids`, on the device."""
         if self._inbox is not None:
             with self._waiting(pending):
                 self._inbox.await_tokens(ids)
         return self._last.of(ids)
 
     def _hand_out(self, plan: StepPlan, pending: PendingStep) -> None:
-        """Pass the sampled tokens to the ranks that need them, on the device where possible."""
+        """Pass the sampled tokens to the ranks that need them, on the device if possible."""
         if self._inbox is not None and plan.hands_out:
             self._inbox.expect(plan, pending.ids)
         if not pending.tokens:
@@ -342,6 +344,6 @@ class Runner:
         elif self._link is None:
             self._last.put(pending.ids, pending.produced)
         elif self._sampler is not None:
-            # A copy: on CUDA two threads must not fetch the same buffer to the host at once.
+            # Copy, as on CUDA two threads must not fetch the same buffer to the host at once.
             self._link.send(pending.produced + 0, plan.step_id)
         dispatch(pending.outcome)

@@ -1,14 +1,13 @@
-"""From logits to tokens for a whole batch at once: one vectorised sampler inside the graph.
+"""Sampler: from logits to tokens for a whole batch at once, vectorised inside the graph.
 
-Per-row parameters are device arrays, rebuilt only when the batch changes. A batch pays for what its rows ask for: all
-greedy is an argmax; without top-k, top-p or min-p nothing is sorted; log probabilities are computed for rows that want
-them. The order is: logit bias, penalties, grammar, budget of thinking, (log probabilities), temperature, top-k, top-p,
-min-p, draw. Hugging Face has the same order of filters; vLLM applies min-p before top-k and top-p, and by default
-reports log probabilities of logits as they come from the model.
+Per-row parameters are device arrays, rebuilt only when the batch changes. Only requested operations run: all-greedy batches
+use an argmax; nothing is sorted without top-k, top-p or min-p; log probabilities are computed only for rows that request
+them. The order is: logit bias, penalties, grammar, thinking budget, (log probabilities), temperature, top-k, top-p, min-p,
+draw. Hugging Face has the same order of filters. vLLM applies min-p before top-k and top-p, and by default reports log
+probabilities of the model's raw logits.
 
-Which tokens a grammar allows depends on the token before, so `sample` waits for that one where a row has a grammar, and
-where a budget of thinking is nearly used up.
-Dispatch the logits first: then the device computes them while the masks are made, and nothing waits for the masks.
+Grammar masks depend on the previous token, so `sample` waits for it in rows with a grammar or a nearly exhausted thinking
+budget. Dispatch the logits first: the device then computes them while masks are built.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, larg
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 
 Allowed = Mapping[str, npt.NDArray[np.bool_]]
-"""By request id: which tokens may be chosen, bool [V], or [positions, V] for one with drafts; others are free."""
+"""Allowed tokens by request id: bool [V], or [positions, V] with drafts. Other ids are unrestricted."""
 
 PLANS = 64
-"""Batches that are remembered: with drafts there are many of the same sequences."""
+"""Maximum cached batches; with drafts the same sequences form many."""
 COLDEST = 1e-5
-"""Temperatures below it are greedy, as in vLLM: dividing by them would overflow."""
+"""Temperature below which sampling is greedy, as in vLLM, since dividing by it would overflow."""
 
 
 @dataclass
@@ -44,9 +43,9 @@ class Sampled:
     """Tokens of one call of `Sampler.sample`; lazy until evaluated."""
 
     tokens: mx.array
-    """int32 [n], in the order of the ids; negative for a row that gets none (`protocol.step`)."""
+    """int32 [n], in the order of the ids; negative error codes for rows without a token (`protocol.step`)."""
     arrays: list[mx.array] = field(default_factory=list)
-    """Arrays to dispatch together: the tokens, and log probabilities where they are asked for."""
+    """Arrays to dispatch together: tokens, and log probabilities if requested."""
     _asked: list[tuple[str, int]] = field(default_factory=list)
     _columns: tuple[mx.array, ...] = ()
 
@@ -66,17 +65,17 @@ class Sampled:
 
 @dataclass
 class _Sequence:
-    """One sequence that is being sampled."""
+    """Sampling state of one sequence."""
 
     params: SamplingParams
     seed: int
     prompt_len: int
     produced: int
-    """Tokens given out so far: the position of the next random number."""
+    """Output tokens so far; also the position of the next random number."""
 
     @property
     def follows(self) -> bool:
-        """True if its next token depends on all tokens before, so that it takes one position at a time."""
+        """True if its next token depends on all tokens before, so only one position can be sampled at a time."""
         return self.params.penalised or self.params.structured_outputs is not None
 
 
@@ -86,24 +85,25 @@ class _Plan:
 
     sequences: list[_Sequence]
     ahead: list[int]
-    """[n]: how many rows before this one are the same sequence's."""
+    """[n]: number of earlier rows of the same sequence."""
     bias: TokenEdits | None
     penalties: PenaltyRows | None
     greedy: mx.array | None
-    """bool [n]; None when no row is greedy."""
+    """bool [n]: greedy rows; None if there are none."""
     keys: npt.NDArray[np.uint64] | None
-    """Random-number keys [n]; None when all rows are greedy."""
+    """uint64 [n]: random-number keys; None if all rows are greedy."""
     inverse_temperature: mx.array | None
-    """float32 [n, 1]; 1 for greedy rows; None when all are 1."""
+    """float32 [n, 1]; 1 for greedy rows; None if all are 1."""
     filters: FilterRows
     asked: list[tuple[str, int]]
     asked_rows: mx.array | None
-    """int32 [a]: rows that want log probabilities; None when it is all or none of them."""
+    """int32 [a]: rows that request log probabilities; None if all or none do."""
     _bans: tuple[list[int], TokenEdits | None] = ([], None)
-    """Rows that have not reached their min_tokens, and what they must not choose."""
+    """(Rows below their min_tokens, edits that ban their end tokens)."""
 
     def banned(self, eos: Sequence[int], vocab_size: int) -> TokenEdits | None:
-        """Edits that ban EOS until `min_tokens` are out; rebuilt when a row passes its limit."""
+        """Return edits that ban end tokens until `min_tokens`; rebuilt when a row reaches its minimum. None if no row is
+        below."""
         early = [
             row
             for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
@@ -120,12 +120,13 @@ class _Plan:
 
 
 class Sampler:
-    """Sampling state of sequences. Lives on the one rank that samples."""
+    """Sampler with the sampling state of its sequences. Exists only on the sampling rank."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (), vocabulary: Vocabulary | None = None) -> None:
-        """`vocab_size` is the width of the logits, `eos_token_ids` the model's own end-of-sequence ids.
+        """Create a sampler without sequences. `vocab_size`: width of the logits; `eos_token_ids`: the model's end-of-sequence
+        ids.
 
-        Without `vocabulary` no sequence can have a grammar.
+        Grammars need `vocabulary`.
         """
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
@@ -136,12 +137,12 @@ class Sampler:
         self._guides = Guides(vocabulary) if vocabulary is not None else None
         self._budgets = Budgets()
         self._untaken: list[tuple[list[tuple[int, str]], mx.array]] = []
-        """Rows, ids and tokens int32 [n] that the matchers have not seen yet: they may still be under way."""
+        """(Rows with ids, tokens int32 [n]) that the matchers have not consumed yet, as they may still be computed."""
 
     def add(self, request_id: str, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
-        """Begin a sequence: tokens[prompt_len:] were produced before (a replay) and count as such.
+        """Add a sequence; tokens[prompt_len:] are earlier output (a replay) and count as such.
 
-        Raises ValueError for an id that is known already.
+        Raises ValueError for a known id, or a grammar without a vocabulary.
         """
         if request_id in self._sequences:
             raise ValueError(f"sequence {request_id} is being sampled already")
@@ -159,15 +160,15 @@ class Sampler:
     def place(self, request_id: str, tokens: int, fed: Sequence[int]) -> None:
         """Record that the sequence has `tokens` tokens, prompt included, before the next one is sampled.
 
-        For plans with drafts, of which nobody here knows how many were accepted. `fed`: the last of these tokens, and
-        the drafts after it. KeyError if unknown.
+        For plans with drafts, as only the engine decides how many are accepted. `fed`: the last of these tokens, then the
+        drafts. Raises KeyError if unknown.
         """
         sequence = self._sequences[request_id]
         sequence.produced = tokens - sequence.prompt_len
         self._budgets.place(request_id, sequence.produced, fed)
 
     def remove(self, request_id: str) -> None:
-        """Forget a sequence. KeyError if unknown."""
+        """Remove a sequence. Raises KeyError if unknown."""
         del self._sequences[request_id]
         self._history.remove(request_id)
         self._budgets.remove(request_id)
@@ -177,20 +178,19 @@ class Sampler:
         self._plans.clear()
 
     def guided(self, ids: Sequence[str]) -> list[tuple[int, str]]:
-        """Rows and ids of those of `ids` that have a grammar."""
+        """Return (row, id) of the ids that have a grammar."""
         guides = self._guides
         return [] if guides is None else [(row, one) for row, one in enumerate(ids) if one in guides]
 
     def waits(self, ids: Sequence[str]) -> bool:
-        """Whether `sample` waits for earlier tokens of one of `ids`."""
+        """Return True if `sample` waits for earlier tokens of one of `ids`."""
         return bool(self.guided(ids)) or self._budgets.waits(ids)
 
     def sample(self, logits: mx.array, ids: Sequence[str], allowed: Allowed | None = None) -> Sampled:
-        """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
+        """Sample one token for each row of logits [n, V] (any float dtype), where row i belongs to ids[i].
 
-        Rows of one id stand side by side and are its next positions, one after the other; each id moves on by as many.
-        `allowed` restricts the choice for the ids that it names. Raises ValueError when the shape does not fit or
-        an id with penalties or a grammar has several rows, KeyError for an unknown id.
+        Adjacent rows of one id are its consecutive next positions. `allowed` restricts the tokens of the ids that it names.
+        Raises ValueError for a wrong shape, or several rows of an id with penalties or a grammar; KeyError for an unknown id.
         """
         if logits.shape != (len(ids), self._vocab_size):
             raise ValueError(f"logits {logits.shape} for {len(ids)} rows of {self._vocab_size} tokens")
@@ -216,7 +216,7 @@ class Sampler:
         columns = _logprob_columns(edited, tokens, plan)
         arrays = [tokens, *columns]
         if guided:
-            # A copy: another thread fetches the tokens, and on CUDA two must not fetch the same buffer at once.
+            # Copy, as another thread fetches the tokens, and on CUDA two threads must not fetch the same buffer at once.
             self._untaken.append((guided, tokens + 0))
             arrays.append(self._untaken[-1][1])
         if (followed := self._budgets.took(ids, plan.ahead, tokens)) is not None:
@@ -227,7 +227,7 @@ class Sampler:
         return Sampled(tokens, arrays, plan.asked, columns)
 
     def _constrained(self, logits: mx.array, ids: Sequence[str]) -> tuple[mx.array, dict[int, int]]:
-        """Logits of what the grammars allow, and the rows whose grammar cannot be followed, with the reason."""
+        """Return logits with grammar masks applied, and row -> error code for rows whose grammar failed."""
         assert self._guides is not None
         self._follow()
         masks = self._guides.masks(ids)
@@ -238,7 +238,7 @@ class Sampler:
         return logits.at[mx.array(masks.rows)].add(mx.where(allowed, 0.0, -mx.inf)), masks.given_up
 
     def _follow(self) -> None:
-        """Show the matchers every token that was sampled so far; waits for those under way."""
+        """Advance the matchers by all tokens sampled so far; waits for those being computed."""
         assert self._guides is not None
         for rows, tokens in self._untaken:
             values: list[int] = tokens.tolist()  # type: ignore[assignment]
@@ -247,7 +247,7 @@ class Sampler:
         self._untaken.clear()
 
     def _edited(self, logits: mx.array, plan: _Plan) -> mx.array:
-        """Logits after bias, penalties and the ban on early ends."""
+        """Return logits after bias, penalties and the ban on early ends."""
         if plan.bias is not None:
             logits = plan.bias.added(logits)
         if plan.penalties is not None:
@@ -256,7 +256,7 @@ class Sampler:
         return logits if bans is None else bans.added(logits)
 
     def _chosen(self, logits: mx.array, plan: _Plan) -> mx.array:
-        """int32 [n]: argmax where greedy, a draw elsewhere."""
+        """Return int32 [n]: the argmax of greedy rows, a random draw of other rows."""
         if plan.keys is None:
             return mx.argmax(logits, axis=-1).astype(mx.int32)
         scaled = logits - logits.max(axis=-1, keepdims=True)
@@ -307,14 +307,15 @@ class Sampler:
 
 
 def _top_p_method() -> TopP:
-    """On Metal a sort of the vocabulary takes as long as some of a model's layers, and a partition is one as well."""
+    """Return the top-p method for this device. On Metal, sorting or partitioning the vocabulary takes as long as several
+    model layers."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "head"
     return "halve" if mx.metal.is_available() else "sort"
 
 
 def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: int) -> FilterRows:
-    """Filters of a batch. Greedy rows count as unfiltered."""
+    """Return the filters of a batch. Greedy rows count as unfiltered."""
     live = list(zip(params, greedy, strict=True))
     top_k = [one.top_k if not cold and 0 < one.top_k < vocab_size else vocab_size for one, cold in live]
     top_p = [1.0 if cold else one.top_p for one, cold in live]
@@ -330,20 +331,21 @@ def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: i
 
 
 def _most_likely(logits: mx.array) -> mx.array:
-    """int32 [n]: the most likely tokens, NOT_FINITE as in `_marked`. In the logits' own type, and a maximum is a NaN
-    where one is among them, so that nothing else reads them."""
+    """Return int32 [n]: the most likely tokens, NOT_FINITE as in `_marked`. Uses the logits' own type and reads only the
+    maximum, which is NaN if any logit is."""
     return mx.where(mx.abs(logits.max(axis=-1)) < mx.inf, mx.argmax(logits, axis=-1).view(mx.int32), NOT_FINITE)
 
 
 def _marked(tokens: mx.array, raw: mx.array, edited: mx.array) -> mx.array:
-    """Tokens with NOT_FINITE where the model's logits hold a NaN or +inf, or nothing finite could be chosen."""
+    """Return tokens, replaced by NOT_FINITE where the model's logits have a NaN or +inf, or no finite token could be chosen."""
     chosen = mx.take_along_axis(edited, tokens[:, None], axis=-1)[:, 0]
     sound = (raw.sum(axis=-1) < mx.inf) & mx.isfinite(chosen)  # a NaN anywhere makes the sum NaN, which is not < inf
     return mx.where(sound, tokens, NOT_FINITE)
 
 
 def _logprob_columns(logits: mx.array, tokens: mx.array, plan: _Plan) -> tuple[mx.array, ...]:
-    """Tokens [a], their log probabilities [a], and the most likely ids and theirs [a, k]; () if nobody asked."""
+    """Return tokens [a], their log probabilities [a], and ids and log probabilities of the most likely [a, k]; () if not
+    requested."""
     if not plan.asked:
         return ()
     if plan.asked_rows is not None:

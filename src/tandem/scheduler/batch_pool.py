@@ -1,4 +1,4 @@
-"""The batches of all micro-batches, and the KV positions that they share with cached prefixes. Pure."""
+"""Running batches of all micro-batches, which share the KV budget with cached prefixes. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.scheduler.micro_batch import MicroBatch, choose_micro_batch
 from tandem.scheduler.sequence import Sequence
 
 HEADROOM = 64
-"""Positions of output that must fit beside the prompt before a request is admitted."""
+"""Output positions that must fit beside the prompt before a request is admitted."""
 
 
 class RunningBatches:
-    """Micro-batches and cached prefixes within one KV budget. Members are preempted when it does not suffice."""
+    """Micro-batches and cached prefixes within one KV budget. Sequences are preempted when it is exceeded."""
 
     def __init__(self, limits: Limits, requeue: Callable[[Sequence], None]) -> None:
-        """`requeue` puts a preempted sequence back into the queue, before all others."""
+        """Create empty batches. `requeue` puts a preempted sequence at the head of the queue."""
         self._requeue = requeue
         self.pressed = False
         """True while a device's memory is nearly full: no sequence joins a batch, and no prefix is cached."""
@@ -34,7 +34,7 @@ class RunningBatches:
         self.restart()
 
     def restart(self) -> None:
-        """Empty all batches and forget the prefixes: the ranks that held them are gone."""
+        """Empty all batches and drop the prefixes, as their ranks are lost."""
         self.prefixes.clear()
         step = growth_step(self.limits.kv_tokens, self.limits.max_batch_size)
         self.micro_batches = [MicroBatch(i, step) for i in range(self.limits.micro_batches)]
@@ -48,22 +48,23 @@ class RunningBatches:
     # --- members ---
 
     def members(self) -> Iterator[Sequence]:
-        """Sequences in a batch."""
+        """Return the sequences of all batches."""
         return (sequence for micro_batch in self.micro_batches for sequence in micro_batch.members.values())
 
     @property
     def running(self) -> int:
-        """Number of sequences in a batch."""
+        """Number of sequences in all batches."""
         return sum(len(micro_batch.members) for micro_batch in self.micro_batches)
 
     def micro_batch_for(self, sequence: Sequence, asking: MicroBatch) -> MicroBatch:
-        """Return the micro-batch in which a waiting sequence costs least; `asking` where several are as good."""
+        """Return the micro-batch in which a waiting sequence costs least; `asking` wins ties."""
         return choose_micro_batch(
             self.micro_batches, self._length(sequence), asking=asking, rows=self.limits.rows, drafts=self._drafts
         )
 
     def fits(self, micro_batch: MicroBatch, sequence: Sequence) -> bool:
-        """True if there is a place in the batch, and room for it and its prompt beside it; a first one always runs."""
+        """Return True if the micro-batch has a free row and KV room for the sequence and its prompt. The first sequence
+        always fits."""
         if len(micro_batch.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
         need = (
@@ -74,7 +75,7 @@ class RunningBatches:
         return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
 
     def _length(self, sequence: Sequence) -> int:
-        """Positions that must be free for a sequence to be admitted."""
+        """Return the KV positions that must be free to admit a sequence."""
         rest = sequence.request.params.max_tokens - sequence.produced
         return len(sequence.tokens) + min(rest, HEADROOM) + self._drafts
 
@@ -86,7 +87,7 @@ class RunningBatches:
         self._requeue(youngest)
 
     def relieve(self) -> bool:
-        """Preempt the youngest sequence; False if no more than one runs."""
+        """Preempt the youngest sequence; return False if at most one runs."""
         if several := self.running > 1:
             self.preempt(self.members())
         return several
@@ -95,17 +96,17 @@ class RunningBatches:
 
     @property
     def _drafts(self) -> int:
-        """Most drafts of a sequence in one step."""
+        """Maximum drafts per sequence and step."""
         return self.limits.speculation.drafts if self.limits.speculation else 0
 
     @property
     def kv_positions(self) -> int:
-        """KV positions that batches hold, or are about to."""
+        """KV positions in use by batches, or about to be."""
         return sum(micro_batch.occupied(self._drafts) for micro_batch in self.micro_batches)
 
     @property
     def _needed(self) -> int:
-        """KV positions that batches cannot do without."""
+        """KV positions needed by the batches' next steps."""
         return sum(micro_batch.positions(drafts=self._drafts) for micro_batch in self.micro_batches)
 
     def make_room(self) -> None:
@@ -115,16 +116,17 @@ class RunningBatches:
             pass
 
     def limit_prefixes(self) -> None:
-        """Evict prefixes beyond the room that batches leave them."""
+        """Evict prefixes beyond the KV positions left by batches."""
         free = self.limits.kv_tokens - self._needed
         room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
         self.prefixes.limit(0 if self.pressed else room)
 
     def shapes(self, micro_batch: MicroBatch, prefill: Items[PrefillOp]) -> list[KVShape]:
-        """Set the capacity of each micro-batch's KV buffer from `micro_batch`'s next plan on, which computes these chunks.
+        """Set and return the capacity of each micro-batch's KV buffer for `micro_batch`'s next plan, with these prompt
+        chunks.
 
-        Buffers grow beyond what they need only where room is left for all members, the prefixes and one more prompt.
-        Spare capacity is given back, in any micro-batch, when the limit would not hold otherwise.
+        Buffers get spare capacity only within the room left by all sequences, the prefixes and one more prompt. It is taken
+        back, in any micro-batch, if the limit would be exceeded.
         """
         limits, micro_batches, cached = self.limits, self.micro_batches, self.prefixes.positions
         joins = {op.request_id for op in prefill if op.last and op.samples}

@@ -1,9 +1,9 @@
-"""Fair shares of the work between groups (API keys, or client addresses). Pure: no clock, no sockets.
+"""Fair queueing between groups (API keys, or client addresses). Pure: no clock, no sockets.
 
-Each group has an account of the tokens of work done for it, divided by its weight. The waiting request of the group
-with the lowest account is next, so groups that always have something waiting get work in proportion to their weights.
-The virtual time is the account of a group that had got exactly its share all along. A group that comes (back) starts
-there: it cannot save up, nor is anybody held back for having used a machine that nobody else wanted.
+Each group has an account: tokens of work done for it, divided by its weight. The group with the lowest account is served
+next. So groups with waiting requests get work in proportion to their weights. The virtual time is the account of a group that
+always got exactly its share. A new or returning group starts there. It cannot save up, nor is it penalised for using an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tandem.scheduler.sequence import Sequence
 @dataclass
 class _Group:
     account: float
-    """Tokens of work done for it, over its weight."""
+    """Tokens of work done for the group, divided by its weight."""
     weight: float
     live: int = 0
-    """Live requests of the group."""
+    """Number of live requests of the group."""
 
 
 class FairQueue:
-    """The accounts of all groups that have live requests, or have lately had more than their share."""
+    """Accounts of all groups with live requests, or with more than their share recently."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
         self._time = 0.0
         self._weights = 0.0
-        """Sum over the groups that have live requests."""
+        """Sum of the weights of groups with live requests."""
 
     def enter(self, request: EngineRequest) -> None:
-        """Count a new request. Its weight is that of its group from now on."""
+        """Count a new request. Its weight becomes the weight of its group."""
         self._forget_settled()
         group = self._groups.setdefault(request.group, _Group(self._time, request.weight))
         group.weight = request.weight
@@ -43,7 +43,7 @@ class FairQueue:
         self._weigh()
 
     def leave(self, request: EngineRequest) -> None:
-        """Subtract an ended request."""
+        """Uncount an ended request."""
         group = self._groups[request.group]
         group.live -= 1
         if not any(one.live for one in self._groups.values()):
@@ -56,20 +56,20 @@ class FairQueue:
         self._weights = math.fsum(one.weight for one in self._groups.values() if one.live)
 
     def charge(self, request: EngineRequest, tokens: int) -> None:
-        """Charge a live request with planned work."""
+        """Charge the group of a live request with planned tokens."""
         group = self._groups[request.group]
         group.account += tokens / group.weight
         self._time += tokens / self._weights
 
     def first(self, waiting: Iterable[Sequence]) -> Sequence:
-        """Which of the waiting sequences, at least one, is next: within a group the order stays as it is."""
+        """Return the next of the `waiting` sequences (at least one). The order within a group is kept."""
         heads: dict[str, Sequence] = {}
         for sequence in waiting:
             heads.setdefault(sequence.request.group, sequence)
         return min(heads.values(), key=lambda one: self._groups[one.request.group].account)
 
     def account(self, group: str) -> float:
-        """The account of a group that has live requests."""
+        """Return the account of a group with live requests."""
         return self._groups[group].account
 
     def _forget_settled(self) -> None:

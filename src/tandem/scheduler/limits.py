@@ -1,4 +1,4 @@
-"""How much the scheduler may let run and wait, and which requests the queue takes. Pure."""
+"""Limits of the scheduler, and admission of requests to its queue. Pure."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
 
 RESERVE = 0.25
-"""Share by which a full queue's limits are exceeded for groups below their own share."""
+"""Fraction by which groups below their fair share may exceed the limits of a full queue."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits that the scheduler keeps to."""
+    """Limits of the scheduler, computed from settings and the ranks' memory."""
 
     micro_batches: int
     max_batch_size: int
-    """Most sequences in all micro-batches together."""
+    """Maximum sequences in all micro-batches together."""
     prefill_chunk: int
-    """Most prompt tokens in one step."""
+    """Maximum prompt tokens in one step."""
     prefill_time_s: float | None = None
-    """Most seconds that these may add to a step in which others decode; None: by what steps of decoding take; 0: any.
-    """
+    """Maximum seconds that prompt tokens may add to a step with decoding. None: a multiple of the decode time; 0: no limit."""
     kv_tokens: int
-    """Most KV positions in all micro-batches together."""
+    """Maximum KV positions in all micro-batches together, cached prefixes included."""
     max_context: int
     max_queued_requests: int
     max_queue_tokens: int
     eos_token_ids: frozenset[int]
     vocab_size: int
     depth: int = 2
-    """Plans of one micro-batch that may be under way."""
+    """Maximum plans of one micro-batch without a result."""
     prefix_tokens: int = 0
-    """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
+    """KV positions, part of `kv_tokens`, for cached prefixes; 0 for no prefix cache."""
     prefix_trimmable: bool = True
-    """The model's caches can be cut to any length (no sliding windows)."""
+    """True if the model's caches can be trimmed to any length (no sliding windows)."""
     prefix_extra: int = 0
-    """KV positions that a cached prefix costs beside those that it holds: what states of recurrent layers take."""
+    """Extra cost of a cached prefix in KV positions: states of recurrent layers."""
     speculation: SpeculationLimits | None = None
-    """How to draft tokens; None for no speculative decoding."""
+    """Limits of speculative decoding; None without it."""
     digests: bool = False
-    """Plans ask every rank for digests of what it computes."""
+    """True if plans request digests from every rank."""
 
     @property
     def rows(self) -> int:
-        """Most rows of one micro-batch."""
+        """Maximum rows of one micro-batch."""
         return most_rows(self.max_batch_size, self.micro_batches)
 
 
 def check_admission(
     request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence], queued: int
 ) -> None:
-    """May a request wait for its turn? `live` are the ids in use, `waiting` is the queue, of `queued` tokens in all.
+    """Check if a request may be queued. `live`: ids in use; `waiting`: the queue; `queued`: its tokens.
 
-    Raises RequestError if it can never run, OverloadedError if the queue is full. One group cannot fill it for the
-    others: those that have less than their share of its places find some in reserve.
+    Raises RequestError if the request can never run, OverloadedError if the queue is full. A full queue has a reserve for
+    groups below their fair share.
     """
     _check_fits(request, limits, live)
     mine = sum(sequence.request.group == request.group for sequence in waiting)
@@ -74,7 +73,7 @@ def check_admission(
 
 
 def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -> None:
-    """Raises RequestError if the request can never run, or has the id of one that is `live`."""
+    """Raise RequestError if the request can never run, or its id is in `live`."""
     params = request.params
     if request.request_id in live:
         raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")

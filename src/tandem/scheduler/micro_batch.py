@@ -1,4 +1,4 @@
-"""One of the independent batches that keep the stages of a pipeline busy at the same time."""
+"""Micro-batch: one of the independent batches that keep all pipeline stages busy."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
 PATIENCE = 4
-"""Steps in a row that serve the shortest prompts first, before the oldest one gets its turn."""
+"""Consecutive steps that compute the shortest prompts first, before an overdue one is computed."""
 SLACK = 3
-"""Rows for each of which a micro-batch may have one more than the emptiest. With more than that it takes none: stages take
-turns, and wait where micro-batches differ much."""
+"""Allowed imbalance: one extra row over the emptiest micro-batch per this many running sequences. Beyond it a micro-batch
+takes no sequence, as stages would idle."""
 ALIKE = 256
-"""Positions by which two costs may differ and still count as equal."""
+"""KV positions by which two costs may differ and still count as equal."""
 
 
 @dataclass(eq=False)
 class MicroBatch:
-    """Members in the order in which the ranks got them, and what the next plan must take away."""
+    """Members in the order of insertion on the ranks, and pending removals."""
 
     index: int
     step: int = 1
-    """Least number of positions by which its rows grow."""
+    """Positions by which its rows grow at least."""
     shape: KVShape = KVShape()
-    """Capacity of its KV buffer after the plans sent so far."""
+    """Capacity of its KV buffer once all plans sent so far are done."""
     members: dict[str, Sequence] = field(default_factory=dict)
     removes: list[str] = field(default_factory=list)
     outstanding: int = 0
-    """Plans sent whose results are not back."""
+    """Number of plans sent without a result."""
     _ahead: set[int] = field(default_factory=set)
     """Ids of outstanding plans that were sent before the previous result came back."""
     _shortest_first: int = 0
-    """Steps since a prompt went first because others had gone before it."""
+    """Consecutive steps with the shortest prompts first."""
     last_step: int = -1
     names_tokens: bool = False
-    """The ranks do not hold the last tokens of its sequences: the next plan names them, so it waits for results."""
+    """True if the ranks lack the last tokens of its sequences. The next plan contains them, so it waits for results."""
     result_at: float | None = None
-    """When the last result came, if the micro-batch went on decoding at once."""
+    """Time of the last result, if the micro-batch was still decoding; else None."""
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a member from the batch; the next plan informs the ranks."""
@@ -49,7 +49,7 @@ class MicroBatch:
         sequence.leave()
 
     def sent(self, plan: StepPlan) -> None:
-        """A plan for it goes out."""
+        """Record that `plan` is sent."""
         if self.outstanding:
             self._ahead.add(plan.step_id)
         self.names_tokens = not plan.hands_out
@@ -57,47 +57,49 @@ class MicroBatch:
         self.last_step = plan.step_id
 
     def returned(self, plan: StepPlan) -> bool:
-        """Record the result of `plan`. True if it was sent before the previous plan's result came back."""
+        """Record the result of `plan`. Return True if it was sent before the previous plan's result."""
         self.outstanding -= 1
         ahead = plan.step_id in self._ahead
         self._ahead.discard(plan.step_id)
         return ahead
 
     def took(self, now: float | None) -> float | None:
-        """Seconds that the step took whose result came `now`, if the micro-batch went from the one before straight on to it."""
+        """Return the seconds since the previous result, for a result at `now`. None if the micro-batch did not decode in
+        between."""
         since, self.result_at = self.result_at, now if self.decoding() else None
         return None if now is None or since is None else now - since
 
     def decoding(self) -> list[Sequence]:
-        """Members whose prompt is done, in joining order."""
+        """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.decoding]
 
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
-        """KV positions that the micro-batch needs after its next step, with up to `drafts` drafts a row and with rows of
-        `extra` lengths added."""
+        """Return the KV positions needed after the next step, with up to `drafts` drafts per row and rows of `extra` lengths
+        added."""
         return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra], self.step)
 
     def occupied(self, drafts: int) -> int:
-        """KV positions that the micro-batch takes until its prompts have joined: what it needs, or its buffer beside them."""
+        """Return the KV positions taken until its prompts have joined: the need, or its buffer plus prompts if more."""
         prompts = sum(s.target for s in self.members.values() if not s.decoding)
         return max(self.positions(drafts=drafts), self.shape.size + prompts)
 
     def rows(self, joins: Container[str], more: int) -> list[int]:
-        """Lengths of the rows of its KV buffer, each `more` than is computed; those of `joins` are about to join."""
+        """Return the row lengths of its KV buffer, each `more` positions longer than computed. Members in `joins` count as
+        rows."""
         return [
             max(s.computed + more, s.target) for s in self.members.values() if s.samples and (s.decoding or s.request_id in joins)
         ]
 
     def prompt_positions(self, joins: Container[str], prefill: Iterable[PrefillOp]) -> int:
-        """KV positions of members that are in no row, nor about to join, once these chunks are computed."""
+        """Return the KV positions of members that are in no row nor in `joins`, after these chunks."""
         prompts = {
             s.request_id: s.computed for s in self.members.values() if not (s.samples and (s.decoding or s.request_id in joins))
         }
         return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
-        """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
-        but nobody is passed over for long. The last chunk of one whose grammar is being compiled waits."""
+        """Return prompt chunks of up to `budget` tokens in all, the shortest remaining prompt first, overdue ones before.
+        Embedding prompts only if `embeds`. A prompt's last chunk waits for its grammar."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
         overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
@@ -130,10 +132,10 @@ class MicroBatch:
 def choose_micro_batch(
     micro_batches: Items[MicroBatch], length: int, *, asking: MicroBatch, rows: int, drafts: int = 0
 ) -> MicroBatch:
-    """The micro-batch in which a sequence of `length` positions costs least, of those that have nearly the fewest rows:
-    a batch costs rows x longest, so lengths that are alike belong together.
+    """Return the micro-batch where a sequence of `length` positions adds the least cost, among those with nearly the fewest
+    rows. A batch costs rows x longest row, so similar lengths belong together.
 
-    `asking` is taken where several are as good, since its plan is being made. `rows`: most rows of a micro-batch.
+    `asking`, whose plan is being made, wins ties. `rows`: maximum rows of a micro-batch.
     """
     free = [micro_batch for micro_batch in micro_batches if len(micro_batch.members) < rows]
     if not free:

@@ -1,8 +1,8 @@
-"""Migration of sequences to another replica: their KV is written to disk before they leave.
+"""Migration of sequences to another replica: their KV is written to disk first.
 
-Some leave as soon as that can be; others when their prompt is computed, and of these each disk block is written as soon as
-it is there. All go on here until their disk blocks are written. What is beyond the last whole disk block, and what could not be
-written, is computed again where they go.
+Draining sequences migrate as soon as possible. Requests with `leaves` migrate when their prompt is computed, and their disk
+blocks are written as they complete. All keep running here until their blocks are written. KV beyond the last whole block, or
+not written, is recomputed on the other replica.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from tandem.scheduler.micro_batch import MicroBatch
 from tandem.scheduler.sequence import Sequence
 
 AT_ONCE = 1024 // DISK_BLOCK_SIZE
-"""Most blocks queued for writing at once: each takes memory until it is written."""
+"""Maximum disk blocks queued for writing, since each takes memory until written."""
 
 
 @dataclass
 class _Migration:
-    """A sequence that migrates."""
+    """Sequence that is going to migrate."""
 
     sequence: Sequence
     after: int = 0
-    """Tokens beyond which it migrates, if disks take its KV; 0: as soon as possible."""
+    """Number of tokens after which it migrates; 0: as soon as possible."""
     names: list[bytes] | None = None
-    """Names of its whole disk blocks; None before they are known. Disks may lose them again."""
+    """Names of its whole disk blocks; None until known. Disks may lose blocks again."""
     first: int = 0
-    """Number of the first disk block that may be missing: those before it were on all disks."""
+    """Number of the first disk block that may be missing; earlier ones were on all disks."""
     ordered: set[bytes] = field(default_factory=set)
-    """Disk blocks that ranks were told to write, and have not yet written."""
+    """Names of disk blocks whose write was ordered and is unfinished."""
 
     @property
     def due(self) -> bool:
-        """True if it waits for nothing but the writing of its disk blocks."""
+        """True if only writes of its disk blocks are pending."""
         return self.names is not None and len(self.sequence.tokens) > self.after
 
 
 class Migrations:
-    """Used by the scheduler alone."""
+    """Migrating sequences and their disk writes. Used only by the scheduler."""
 
     def __init__(self, disk: DiskTier, finish: Callable[[Sequence], None]) -> None:
-        """`finish` ends a sequence here."""
+        """Store the collaborators. `finish` ends a sequence on this replica."""
         self._disk, self._finish = disk, finish
         self._leaving: dict[str, _Migration] = {}
 
     def enter(self, sequence: Sequence) -> None:
-        """Have a new sequence migrate after its next token, if its request says so and it can."""
+        """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
             names = disk_block_names(block_hashes(sequence.tokens))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
-        """Have a sequence migrate, unless it has to finish here: what may not be written, needs states of all
-        positions, is on trial, or ends with its prompt."""
+        """Schedule the migration of a sequence, if it can migrate. It must finish here if its KV may not be written, it needs
+        states of all positions, is a suspect, or ends with its prompt."""
         before = self._leaving.get(sequence.request_id)
         if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
             self._leaving[sequence.request_id] = _Migration(sequence)
@@ -68,19 +68,19 @@ class Migrations:
         return self._disk.on and not stays
 
     def __contains__(self, sequence: Sequence) -> bool:
-        """True for a sequence that migrates once its prompt is computed, and whose disk blocks are written meanwhile."""
+        """Return True for a sequence that migrates after its prompt, with disk blocks written meanwhile."""
         migration = self._leaving.get(sequence.request_id)
         return migration is not None and migration.after > 0
 
     @property
     def progress(self) -> object:
-        """A value that changes as long as disks write; None when no migration waits for them."""
+        """Value that changes while disks write; None if no migration waits for them."""
         return [
             (one.sequence.request_id, len(self._missing(one)), len(one.ordered)) for one in self._leaving.values() if one.due
         ] or None
 
     def lose_patience(self) -> None:
-        """Stop waiting for disks: draining sequences migrate with what is written, others stay."""
+        """Stop waiting for disks: draining sequences migrate with the blocks written, other sequences stay."""
         for request_id, migration in list(self._leaving.items()):
             if not migration.after:
                 migration.names = []
@@ -88,13 +88,13 @@ class Migrations:
                 del self._leaving[request_id]
 
     def forget(self) -> None:
-        """Forget what ranks that are gone were writing; sequences migrate later all the same."""
+        """Forget the ordered writes of lost ranks; sequences migrate later."""
         for migration in self._leaving.values():
             migration.ordered.clear()
             migration.first = 0
 
     def write(self, micro_batch: MicroBatch) -> list[StoreOp]:
-        """Return what ranks write at the end of the micro-batch's next plan, for the first to migrate first."""
+        """Return the disk blocks to write with the micro-batch's next plan, for the earliest migrations first."""
         orders, room = [], AT_ONCE
         for migration in self._leaving.values():
             migration.ordered = {name for name in migration.ordered if not self._disk.holds(name)}
@@ -117,7 +117,7 @@ class Migrations:
         return orders
 
     def depart(self) -> list[HandedOver]:
-        """Migrate the sequences that can; returns what their clients are told."""
+        """End the sequences that can migrate now; return the messages for their apis."""
         gone = []
         for request_id, migration in list(self._leaving.items()):
             sequence = migration.sequence
@@ -131,7 +131,7 @@ class Migrations:
 
     def _may_go(self, migration: _Migration) -> bool:
         if migration.sequence.complete:
-            return False  # its last token is under way
+            return False  # its last token is being computed
         if not migration.after and migration.sequence.micro_batch is None:
             return True
         return migration.due and not self._missing(migration)

@@ -1,7 +1,7 @@
-"""How many tokens of prompts a step may have while others decode: chunks by time, not by tokens alone. Pure.
+"""Prefill chunk size of steps in which other sequences decode: limited by time, not by tokens alone. Pure.
 
-What steps take is given to us as data. A chunk is the largest one halved as often as it takes to keep to the time, so
-that ranks see few shapes; plans carry it, and so it is the same on all ranks.
+Measured step times are passed in. A chunk is the largest size halved as often as the time limit needs, so ranks see few
+shapes. Plans contain it, so it is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from tandem.protocol.step import StepPlan
 from tandem.scheduler.sequence import Sequence
 
 STEPS = 10.0
-"""Steps of decoding that a chunk may take where no time was set."""
+"""Default time limit of a chunk, in decode steps."""
 LEAST = 32
-"""Tokens below which a chunk is not halved: a pass reads all weights however few it has."""
+"""Minimum chunk size in tokens: a pass reads all weights however few tokens it has."""
 SLACK = 1.25
-"""How many times the time it may take before it is halved; it is doubled where that keeps to the time itself."""
+"""Excess over the time limit before a chunk is halved. It is doubled when the doubled chunk keeps the limit."""
 MOST_AHEAD = 20.0
-"""Steps of decoding for which embeddings pause at most, however long one of their steps took."""
+"""Maximum pause of embedding prompts, in decode steps."""
 LEARN = 0.2
-"""Weight of the latest step in what steps cost."""
+"""Weight of the latest step in the moving averages."""
 ODD = 4.0
-"""How many times more than usual a step can seem to have cost: beyond that it was held up by something else."""
+"""Cap of an outlier, as a multiple of the average: more is due to other causes."""
 
 
 class PromptPace:
-    """Follows what decoding and prompts cost lately."""
+    """Recent costs of decode steps and prompt tokens, and the chunk size that follows from them."""
 
     def __init__(self, limit_s: float | None = None) -> None:
-        """`limit_s`: seconds that a chunk may take; None: `STEPS` times a step of decoding; 0: without end."""
+        """Set the time limit of a chunk in seconds. None: `STEPS` decode steps; 0: no limit."""
         self._limit_s = limit_s
         self._halvings = 0
         self._decode_s: float | None = None
         self._token_s: float | None = None
         self._alone: tuple[int, float] | None = None
-        """Tokens and seconds of the largest prompt that was computed while nobody decoded."""
+        """(Tokens, seconds) of the largest prompt chunk computed without decoding."""
         self._prompted: dict[int, float] = {}
-        """When the last result of a step with prompts came, by micro-batch."""
+        """Time of the last result of a step with prompts, by micro-batch."""
         self._embedded_at = -math.inf
-        """When the last result of a step with texts to embed came."""
+        """Time of the last result of a step with embedding prompts."""
         self._ahead_s = 0.0
-        """Time that embeddings have had beside streams, less that of decoding since."""
+        """Seconds of embedding beside decoding streams, minus seconds of decoding since."""
 
     def chunk(self, most: int, beside: Iterable[Sequence]) -> int:
-        """Tokens of prompts in the next step, `beside` these sequences; `most` as long as nothing is known or none of
-        them decodes."""
+        """Return the prompt tokens allowed in the next step, given the running sequences `beside`. `most` if costs are
+        unknown or none of them decodes."""
         limit_s, token_s = self.limit_s, self.token_s
         if limit_s is None or token_s is None or not _streams(beside):
             return most
@@ -57,13 +57,13 @@ class PromptPace:
         return self._halved(most)
 
     def embeds(self, beside: Iterable[Sequence]) -> bool:
-        """Whether the next step may have texts to embed: beside streams they get no more time than decoding does, so
-        that streams run at half of their speed at least."""
+        """Return True if the next step may contain embedding prompts. Beside decoding streams they get at most half of the
+        time."""
         return self._ahead_s <= 0.0 or not _streams(beside)
 
     @property
     def token_s(self) -> float | None:
-        """Seconds that a token of a prompt adds to a step; None while that is not known."""
+        """Seconds that a prompt token adds to a step; None while unknown."""
         if self._token_s is not None or self._alone is None:
             return self._token_s
         tokens, seconds = self._alone
@@ -71,7 +71,7 @@ class PromptPace:
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that a chunk may take; None where there is no limit, or it is not known yet."""
+        """Time limit of a chunk in seconds; None without a limit, or while unknown."""
         if self._limit_s is None:
             return None if self._decode_s is None else STEPS * self._decode_s
         return self._limit_s or None
@@ -79,8 +79,11 @@ class PromptPace:
     def took(
         self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float, under_way: Collection[StepPlan]
     ) -> None:
-        """The plan's result came `now`, `seconds` after the one before it in its micro-batch, None where that says nothing;
-        ranks were busy with it for `busy_s`. `under_way`: other plans."""
+        """Record a plan's result.
+
+        `now`: time of the result in seconds. `seconds`: time since the micro-batch's previous result; None if it had none
+        directly before. `busy_s`: compute seconds of the sampling rank. `under_way`: other plans in progress.
+        """
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
         if plan.decode and now is not None and seconds is not None:
@@ -102,15 +105,16 @@ class PromptPace:
             self._embedded_at = now
 
     def _charge(self, seconds: float, embedded: bool) -> None:
-        """Charge a decode step of `seconds` to the pace, with or without texts embedded beside it."""
+        """Update the balance between embedding and decoding after a decode step of `seconds`. `embedded`: embeddings ran
+        beside it."""
         if self._decode_s is None:
-            self._ahead_s = seconds if embedded else 0.0  # by turns
+            self._ahead_s = seconds if embedded else 0.0  # alternate while the cost of decoding is unknown
         else:
             ahead_s = self._ahead_s + (seconds - self._decode_s if embedded else -self._decode_s)
             self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
 
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
-        """True when prompts of other micro-batches were computed meanwhile."""
+        """Return True if prompts of other micro-batches were computed meanwhile."""
         return any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch) or any(
             one.prefill and one.micro_batch != plan.micro_batch for one in under_way
         )

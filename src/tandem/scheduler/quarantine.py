@@ -1,4 +1,4 @@
-"""Requests under which ranks died: each runs alone, until it is cleared or refused (protocol/quarantine.py). Pure."""
+"""Quarantine of requests during which ranks died: each runs alone until cleared or refused (protocol/quarantine.py). Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Decides when a suspect may run, and tells its api. Each sequence has its own `QuarantineRecord`."""
+    """Rules for when suspects may run, and notices for their apis. Each sequence has a `QuarantineRecord`."""
 
     def __init__(self) -> None:
         self._resting: tuple[Sequence, float] | None = None
-        """The suspect for which nothing runs, and until when."""
+        """Suspect for which the ranks idle, and the end of the idle time in seconds."""
 
     def accuse(self, sequences: Mapping[str, Sequence], under_way: Iterable[StepPlan]) -> None:
-        """Note the death of ranks against the sequences that they were working on."""
+        """Record a death of the ranks for all sequences that were in process."""
         names = {name for plan in under_way for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
         working = [s for name, s in sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
         alone = [sequence for sequence in working if sequence.quarantine_record.suspect]
@@ -30,7 +30,7 @@ class Quarantine:
             sequence.quarantine_record.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
 
     def restart(self, sequence: Sequence) -> Refused | None:
-        """Begin again with a sequence on new ranks; returns its refusal if it is guilty of the old ones' death."""
+        """Reset a sequence for new ranks. Return its refusal if it caused the deaths, else None."""
         sequence.rested = sequence.announced = sequence.noted = False
         self._resting = None
         if not sequence.quarantine_record.guilty or sequence.finished:
@@ -45,16 +45,16 @@ class Quarantine:
 
     @staticmethod
     def may_join(sequence: Sequence, members: Iterable[Sequence]) -> bool:
-        """True if a sequence may run beside these: a suspect runs alone, after what `watch` has it wait for."""
+        """Return True if a sequence may run beside `members`. A suspect runs alone, after the steps in `watch`."""
         if sequence.quarantine_record.suspect:
             return next(iter(members), None) is None and sequence.may_be_tried and sequence.expected
         return not any(other.quarantine_record.suspect for other in members)
 
     def watch(self, suspect: Sequence | None, now: float) -> list[QuarantineNotice]:
-        """Have the ranks stand idle before a `suspect` that is next, if it died alone; returns what to tell its api.
+        """Prepare the next suspect: idle the ranks if it died alone before. Return the notices for its api.
 
-        Whether ranks die without it shows meanwhile. It runs once its api has taken note that it runs alone: a request
-        that kills the engine at once could not be told from others any more.
+        If ranks die while idle, the suspect is not the cause. A suspect runs only after its api acknowledged the notice, so a
+        crash of the engine is attributed correctly.
         """
         trials: list[QuarantineNotice] = []
         resting = None if suspect is None or suspect.may_be_tried else suspect
@@ -76,5 +76,5 @@ class Quarantine:
 
     @staticmethod
     def _trial(sequence: Sequence, *, resting: bool) -> list[QuarantineNotice]:
-        """Return the message for the sequence's api; none if it keeps no suspicion."""
+        """Return the notice for the sequence's api; empty if its request has no quarantine record."""
         return [] if sequence.request.quarantine_record is None else [QuarantineNotice(sequence.request_id, resting)]

@@ -1,8 +1,8 @@
 """Scheduler: a pure state machine without sockets, clocks or devices.
 
-Requests and step results go in, plans and outputs come out. Plans are built ahead of results: a sequence that goes on
-takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its surplus
-token dropped. The scheduler alone decides which sequences are in a batch and when they end.
+Inputs are requests and step results; outputs are plans and messages. Plans are built ahead of results. A continuing sequence
+uses the token that ranks already hold. A finished one is removed a step later, and its surplus token dropped. Only the
+scheduler decides which sequences are in a batch and when they end.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tandem.scheduler.sequence import Sequence, no_token
 from tandem.speculation.proposers import Speculation
 
 BLOCKED_PLANS = 16
-"""Plans for which a group without any running sequence waits for room before others have to make it."""
+"""Plans for which a group without a running sequence waits for room before another group's sequence is preempted."""
 
 
 class Scheduler:
-    """Queue, micro-batches and plans under way."""
+    """Queue, micro-batches and plans in progress."""
 
     def __init__(self, limits: Limits, *, first_step: int = 0) -> None:
-        """`first_step` numbers the first plan: the ranks may have executed others before."""
+        """Create an empty scheduler. `first_step`: id of the first plan, as ranks may have executed others before."""
         self.sequences: dict[str, Sequence] = {}
-        """Every request that is not over, and those over whose last tokens are still under way."""
+        """Unfinished requests, and finished ones with tokens still in flight, by request id."""
         self.waiting: deque[Sequence] = deque()
         self.batches = RunningBatches(limits, self.waiting.appendleft)
         self.disk = DiskTier()
@@ -57,11 +57,11 @@ class Scheduler:
         self.prompts = PromptPace(limits.prefill_time_s)
         self.quarantine = Quarantine()
         self.admitted_tokens = 0
-        """Tokens of all sequences that have left the queue for a batch, ever."""
+        """Total tokens of all sequences ever admitted from the queue."""
         self._under_way: dict[int, StepPlan] = {}
         self._arrivals = count()
         self.next_step = first_step
-        """Number of the next plan."""
+        """Step id of the next plan."""
 
     # --- requests ---
 
@@ -77,11 +77,11 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of the sequences that wait."""
+        """Total tokens of the waiting sequences."""
         return sum(len(sequence.tokens) for sequence in self.waiting)
 
     def abort(self, request_id: str) -> bool:
-        """End a request without further output; False if there is no such live request."""
+        """Abort a request without further output; return False if it is not live."""
         sequence = self.sequences.get(request_id)
         if sequence is None or sequence.finished:
             return False
@@ -112,12 +112,12 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Plans whose results are not back."""
+        """Number of plans without a result."""
         return len(self._under_way)
 
     @property
     def idle(self) -> bool:
-        """True when there is nothing to plan and nothing to wait for."""
+        """True if no sequence is live, no plan is in progress, and no removal or eviction is pending."""
         return not (
             self.sequences
             or self._under_way
@@ -132,14 +132,15 @@ class Scheduler:
 
     @property
     def suspect(self) -> Sequence | None:
-        """The next request, if it is to run alone: first the ranks stand idle if it `rests`, and its api takes note."""
+        """Suspect that is next in the queue while no other request runs; None otherwise. It may have to wait for idle time
+        and its api's acknowledgement."""
         if not self._queue or self.batches.running or self._under_way:
             return None
         first = self._first()
         return first if first.quarantine_record.suspect else None
 
     def next_plan(self) -> StepPlan | None:
-        """The next step, or None while there is nothing to do or enough is under way."""
+        """Return the next plan; None if there is no work or enough plans are in progress."""
         if len(self._under_way) >= len(self.batches.micro_batches) + self.limits.depth - 1:
             return None
         for micro_batch in sorted(self.batches.micro_batches, key=lambda one: (one.outstanding, one.last_step)):
@@ -149,7 +150,7 @@ class Scheduler:
         return None
 
     def _waits(self, micro_batch: MicroBatch) -> bool:
-        """True when the micro-batch's next plan names tokens, and so must wait for the results that bring them."""
+        """Return True if the micro-batch's next plan must contain tokens, and so wait for results."""
         return micro_batch.outstanding > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
 
     def _plan(self, micro_batch: MicroBatch) -> StepPlan | None:
@@ -196,8 +197,8 @@ class Scheduler:
         return plan
 
     def _speculate(self, micro_batch: MicroBatch, decode: list[Sequence]) -> SpecDecodePlan | None:
-        """Name the tokens that the micro-batch decodes from, unless each sequence decodes one token after the one that
-        ranks hold."""
+        """Return the tokens that the micro-batch decodes from, with drafts. None if each sequence decodes one token from the
+        one that ranks hold."""
         drafts, ask = (None, 0) if micro_batch.outstanding else self._tries(decode)
         if not decode or (drafts is None and not ask and not micro_batch.names_tokens):
             return None
@@ -212,8 +213,8 @@ class Scheduler:
         )
 
     def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
-        """Drafts that are worth trying after these, and how many to ask a draft model for. Rows are padded to the
-        widest, and a table of learned positions ends with the context."""
+        """Return the drafts worth trying, and the number to ask a draft model for. Limited by the context, as rows are padded
+        to the widest and learned position tables end there."""
         most = min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
         return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
@@ -240,7 +241,7 @@ class Scheduler:
         while self._queue and not (self.batches.pressed and self.batches.running):
             sequence = self._first()
             if self.batches.micro_batch_for(sequence, micro_batch) is not micro_batch:
-                break  # it waits for its own micro-batch's next plan
+                break  # it joins with the next plan of that micro-batch
             may_join = self.quarantine.may_join(sequence, self.batches.members())
             if sequence.inflight or not may_join or not self.batches.fits(micro_batch, sequence):
                 break
@@ -253,12 +254,12 @@ class Scheduler:
             inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
             self.batches.limit_prefixes()
             self.fair_queue.charge(sequence.request, sequence.target - sequence.computed)
-            keeps = self.prefixes.enabled and sequence.request.pooling is None  # texts are embedded once
+            keeps = self.prefixes.enabled and sequence.request.pooling is None  # embedding prompts are not repeated
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if keeps else 0
         return inserts, restores
 
     def _first(self) -> Sequence:
-        """Which of the waiting sequences is next."""
+        """Return the waiting sequence to admit next."""
         return next(self._suspects(), None) or self.fair_queue.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
@@ -266,21 +267,21 @@ class Scheduler:
         return (sequence for sequence in self._queue if sequence.quarantine_record.suspect)
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SavePrefixOp | None:
-        """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
+        """Save the prompt's KV, cut to whole blocks, if this chunk reaches its save point; None otherwise."""
         if op.start + op.count != sequence.save_point or self.batches.pressed:
             return None
         cached_prefix = self.prefixes.save(sequence.tokens[: op.start + op.count])
         return None if cached_prefix is None else SavePrefixOp(sequence.request_id, cached_prefix.key, cached_prefix.length)
 
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
-        """Prefixes that are to be on disk too: new ones, and some in memory already, which are warmed."""
+        """Return the keys of prefixes to write to disk: new ones, and cached ones of warm-up requests."""
         warmed = (micro_batch.members[op.request_id] for op in prefill if op.last)
         old = (self.prefixes.holding(one.tokens) for one in warmed if one.request.warms and one.request.on_disk)
         new = ((save.key, micro_batch.members[save.request_id]) for save in saves)
         return {key for key, one in new if one.request.on_disk and one not in self.migrations} | {*filter(None, old)}
 
     def _make_way(self, micro_batch: MicroBatch) -> None:
-        """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
+        """Preempt a sequence of the most served group if the next group has had no place for `BLOCKED_PLANS`."""
         if not self._queue or (sequence := self._first()).quarantine_record.suspect:
             return
         running = Counter(one.request.group for one in self.batches.members())
@@ -295,14 +296,15 @@ class Scheduler:
     # --- results ---
 
     def compiled(self, request_id: str) -> None:
-        """Let a sequence go on that waits for its grammar, if it is still there."""
+        """Record that a sequence's grammar is compiled; unknown ids are ignored."""
         if (sequence := self.sequences.get(request_id)) is not None:
             sequence.awaits_grammar = False
 
     def update(self, result: StepResult, now: float | None = None, busy_s: float = 0.0) -> list[EngineMessage]:
-        """Take the tokens and vectors of one step, which took a rank `busy_s`; returns what the clients get to see.
+        """Process the result of one step, for which the sampling rank computed `busy_s` seconds; return the messages for
+        clients.
 
-        `now`, seconds of a monotonic clock, tells what steps cost. Without it speculative decoding never begins.
+        `now`: seconds of a monotonic clock, to measure step costs. None: not measured, so speculative decoding never starts.
         """
         plan = self._under_way.pop(result.step_id)
         micro_batch = self.batches.micro_batches[plan.micro_batch]
@@ -334,7 +336,7 @@ class Scheduler:
         return outputs
 
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
-        """Tokens that were produced, until one of them ends the sequence."""
+        """Append new tokens until one of them ends the sequence; return the output or refusal."""
         if tokens[0] < 0:
             return self.fail(sequence, tokens[0])
         first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
@@ -353,7 +355,7 @@ class Scheduler:
         if reason:
             self._finish(sequence)
         elif sequence.yields and sequence.micro_batch is not None and any(self._suspects()):
-            self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next one's turn, alone too
+            self.batches.micro_batches[sequence.micro_batch].drop(sequence)  # the next suspect's turn to run alone
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(
@@ -369,7 +371,7 @@ class Scheduler:
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
-        """Record positions that the ranks have surely computed."""
+        """Record the positions that ranks have certainly computed."""
         sequence.reached = positions
         sequence.yields |= sequence.quarantine_record.passed(positions)
 
@@ -394,8 +396,8 @@ class Scheduler:
         )
 
     def fail(self, sequence: Sequence, why: int) -> Refused:
-        """End a sequence that got `why` in place of a token. A prefix that gave no numbers must serve nobody else: what
-        a device's passing fault left in it would fail every request that shares it."""
+        """Fail a sequence with error code `why` in place of a token. Prefixes that gave non-finite logits are discarded,
+        since a transient device fault may have damaged them for every request."""
         if why == NOT_FINITE:
             hashes = block_hashes(sequence.tokens)
             self.prefixes.discard(hashes)
@@ -416,11 +418,11 @@ class Scheduler:
     # --- starting again ---
 
     def restart(self, *, died: bool = True, blame: bool = True) -> list[EngineMessage]:
-        """Queue all sequences again after their ranks are gone, with the tokens they have, in the order of arrival.
+        """Queue all sequences again with their tokens, in order of arrival, as their ranks have ended.
 
-        Unless they `died` they ended on purpose; without `blame` no request is at fault. A death while nothing ran
-        clears all suspects: something else kills ranks. Suspects are next, and run alone (protocol/quarantine.py).
-        Returns refusals for requests that are not tried again.
+        `died`: False if ranks ended on purpose; `blame`: False if no request can be at fault. A death while idle clears all
+        suspects, as another cause kills ranks. Suspects are next, and run alone (protocol/quarantine.py). Returns refusals
+        for requests that are not retried.
         """
         if died and not (self._under_way or self.compiling):
             for sequence in self.sequences.values():
@@ -448,8 +450,8 @@ class Scheduler:
         return refused
 
     def resize(self, limits: Limits, why: str) -> list[EngineMessage]:
-        """Take other limits, only right after `restart`. Returns refusals for requests that no longer fit, beginning
-        with `why`."""
+        """Change the limits; call only right after `restart`. Return refusals, starting with `why`, for requests that no
+        longer fit."""
         assert not self._under_way
         self.batches.resize(limits)
         refused: list[EngineMessage] = []

@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler."""
+"""Sequence: the scheduler's state of one request."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from tandem.speculation.proposers import Proposer
 
 @dataclass(eq=False)
 class Sequence:
-    """Everything the engine knows of a request: enough to start it again from nothing on a new rank group."""
+    """State of a request, sufficient to replay it on a new rank group."""
 
     request: EngineRequest
     seed: int
     number: int = 0
-    """Counts arrivals: the youngest sequence has the highest."""
+    """Arrival number: the youngest sequence has the highest."""
     tokens: list[int] = field(default_factory=list)
-    """Prompt, then the tokens produced so far."""
+    """Prompt tokens, then output tokens."""
     micro_batch: int | None = None
-    """Micro-batch in which it runs; None while it waits."""
+    """Index of its micro-batch; None while it waits."""
     computed: int = 0
-    """Positions whose KV the ranks hold once all plans sent so far are done."""
+    """KV positions on the ranks once all plans sent so far are done."""
     target: int = 0
-    """Positions to compute before it decodes: `len(tokens)` when it was (re)inserted."""
+    """Positions to compute before decoding: `len(tokens)` at its last insertion."""
     inflight: int = 0
-    """Tokens that plans sent so far will bring."""
+    """Tokens expected from plans without results."""
     finished: bool = False
     skipped: int = 0
-    """Steps in a row in which others' prompts went first."""
+    """Consecutive steps in which other prompts were computed first."""
     blocked: int = 0
-    """Plans in which it was next, but others' sequences left it no room."""
+    """Plans in which it was next but had no room."""
     save_point: int = 0
-    """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
+    """Position where a prompt chunk must end, to be saved in the prefix cache; 0 for none."""
     cached: int = 0
-    """Positions that came from the prefix cache when it was last inserted."""
+    """KV positions restored from the prefix cache at its last insertion."""
     fetched: int = 0
-    """Positions beyond what was in memory that were read from disk for it."""
+    """KV positions read from disk for it, beyond those cached in memory."""
     awaits_kv: bool = False
-    """True while its prefix is being read from disk; it joins no batch before."""
+    """True while its prefix is read from disk; it cannot join a batch before."""
     awaits_grammar: bool = False
-    """True while the grammar is compiled, for which the last chunk of the prompt waits."""
+    """True while its grammar is compiled; the last prompt chunk waits for that."""
     disk_checked: bool = False
-    """Ranks have looked on their disks for what another engine wrote of it, or do."""
+    """True once ranks were asked to look for its KV, written by another engine, on their disks."""
     deaths: int = 0
-    """rank groups that died while they worked on it."""
+    """Number of rank groups that died while processing it."""
     quarantine_record: QuarantineRecord = field(default_factory=QuarantineRecord)
-    """Evidence that it kills ranks."""
+    """Record of deaths, which may mark it as a suspect."""
     reached: int = 0
-    """Positions that the ranks have surely computed since it was last inserted."""
+    """Positions certainly computed since its last insertion."""
     rested: bool = False
-    """The ranks have stood idle before it, and survived."""
+    """True once the ranks have idled for it and survived."""
     announced: bool = False
-    """Set once its api was told that it will run alone."""
+    """True once its api was sent the notice that it will run alone."""
     noted: bool = False
-    """Set once its api has acknowledged that."""
+    """True once its api has acknowledged the notice."""
     yields: bool = False
-    """Cleared of suspicion; yields its exclusive turn."""
+    """True if cleared of suspicion, so that it makes way for the next suspect."""
     proposer: Proposer | None = None
-    """Source of its drafts; None if it gets none."""
+    """Source of its draft tokens; None without drafts."""
     told: int = 0
-    """Tokens that a draft model knows, from its insertion and from plans that name tokens."""
+    """Number of tokens that the draft model has received."""
     _prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    """Log probabilities of the prompt's tokens that have come."""
+    """Log probabilities of prompt tokens received so far."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
@@ -78,36 +78,36 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
+        """Id of the request."""
         return self.request.request_id
 
     @property
     def whole(self) -> bool:
-        """True if it needs the hidden states of all positions, of which the prefix cache keeps KV alone."""
+        """True if it needs hidden states of all prompt positions, so it cannot use the prefix cache."""
         return self.request.pooling == "mean" or self.scores
 
     @property
     def may_be_tried(self) -> bool:
-        """True for a suspect that may run alone once it is next."""
+        """True for a suspect that may run alone once next."""
         return self.quarantine_record.suspect and (self.rested or not self.quarantine_record.rests)
 
     @property
     def expected(self) -> bool:
-        """True unless the request carries a suspicion whose notice its api has not acknowledged."""
+        """True unless its api has yet to acknowledge the notice."""
         return self.noted or self.request.quarantine_record is None
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def produced(self) -> int:
-        """Tokens produced so far."""
+        """Number of output tokens."""
         return len(self.tokens) - self.prompt_len
 
     def end_reason(self, eos_token_ids: Container[int]) -> str | None:
-        """Finish reason of the last token; None while the sequence continues."""
+        """Return the finish reason after the last token; None while the sequence continues."""
         token, params = self.tokens[-1], self.request.params
         stops = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
         if stops and self.produced > params.min_tokens:
@@ -116,21 +116,21 @@ class Sequence:
 
     @property
     def samples(self) -> bool:
-        """False for one that ends with its prompt."""
+        """False if it ends with its prompt, without output tokens."""
         return self.request.params.max_tokens > 0
 
     @property
     def decoding(self) -> bool:
-        """True once all of the prompt is computed, or planned to be."""
+        """True once its whole prompt is computed or planned."""
         return self.computed >= self.target
 
     @property
     def complete(self) -> bool:
-        """True when the tokens in flight bring it to its limit, so that it needs no further step."""
+        """True if the tokens in flight reach `max_tokens`, so no further step is needed."""
         return self.produced + self.inflight >= self.request.params.max_tokens
 
     def enter(self, micro_batch: int, cached: int = 0) -> InsertOp:
-        """Start (again) in `micro_batch`, with the first `cached` positions from the prefix cache."""
+        """Join `micro_batch` with the first `cached` positions restored from the prefix cache."""
         self.reached, self.yields = cached, False
         self.micro_batch, self.computed, self.target, self.skipped = micro_batch, cached, len(self.tokens), 0
         self.cached = cached
@@ -140,66 +140,66 @@ class Sequence:
 
     @property
     def scores(self) -> bool:
-        """True if log probabilities of its prompt, which come with the first token, are wanted."""
+        """True if log probabilities of its prompt are requested and not yet sent."""
         return self.request.params.prompt_logprobs is not None and not self.produced
 
     def lacks_logprobs(self, stop: int) -> bool:
-        """True if positions before `stop` bring log probabilities that have not come: a prompt may be computed
-        again."""
+        """Return True if log probabilities of positions before `stop` are still missing. Replays compute positions again."""
         return self.scores and stop > sum(map(len, self._prompt_logprobs))
 
     def score(self, start: int, found: PromptLogprobs) -> None:
-        """Log probabilities of the tokens after the positions from `start` on have come, some maybe once more."""
+        """Store log probabilities of the prompt from position `start` on; skip those received before."""
         fresh = found.after(sum(map(len, self._prompt_logprobs)) - start)
         if len(fresh):
             self._prompt_logprobs.append(fresh)
 
     @property
     def from_disk(self) -> int:
-        """Positions of `cached` that were read from disk for it."""
+        """Positions of `cached` that were read from disk."""
         return min(self.fetched, self.cached)
 
     def take_logprobs(self) -> PromptLogprobs | None:
-        """Return the log probabilities of the whole prompt once it is computed; None if not wanted."""
+        """Return the log probabilities of the whole prompt and forget them; None if not requested. Call once the prompt is
+        computed."""
         if not self.scores:
             return None
         found, self._prompt_logprobs = joined(self._prompt_logprobs), []
         return found
 
     def drafts(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next, if all of its tokens are known; never beyond its limit."""
+        """Return up to `most` draft tokens, within `max_tokens`; empty unless its proposer has all tokens."""
         if self.proposer is None:
             return []
         return self.proposer.drafts(len(self.tokens), min(most, self.room))
 
     @property
     def room(self) -> int:
-        """Most drafts that its next step can use; 0 for one that gets none."""
+        """Maximum useful drafts in its next step; 0 without a proposer."""
         return self.request.params.max_tokens - self.produced - 1 if self.proposer else 0
 
     def untold(self) -> list[int]:
-        """Tokens, without the last one, that the draft model has not received."""
+        """Return the tokens, except the last, that the draft model has not received."""
         return self.tokens[self.told : -1]
 
     def hear(self, result: StepResult) -> None:
-        """Take the draft model's guesses for this sequence from `result`, if there are any."""
+        """Store the draft model's tokens for this sequence, if `result` has any."""
         if self.request_id in result.drafts:
             self.told = len(self.tokens)
             if self.proposer is not None:
                 self.proposer.guessed(len(self.tokens), result.drafts[self.request_id])
 
     def read(self) -> None:
-        """Let its proposer see the tokens that are known by now."""
+        """Pass the known tokens to its proposer."""
         if self.proposer is not None:
             self.proposer.read(self.tokens)
 
     def leave(self) -> None:
-        """Give up its place; its KV is gone with it."""
+        """Leave its micro-batch; its KV is dropped."""
         self.micro_batch, self.computed, self.awaits_grammar = None, 0, False
 
 
 def no_token(request_id: str, why: int) -> Refused:
-    """Return the error of a sequence that got `why`, a negative number, in place of a token."""
+    """Return the refusal for a sequence with error code `why` (< 0) in place of a token."""
     if why == NO_CONTINUATION:
         return Refused(
             request_id,

@@ -1,6 +1,6 @@
-"""Drafts from the sequence itself: what stood after the last place where its last tokens stood before (prompt lookup).
+"""Drafts by prompt lookup: the continuation of the last earlier match of the sequence's final n-gram.
 
-Pure. The index grows with the sequence, so that a token costs the same however long the sequence is.
+Pure. The index grows with the sequence, so the cost per token is constant.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from array import array
 from collections.abc import Sequence
 
 CANDIDATES = 8
-"""Most earlier matches compared, the latest first, as they predict best."""
+"""Maximum earlier matches compared, latest first, as they predict best."""
 
 
 class NgramIndex:
-    """One sequence's tokens, and where its n-grams stood last."""
+    """Tokens of one sequence, and the latest position of each of its n-grams."""
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """A place counts when at least `shortest` tokens before it are the last ones of the sequence; of several the
-        one with the most, up to `longest`, and of equal ones the latest."""
+        """Create an empty index. A match has at least `shortest` tokens equal to the sequence's last ones. The longest match,
+        up to `longest` tokens, wins; then the latest."""
         self._shortest, self._longest = shortest, longest
         self._tokens: list[int] = []
         self._latest: dict[int, int] = {}
-        """By the hash of `shortest` tokens: the position after the last place where they stand."""
+        """Hash of `shortest` tokens -> position after their latest occurrence."""
         self._before: array[int] = array("q")
-        """[tokens]: the position after the place before that, -1 for none. Hashes may collide: tokens are compared."""
+        """[tokens]: position after the previous occurrence, -1 for none. Hashes may collide, so tokens are compared."""
         self._at = -1
         self._matched = 0
 
@@ -32,7 +32,7 @@ class NgramIndex:
 
     @property
     def prediction(self) -> int | None:
-        """The token that is expected next; None where nothing is."""
+        """Predicted next token; None without a match."""
         return self._tokens[self._at] if self._at >= 0 else None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -41,8 +41,7 @@ class NgramIndex:
             self._append(token)
 
     def drafts(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next. A place near the end goes on into the drafts themselves, so that a
-        short cycle fills them."""
+        """Return up to `most` predicted tokens. A match near the end continues into the drafts, so short cycles fill them."""
         if self._at < 0 or most < 1:
             return []
         found = self._tokens[self._at : self._at + most]
@@ -65,7 +64,7 @@ class NgramIndex:
             self._at, self._matched = self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
-        """Return the best match and its length in tokens; (-1, 0) without one."""
+        """Return the position after the best match, and its length in tokens; (-1, 0) without one."""
         best, most = -1, 0
         at = self._latest.get(hash(tuple(self._tokens[-self._shortest :])), -1)
         for _ in range(CANDIDATES):
@@ -77,7 +76,7 @@ class NgramIndex:
         return (best, most) if most >= self._shortest else (-1, 0)
 
     def _match(self, at: int) -> int:
-        """How many tokens before `at` are the last ones of the sequence, up to `longest`."""
+        """Return the number of tokens before `at` that equal the sequence's last ones, up to `longest`."""
         tokens, end = self._tokens, len(self._tokens)
         most = min(self._longest, at)
         return next((n for n in range(most) if tokens[at - 1 - n] != tokens[end - 1 - n]), most)

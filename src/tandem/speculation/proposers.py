@@ -1,8 +1,8 @@
-"""Whether a micro-batch speculates in its next step, and with how many drafts: what it gains against what it costs. Pure.
+"""Speculative decoding decisions: whether a micro-batch uses drafts in its next step, and how many. Pure.
 
-Gains are estimated for each sequence from how its predictions fared, which for n-grams is known whether they were tried
-out or not. Costs are what steps of so many rows and positions took lately, given to us as data. A micro-batch speculates only
-where that brings more tokens a second than plain decoding, so that it turns itself off and on.
+Gains are estimated for each sequence from the accuracy of its predictions; n-gram predictions are scored even when not tried.
+Costs are recent step times by rows and positions, passed in as data. Drafts are used only where they increase tokens per
+second over plain decoding.
 """
 
 from __future__ import annotations
@@ -16,82 +16,84 @@ from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.speculation.ngram import NgramIndex
 
 CREDIT = 0.5
-"""Share of right predictions that a new sequence is taken to have."""
+"""Assumed accuracy of a new sequence's predictions."""
 LEARN = 0.15
-"""Weight of the latest prediction in that share, and of the latest step in what steps cost."""
+"""Weight of the latest sample in the moving averages of accuracy and step cost."""
 GAIN = 1.05
-"""Factor by which drafts must beat the throughput of plain decoding, since starting them costs a pause."""
+"""Minimum speedup over plain decoding to use drafts, since starting them costs a pause."""
 LEAST = 0.15
-"""Acceptance rate below which a sequence gets no drafts, whatever steps cost."""
+"""Accuracy below which a sequence gets no drafts, whatever the step costs."""
 RETRY, MOST_RETRY = 512, 16384
-"""Steps before unused drafting is tried again; the interval doubles with each trial."""
+"""Steps before unused drafting is tried again; the interval doubles each time, up to the second value."""
 TRY_AGAIN = 64
-"""Tokens before the draft model is tried again on a sequence that it failed to predict; grows each time."""
+"""Tokens before the draft model is retried on a sequence it failed to predict; the interval doubles each time."""
 READ = 1024
-"""Most prompt tokens indexed in one step's planning."""
+"""Maximum prompt tokens indexed per step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationLimits:
-    """How to draft."""
+    """Limits of speculative decoding."""
 
     drafts: int
-    """Most drafts of a sequence in one step."""
+    """Maximum drafts per sequence and step."""
     shortest: int = 2
-    """Fewest tokens that must match before a place to copy from."""
+    """Minimum n-gram length of a match."""
     longest: int = 5
-    """Most tokens that are compared there."""
+    """Maximum n-gram length compared."""
     model: bool = False
-    """A draft model guesses, on the rank that samples, and not the index of n-grams."""
+    """True to draft with a draft model on the sampling rank instead of the n-gram index."""
 
 
 @dataclass
 class SpeculationCounts:
-    """Counts of drafts so far."""
+    """Totals of drafts since the start."""
 
     drafts: int = 0
-    """Rows that had drafts, over all steps."""
+    """Number of rows with drafts, over all steps."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
 
 class Drafting(Protocol):
-    """A sequence that decodes."""
+    """Decoding sequence, as speculation needs it."""
 
     @property
     def proposer(self) -> Proposer | None:
-        """Source of its drafts; None if it gets none."""
+        """Source of its drafts; None without drafts."""
 
     @property
     def room(self) -> int:
-        """Most drafts that its next step can use."""
+        """Maximum useful drafts in its next step."""
 
     def drafts(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next."""
+        """Return up to `most` draft tokens."""
 
 
 class Proposer(Protocol):
-    """One sequence's drafts, and how good they are."""
+    """Source of one sequence's drafts, with their accuracy."""
 
     hits: float
-    """Share of predictions that come true."""
+    """Moving average of the fraction of correct predictions."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """The sequence's tokens so far. A long prompt is read in pieces, before it decodes."""
+        """Read the sequence's tokens so far. Long prompts are read in parts, before decoding."""
 
     def drafts(self, tokens: int, most: int) -> list[int]:
-        """Up to `most` tokens that may follow the sequence's `tokens` tokens; none while it has not read them all."""
+        """Return up to `most` drafts after the sequence's `tokens` tokens; empty until it has read them all."""
 
     def tried(self, drafts: int, accepted: int) -> None:
         """Record how many drafts were tried and accepted."""
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
-        """A draft model's guesses after the sequence's `tokens` tokens."""
+        """Store a draft model's `drafts` after the sequence's `tokens` tokens."""
 
 
 class ModelProposer:
-    """Drafts that come with results. How good they are is only known while some are asked for; when it does not pay
-    they are asked for again after a while, each time a longer one."""
+    """Proposer for a draft model, whose drafts come with step results.
+
+    Accuracy is known only while drafts are tried. If they do not pay off, they are retried after growing intervals.
+    """
 
     def __init__(self) -> None:
         self.hits = CREDIT
@@ -100,34 +102,34 @@ class ModelProposer:
         self._tried_at, self._patience = 0, TRY_AGAIN
 
     def read(self, tokens: Sequence[int]) -> None:
-        """After enough tokens without drafts, there is credit again."""
+        """Reset the accuracy after enough tokens without drafts, so that they are retried."""
         if len(tokens) - self._tried_at > self._patience and self.hits < CREDIT:
             self.hits, self._tried_at = CREDIT, len(tokens)
             self._patience = min(2 * self._patience, MOST_RETRY)
 
     def drafts(self, tokens: int, most: int) -> list[int]:
-        """See Proposer."""
+        """Return up to `most` drafts: see Proposer."""
         return self._drafts[:most] if self._after == tokens else []
 
     def tried(self, drafts: int, accepted: int) -> None:
-        """Each accepted draft was right, and the next one, if there was any, wrong."""
+        """Update the accuracy: accepted drafts were right, the next one, if any, wrong."""
         for right in [True] * accepted + [False] * (accepted < drafts):
             self.hits += (right - self.hits) * LEARN
 
     def guessed(self, tokens: int, drafts: list[int]) -> None:
-        """See Proposer."""
+        """Store the draft model's `drafts` after the sequence's `tokens` tokens."""
         self._drafts, self._after, self._tried_at = drafts, tokens, tokens
 
 
 class NgramProposer:
-    """Drafts from the sequence's own past."""
+    """Proposer for n-gram matches in the sequence itself."""
 
     def __init__(self, limits: SpeculationLimits) -> None:
         self._index = NgramIndex(limits.shortest, limits.longest)
         self.hits = CREDIT
 
     def read(self, tokens: Sequence[int]) -> None:
-        """See Proposer. Each prediction is scored, tried or not."""
+        """Read new tokens, and score each prediction, tried or not."""
         fresh = tokens[len(self._index) : len(self._index) + READ]
         for token in fresh:
             if (prediction := self._index.prediction) is not None:
@@ -135,7 +137,7 @@ class NgramProposer:
             self._index.extend([token])
 
     def drafts(self, tokens: int, most: int) -> list[int]:
-        """See Proposer."""
+        """Return up to `most` drafts: see Proposer."""
         return self._index.drafts(most) if len(self._index) == tokens else []
 
     def tried(self, drafts: int, accepted: int) -> None:
@@ -148,15 +150,15 @@ class NgramProposer:
 @dataclass
 class _Cost:
     noted: int
-    """Number of the last recorded step."""
+    """Index of the last recorded step."""
     seconds: float | None = None
-    """None after the first step, which may have been slow for reasons of its own: kernels are compiled in it."""
+    """Average cost; None after the first step, which may have compiled kernels."""
     patience: int = RETRY
-    """Steps after which it is forgotten, more each time."""
+    """Steps after which the cost is forgotten; doubles each time."""
 
 
 class StepCosts:
-    """Seconds that steps took, by rows and width (positions of each row); pipelines' waits for one another included."""
+    """Recent step times by rows and width (positions per row), including waits between pipeline stages."""
 
     def __init__(self) -> None:
         self._costs: dict[int, dict[int, _Cost]] = {}
@@ -176,9 +178,9 @@ class StepCosts:
         old.noted = self._steps
 
     def ratio(self, rows: int, width: int) -> float | None:
-        """Cost of such a step, as a multiple of one with a position a row; None while that is not known.
+        """Return the step cost relative to a step of width 1 with as many rows; None while unknown.
 
-        A width that was not tried lately is taken to cost what the next narrower one does.
+        A width not tried recently is assumed to cost as much as the next narrower one.
         """
         costs = self._costs.get(rows, {})
         plain = costs[1].seconds if 1 in costs else None
@@ -196,8 +198,8 @@ class StepCosts:
 
 
 def best_drafts(rows: Sequence[tuple[Sequence[int], float]], costs: StepCosts) -> list[list[int]] | None:
-    """The drafts to try of each row's (possible drafts, share of right predictions): all of them, half of them and so
-    on; None if plain decoding promises more, or its cost is not known yet."""
+    """Return the drafts to try for each row of (possible drafts, accuracy): all, half of them and so on. None if plain
+    decoding is expected to be faster, or its cost is unknown."""
     rows = [(drafts if hits >= LEAST else (), hits) for drafts, hits in rows]
     best, promise = 0, GAIN
     most = max((len(drafts) for drafts, _ in rows), default=0)
@@ -213,12 +215,12 @@ def best_drafts(rows: Sequence[tuple[Sequence[int], float]], costs: StepCosts) -
 
 
 def _expected(drafts: int, hits: float) -> float:
-    """Expected tokens of a row with `drafts` drafts, each right with probability `hits`."""
+    """Return the expected tokens of a row with `drafts` drafts, each right with probability `hits`."""
     return sum(hits**i for i in range(drafts + 1))
 
 
 class Speculation:
-    """Speculative decoding of one scheduler; without limits there is none."""
+    """Speculative decoding of one scheduler; disabled without limits."""
 
     def __init__(self, limits: SpeculationLimits | None) -> None:
         self._limits = limits
@@ -227,16 +229,17 @@ class Speculation:
 
     @property
     def most(self) -> int:
-        """Most drafts of a sequence in one step."""
+        """Maximum drafts per sequence and step."""
         return self._limits.drafts if self._limits else 0
 
     @property
     def model(self) -> bool:
-        """A draft model guesses."""
+        """True if a draft model makes the drafts."""
         return self._limits is not None and self._limits.model
 
     def proposer(self, request: EngineRequest) -> Proposer | None:
-        """For a new sequence. With penalties or a grammar a token depends on all before it: none is drafted."""
+        """Return the proposer of a new sequence, or None. With penalties or a grammar a token depends on all before it, so
+        there are no drafts."""
         params = request.params
         if self._limits is None or request.pooling or params.penalised or params.structured_outputs is not None:
             return None
@@ -249,12 +252,11 @@ class Speculation:
         rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         if not any(drafts for drafts, _ in rows):
             return None
-        # A draft model's are paid for already.
+        # The draft model's cost is already spent.
         return [drafts for drafts, _ in rows] if self._limits.model else best_drafts(rows, self._costs)
 
     def ask(self, sequences: Sequence[Drafting], most: int) -> int:
-        """How many tokens, up to `most`, the draft model shall guess for these, which decode together, for their next
-        step."""
+        """Return the number of tokens, up to `most`, to request from the draft model for these sequences' next step."""
         if self._limits is None or not self._limits.model:
             return 0
         rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
@@ -262,10 +264,9 @@ class Speculation:
         return max(map(len, best)) if best else 0
 
     def took(self, plan: StepPlan, seconds: float | None, *, ahead: bool) -> None:
-        """Record that a result came `seconds` after the one before it in its micro-batch; None where that is not known.
+        """Record a result `seconds` after the previous one of its micro-batch; None if unknown.
 
-        Plain steps count when they were sent `ahead` of the result of the one before: drafts cannot be, and have to
-        beat that.
+        Plain steps count only if sent `ahead` of the previous result. Drafts must beat those, as they cannot be sent ahead.
         """
         if self._limits is None or seconds is None or not plan.decode or plan.prefill:
             return
@@ -274,7 +275,7 @@ class Speculation:
             self._costs.note(len(plan.decode), plan.width, seconds)
 
     def accept(self, sequence: Drafting, row: SpecDecodeRow, sampled: Sequence[int]) -> list[int]:
-        """The row's output, of the tokens that were sampled after each of its own."""
+        """Return the output of a row from the tokens sampled after each of its positions; update acceptance counts."""
         count = accepted(row.tokens, sampled)
         if len(row.tokens) > 1:
             self.counts.drafts += 1
@@ -283,9 +284,9 @@ class Speculation:
             if sequence.proposer is not None:
                 sequence.proposer.tried(len(row.tokens) - 1, count)
         output = list(sampled[: count + 1])
-        # What went wrong behind a draft is found again, and told, by the next step.
+        # An error after a draft recurs in the next step, which reports it.
         return output[:-1] if count and output[-1] < 0 else output
 
     def forget(self) -> None:
-        """The ranks, or their layout, are others from now on."""
+        """Reset the step costs, as ranks or layout have changed."""
         self._costs = StepCosts()
