@@ -87,6 +87,7 @@ def host(**fields: object) -> list[dict[str, object]]:
         (host(ips=["fe80::1"]), r"host 1 \(b\): ips has 'fe80::1'"),
         (host(ips=[3]), r"host 1 \(b\): ips has 3"),
         (host(address="mac1"), r"host 1 \(b\): address is 'mac1'; must be the IPv4 address at which all other hosts"),
+        (host(address="0.0.0.0"), r"host 1 \(b\): address is '0.0.0.0'"),
         (host(address=["10.0.0.1"]), r"host 1 \(b\): address is \['10.0.0.1'\]"),
         (host(rdma="en2"), r"host 1 \(b\): rdma is 'en2'; must be a list"),
         (host(rdma=["rdma_en2"]), r"host 1 \(b\): rdma has 1 entries; must have one for each of the 2 hosts"),

@@ -216,6 +216,12 @@ def test_an_answer_that_cannot_go_on_is_a_400(shared, fields):
     assert (sent.status_code, sent.json()["error"]["param"]) == (400, "messages")
 
 
+def test_an_answer_that_begins_with_a_mark_cannot_go_on(serve):
+    server = serve(reasoning_parser="harmony")
+    sent = post(server, MESSAGES, messages=[*HELLO, {"role": "assistant", "content": "Paris is"}])
+    assert sent.status_code == 400 and "begin with a mark" in sent.json()["error"]["message"]
+
+
 def test_thinking_is_signed_whole_and_streamed(serve, engine, tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{# </think> #}" + CHAT_TEMPLATE)
@@ -242,3 +248,24 @@ def test_a_response_that_fails_in_its_stream_says_so(server, engine):
     last = events[-1]
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "request_cancelled")
     assert (last.response.id, last.sequence_number) == (events[0].response.id, len(events) - 1)
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "1"])
+def test_a_path_that_quotes_claudes_words_is_not_found(shared, number):
+    path = f"/v1/maximum context length is {number} tokens. x resulted in {number} tokens"
+    sent = shared.http.get(path, headers={"anthropic-version": "2023-06-01"})
+    assert (sent.status_code, sent.json()["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("kind", [["function"], {"a": 1}, 5])
+def test_a_tool_of_an_odd_type_is_a_400(shared, kind):
+    sent = post(shared, RESPONSES, tools=[{"type": kind, "name": "f", "parameters": {}}])
+    assert sent.status_code == 400 and "tools" in sent.json()["error"]["param"]
+
+
+def test_no_client_can_have_its_own_tool_left_out(server, engine):
+    function = {"type": "function", "name": "look", "parameters": {"type": "object"}, "hosted": True}
+    theirs = {"name": "look", "input_schema": {"type": "object"}, "hosted": True}
+    for route, tool in ((RESPONSES, function), (MESSAGES, theirs)):
+        assert "tools.look" not in post(server, route, tools=[tool]).headers.get(IGNORED, "")
+    assert '"hosted"' not in json.dumps(server.http.get("/openapi.json").json())

@@ -62,7 +62,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
 path, prompts, count = json.loads(sys.stdin.read())
 files = resolve(path)
-with LLM(path, dequantize="yes", self-check=False) as llm:
+with LLM(path, dequantize="yes", self_check=False) as llm:
     outputs = llm.generate(prompts, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True))
     served = [one.token_ids for one in outputs]
 model, _ = load(path)

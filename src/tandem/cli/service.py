@@ -22,7 +22,7 @@ from xml.parsers.expat import ExpatError
 from tandem.checkpoints.resolve import expect
 from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
-from tandem.config.options import options
+from tandem.config.options import RENAMED, options
 from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, child_environment, state_dir, variable, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import code_command, module_command
@@ -411,7 +411,8 @@ def _check_places(*paths: Path) -> None:
 
 def _environment() -> dict[str, str]:
     """Return the variables for the service's file. Raises UsageError for one with a password, since the file is readable."""
-    known = {*_KEPT, *EXTRA_VARIABLES, *(option.variable for option in options())} - {*SECRET_VARIABLES}
+    former = ("TANDEM_" + name.upper() for name in RENAMED)
+    known = {*_KEPT, *EXTRA_VARIABLES, *former, *(option.variable for option in options())} - {*SECRET_VARIABLES}
     kept = {key: value for key, value in variables().items() if key in known}
     for key, value in kept.items():
         if _PASSWORD.search(value):

@@ -60,7 +60,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_connections_per_address": _AT_LEAST_ONE,
     "max_body_mb": _POSITIVE,
     "default_max_tokens": _AT_LEAST_ONE,
-    "thinking_budget": (0, math.inf),
+    "thinking_budget": (0, 2**31 - 1),
     "request_timeout": _POSITIVE,
     "keep_conversations": (0.0, math.inf),
     "max_choices": _AT_LEAST_ONE,

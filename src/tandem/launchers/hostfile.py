@@ -172,6 +172,10 @@ def _is_address(value: object) -> bool:
         return False
 
 
+def _is_reachable(value: object) -> bool:
+    return _is_address(value) and not ipaddress.IPv4Address(str(value)).is_unspecified
+
+
 def _is_device(value: object) -> bool:
     names = value if isinstance(value, list) else [value]
     return value is None or (bool(names) and all(isinstance(name, str) and name for name in names))
@@ -191,7 +195,7 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "python": (_is_text, "the path of that host's Python"),
     "ips": (_is_list, 'a list such as ["10.0.0.1"]'),
-    "address": (_is_address, 'the IPv4 address at which all other hosts reach this one, such as "192.168.1.4"'),
+    "address": (_is_reachable, 'the IPv4 address at which all other hosts reach this one, such as "192.168.1.4"'),
     "ip": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
     "rdma": (_is_list, 'a list such as [null, "rdma_en2"]'),
     "device": (_is_device, 'a device such as "rdma_en2", a list of devices, or null'),

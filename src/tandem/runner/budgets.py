@@ -88,12 +88,14 @@ class Budgets:
 
     def waits(self, ids: Sequence[str]) -> bool:
         """Return True if constraints of some of `ids` depend on unread tokens."""
-        return any(one.waits for name in ids if (one := self._sequences.get(name)) is not None)
+        return bool(self._sequences) and any(one.waits for name in ids if (one := self._sequences.get(name)) is not None)
 
     def rulings(self, ids: Sequence[str], ahead: Sequence[int]) -> list[tuple[int, Ruling]]:
         """Return (row, constraint) for the constrained rows of a batch. `ahead`: number of earlier rows of the same sequence,
         per row."""
-        found = []
+        found: list[tuple[int, Ruling]] = []
+        if not self._sequences:
+            return found
         last = dict(zip(ids, ahead, strict=True))
         for row, (name, i) in enumerate(zip(ids, ahead, strict=True)):
             sequence = self._sequences.get(name)
@@ -110,6 +112,8 @@ class Budgets:
 
         Sequences with several rows are skipped, as the next plan decides which tokens count.
         """
+        if not self._sequences:
+            return None
         several = {name for name, i in zip(ids, ahead, strict=True) if i}
         rows = [
             (row, one) for row, name in enumerate(ids) if name not in several and (one := self._sequences.get(name)) is not None

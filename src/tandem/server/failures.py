@@ -33,7 +33,7 @@ _ANTHROPIC = {
     529: "overloaded_error",
 }
 """Anthropic's error types, by HTTP status."""
-_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens\. .* resulted in (?:at least |more than )?(\d+) tokens")
+_TOO_LONG = re.compile(r"maximum context length is (\d{1,12}) tokens\. .* resulted in (?:at least |more than )?(\d{1,12}) tokens")
 
 
 class ClientGone(RequestError):
@@ -62,7 +62,7 @@ def envelope(error: RequestError) -> JsonObject:
 def anthropic_envelope(error: RequestError) -> JsonObject:
     """Return Anthropic's error object. A too long prompt gets Anthropic's wording, which clients match."""
     status, message = _anthropic_status(error), error.message
-    if long := _TOO_LONG.search(message):
+    if error.code == "context_length_exceeded" and (long := _TOO_LONG.search(message)):
         context, tokens = map(int, long.groups())
         message = f"prompt is too long: {max(tokens, context + 1)} tokens > {context} maximum"
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")

@@ -170,6 +170,7 @@ def test_anthropic_and_responses_have_their_own_fields(thinking, engine):
         ({"thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
         ({"reasoning_budget": -2}, "reasoning_budget", "greater than or equal to -1"),
         ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens", "greater than"),
+        ({"reasoning": {"max_tokens": 2**70}}, "reasoning.max_tokens", "less than or equal to"),
         ({"thinking_budget": 2.5}, "thinking_budget", "integer"),
         ({"thinking_budget": 51, "max_tokens": 50}, "thinking_budget", "must not be more than the output limit (50)"),
         ({"reasoning": {"max_tokens": 5}, "thinking_budget": 6}, "reasoning.max_tokens", "contradicts 'thinking_budget'"),

@@ -113,7 +113,7 @@ def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interfa
     shared = _shared(names, machines)
     if (
         len(names) < 3
-        or any(entry["ips"][:1] == [] for entry in data["hosts"])
+        or not all(entry.get("ips") for entry in data["hosts"])
         or any(all(entry["ips"][0] == found[entry["ssh"]] for entry in data["hosts"]) for found in shared)
     ):
         return hostfile

@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
@@ -107,16 +108,18 @@ class Tool(Marked):
     defer_loading: Literal[False] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=16, fail_fast=True)] | None = None
 
-    hosted: bool = False
+    hosted: SkipJsonSchema[bool] = False
     """True for a tool that only Anthropic's models support, such as web_search_20250305; it is ignored."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type")
         if isinstance(kind, str) and re.fullmatch(r"[a-z_]{1,40}_20\d{6}", kind):
             return {"name": kind, "input_schema": {}, "hosted": True}
-        return only_type("custom", data)
+        return only_type("custom", {name: value for name, value in data.items() if name != "hosted"})
 
 
 class Choice(Strict):

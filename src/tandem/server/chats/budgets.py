@@ -53,5 +53,6 @@ def budget_of(
         if limit is None:
             return None
         limit = int(limit * (share or 1))
+    limit = min(limit, left)
     said = fields.reasoning_budget_message or server.thinking_message
     return ThinkingBudget(limit, tokens, tuple(texts.tokenizer.encode(said, False)) if said else ())

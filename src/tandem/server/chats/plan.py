@@ -22,7 +22,7 @@ from tandem.server.generation import Generation
 from tandem.server.openai.messages import Message, ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
 from tandem.server.openai.schemas import BUDGETS, ChatRequest
-from tandem.server.tools.choose import THINKING, OutputFormat, OutputParser, output_parser, thinking_tokens, told_formats
+from tandem.server.tools.choose import ANSWERS, THINKING, OutputFormat, OutputParser, output_parser, thinking_tokens, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 from tandem.text.tokenizer import Tokenizer
@@ -90,6 +90,9 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools, tokenizer.has_special
     )
     if unfinished:
+        if {own.format, own.reasoning} & {"harmony", *ANSWERS}:
+            message = "The assistant's last message cannot be continued with this model, whose answers begin with a mark."
+            raise RequestError(f"{message} End with a message of the user.", param="messages", code="unsupported_value")
         if own.begun:
             unfinished, own = f"{THINKING[own.reasoning][1]}\n\n{unfinished}", replace(own, begun=False)
         prompt.tokens.extend((await texts.encode([unfinished], "messages", special=False))[0])
@@ -153,7 +156,7 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         texts.tokenizer,
         request_id=request_id,
         prompt_tokens=len(plan.prompt),
-        continues=plan.form is not None,
+        continues=plan.form is not None or bool(fields.continue_final_message),
         shown=plan.shown,
         thinking=plan.thinking or (None if plan.marked else NO_THINKING),
     )

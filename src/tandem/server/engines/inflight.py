@@ -301,10 +301,14 @@ class Dispatcher:
             self._inflights[inflight.request_id] = inflight
             if accepted:
                 inflight.lost_at = asyncio.get_running_loop().time()
-            if not (self._move(inflight, UnavailableError(NOBODY)) if accepted else self._send(inflight)):
+            try:
+                if self._move(inflight, UnavailableError(NOBODY)) if accepted else self._send(inflight):
+                    continue
+                raise why_none(self._members.values()) or UnavailableError(NOBODY)
+            except Exception:
                 for opened in requests:
                     self.abort(opened.request_id)
-                raise why_none(self._members.values()) or UnavailableError(NOBODY)
+                raise
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Abort a request at its replica, without a further answer. Unknown ids are ignored.

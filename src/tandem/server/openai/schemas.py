@@ -31,6 +31,8 @@ class StreamOptions(Strict):
     """Accepted but ignored: chunks are never padded."""
 
 
+MOST_BUDGET = 2**31 - 1
+"""Largest thinking budget, in tokens."""
 BUDGETS = ("thinking_token_budget", "thinking_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 """Thinking budget fields of vLLM, Qwen and llama.cpp (-1: no limit)."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -43,7 +45,7 @@ class ReasoningEffort(Strict):
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Accepted but ignored: reasoning is returned in full, without a summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
     """OpenRouter's thinking budget in tokens, included in the output limit."""
 
 
@@ -233,11 +235,11 @@ class ChatRequest(SamplingFields):
     reasoning: Reasoning | None = None
     thinking: ThinkingSwitch | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
-    thinking_budget: Annotated[int, Field(ge=0)] | None = None
-    reasoning_budget: Annotated[int, Field(ge=-1)] | None = None
-    reasoning_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
+    reasoning_budget: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
     reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
     """Text inserted before reasoning is ended by the budget."""
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
@@ -97,14 +98,18 @@ class Function(FunctionSpec):
     type: Literal["function"]
     namespace: str | None = None
     """Namespace that contains the function, if any."""
-    hosted: bool = False
+    hosted: SkipJsonSchema[bool] = False
     """True for a server-side tool such as web search, which is ignored here."""
 
     @model_validator(mode="before")
     @classmethod
     def _kind(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        return {"type": "function", "name": kind, "hosted": True} if kind in HOSTED else only_type("function", data)
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type")
+        if isinstance(kind, str) and kind in HOSTED:
+            return {"type": "function", "name": kind, "hosted": True}
+        return only_type("function", {name: value for name, value in data.items() if name != "hosted"})
 
 
 def qualified(namespace: str | None, name: str) -> str:
