@@ -113,6 +113,8 @@ def test_with_system_two_commands_have_it_start_with_the_machine(mac: dict[str, 
         assert subprocess.run(["sh", "-c", there], env=mac, check=False).returncode == 0
     status = tandem(mac, "status")
     assert (status.returncode, "runs (process 4711); /Library/LaunchDaemons/" in status.stdout) == (0, True)
+    again = tandem(mac, "install", "org/model", "--system", "--port", "8002").stdout.splitlines()
+    assert again[1:] == [f"sudo launchctl bootout system/{LABEL}", copy, bootstrap], "what runs must end first"
     other = tandem(mac, "install", "org/model")
     assert other.returncode == 2 and "default is installed with --system" in other.stderr
     gone = tandem(mac, "uninstall").stdout.splitlines()

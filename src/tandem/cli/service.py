@@ -216,8 +216,10 @@ class Launchd:
                 param="system",
             )
         file, user = self.daemon(service.name), pwd.getpwuid(os.getuid()).pw_name
+        loaded = [f"sudo launchctl bootout system/{launchd_label(service.name)}"] if file.exists() else []
         _write(file, launchd_agent(service, UserName=user))
         return [
+            *loaded,
             f"sudo install -m 644 -o root -g wheel {shlex.quote(str(file))} {DAEMONS}/",
             f"sudo launchctl bootstrap system {DAEMONS}/{file.name}",
         ]
