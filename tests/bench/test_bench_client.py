@@ -208,3 +208,9 @@ def test_mixes_have_the_lengths_that_were_asked_for(dataset: str, tmp_path_facto
             jobs = replace(mix, long_share=share).jobs(PromptSource(directory, 3))
             assert sum(len(count(job.prompt).ids) > 150 for job in jobs) == long
     assert all(job.prompt for job in mix.jobs(PromptSource(None, 3)))
+
+
+def test_an_answer_that_arrives_at_once_has_no_rate() -> None:
+    assert made(0.0, 0.5, 1.0, 1.5).decode_rate == 2.0
+    assert made(0.0, 0.5, tokens=9).decode_rate == 0.0
+    assert made(0.0, 0.5, 0.5, tokens=9).decode_rate == 0.0

@@ -101,3 +101,9 @@ def test_ports():
     assert parse_ports("7-9") == [7, 8, 9]
     with pytest.raises(ConfigError, match="0-3"):
         parse_ports("0-3")
+
+
+@pytest.mark.parametrize("text", ["1-1001", "9-7", "65000-65536", "1-999999999999", f"1-{10**30}", "a", ""])
+def test_wrong_ports_are_refused_before_they_are_listed(text):
+    with pytest.raises(ConfigError, match="at most 1000 ports"):
+        parse_ports(text)

@@ -332,3 +332,21 @@ def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(m
             Path(runtime, f"engine-{number}.sock").touch()
         _completed(Settings(model=ModelSettings(model="tiny")), listener)
         assert {path.name for path in Path(runtime).iterdir()} == {f"engine-{port}.sock", f"engine-{port}0-1.sock"}
+
+
+def test_a_followed_log_keeps_characters_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    place = Background("default")
+    os.close(place.lock())
+    place.log.write_bytes(b"")
+    parts = [b"W\xc3", b"\xb6rt\n", b"\xe2\x82"]
+
+    def server_writes(_: float) -> None:
+        if parts:
+            with place.log.open("ab") as log:
+                log.write(parts.pop(0))
+
+    monkeypatch.setattr("tandem.cli.lifecycle.time.sleep", server_writes)
+    monkeypatch.setattr(Background, "runs", lambda _: bool(parts))
+    assert main(["logs", "--follow"]) == 0
+    assert capsys.readouterr().out == "Wört\n\ufffd"

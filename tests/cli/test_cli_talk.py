@@ -376,3 +376,29 @@ def eventually(url, running):
     while httpx.get(f"{url}/v1/status", timeout=240).json()["num_running"] != running:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("messages", ["{}", '""', "null", '["hello"]', '[{"role": "user"}]'])
+def test_a_file_without_a_list_of_messages_is_no_conversation(talk, tmp_path, messages):
+    (tmp_path / "saved").write_text(f'{{"messages": {messages}}}')
+    with pytest.raises(UsageError, match="is no saved conversation"):
+        talk.command(f"/load {tmp_path / 'saved'}")
+    assert talk.messages == []
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ('{"error": "out of luck"}', "^out of luck$"),
+        ('{"error": {"message": "out of luck"}}', "^out of luck$"),
+        ('{"error": {"code": 1}}', "code"),
+        ("{nope", "/v1/completions streams an event that is no JSON object"),
+        ("[1]", "/v1/completions streams an event that is no JSON object"),
+    ],
+)
+def test_an_error_or_nonsense_in_a_stream_is_a_line(monkeypatch, event, said):
+    monkeypatch.setattr(ServerClient, "open", lambda *_, **__: io.BytesIO(f'data: {{"error": null}}\n\ndata: {event}\n'.encode()))
+    stream = ServerClient("http://a:1").events("/v1/completions", {})
+    assert next(stream) == {"error": None}
+    with pytest.raises(UsageError, match=said):
+        next(stream)

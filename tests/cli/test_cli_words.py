@@ -10,9 +10,10 @@ import pkgutil
 import pytest
 
 from tandem.cli import address
-from tandem.cli.arguments import Later
+from tandem.cli.arguments import OFTEN, Later
 from tandem.cli.main import build_parser, main
-from tandem.config.options import options
+from tandem.cli.screen import event_lines
+from tandem.config.options import by_name, options
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
@@ -187,3 +188,41 @@ def test_every_command_is_where_the_parser_says():
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
     assert len(places) > 15
+
+
+def test_help_names_settings_that_exist():
+    assert set(by_name()) >= OFTEN
+
+
+def test_the_first_replica_is_named_with_its_events():
+    event = {"level": "info", "time": 0.0, "model": "", "text": "it is lost", "remedy": ""}
+    assert "replica 0: it is lost" in event_lines([{**event, "replica": 0}])[1].plain
+    assert "replica" not in event_lines([{**event, "replica": None}])[1].plain
+
+
+def test_a_control_socket_is_that_of_a_server_on_this_machine(capsys):
+    for host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0"):
+        assert address.local_port(f"http://{host}:8000") == 8000
+    with pytest.raises(UsageError, match="name the port too"):
+        address.local_port("http://127.0.0.1")
+    for words in (["status"], ["replica", "list"]):
+        for host in ("192.0.2.1", "a..b"):
+            assert main([*words, "--url", f"http://{host}:8000"]) == 2
+            assert f"{host} is no address of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://a:99999", "http://a:b", "http://[::1:8000"])
+def test_an_address_with_a_wrong_port_is_named(url, capsys):
+    for command in ("status", "top"):
+        assert main([command, "--url", url]) == 2
+        assert f"--url {url}: must be like" in capsys.readouterr().err
+
+
+def test_a_port_is_asked_as_the_background_server_there_answers():
+    lock = Background("secure").lock()
+    try:
+        Background("secure").write(Record(1, "0.0.0.0", 22101, "demo", 0.0, 1.0, "https"))
+        assert address.server_url(of("--port", "22101")) == "https://127.0.0.1:22101"
+        assert address.server_url(of("--port", "22102")) == "http://127.0.0.1:22102"
+    finally:
+        os.close(lock)

@@ -235,3 +235,10 @@ def test_a_parent_that_goes_before_the_payload_is_whole_costs_no_traceback(sent:
     code = "from tandem.processes.child import receive_payload; receive_payload(); print('went on')"
     ended = subprocess.run(code_command(code), input=sent, capture_output=True, timeout=240, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
+
+
+def test_an_ended_child_is_told_nothing(tmp_path: Path, module: dict[str, str]) -> None:
+    child = ChildProcess("a_child", b"", env=module, name="child", arguments=[str(tmp_path / "got")])
+    child.kill()
+    assert child.wait(240)
+    child.tell(b"more")

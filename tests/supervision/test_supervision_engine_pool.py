@@ -11,6 +11,7 @@ import pytest
 from tandem.config.loading import load
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import UsageError
+from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.supervision import engine_pool
 from tandem.supervision.engine_pool import EnginePool, with_names
 from tandem.supervision.model_memory import Machines, footprint, granted
@@ -94,3 +95,12 @@ def test_without_a_plan_models_share_the_fraction() -> None:
     assert granted(settings, {}, unknown, None).scheduler.memory_fraction == fraction
     on_ray = dataclasses.replace(settings, parallel=ParallelSettings(launcher="ray"))
     assert granted(on_ray, {}, unknown, 2).scheduler.memory_fraction == fraction, "each rank has a device of its own"
+
+
+def test_a_failed_replica_can_be_drained(server: EnginePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BrokenEngines, "infos", lambda _: [ReplicaInfo(3, "", "failed", None, 9)], raising=False)
+    monkeypatch.setattr(BrokenEngines, "drain", lambda _, index: index, raising=False)
+    server.start()
+    assert server.drain(3) == 3
+    with pytest.raises(UsageError, match="there is no replica 0; there are: 3"):
+        server.drain(0)

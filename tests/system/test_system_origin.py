@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -24,7 +25,7 @@ from tandem.version import __version__
         ),
         (
             {"url": "file:///tmp/mlx_tandem-0.1.0-py3-none-any.whl", "archive_info": {}},
-            'scp /tmp/mlx_tandem-0.1.0-py3-none-any.whl b: && ssh b "python -m pip install ./mlx_tandem-0.1.0-py3-none-any.whl"',
+            "scp /tmp/mlx_tandem-0.1.0-py3-none-any.whl b: && ssh b 'python -m pip install ./mlx_tandem-0.1.0-py3-none-any.whl'",
         ),
         (
             {"url": "file:///home/ann/tandem", "dir_info": {"editable": True}},
@@ -35,3 +36,10 @@ from tandem.version import __version__
 def test_the_command_installs_what_is_here(monkeypatch, direct, command):
     monkeypatch.setattr(origin, "_direct_url", lambda: json.loads(json.dumps(direct)))
     assert origin.install_command("python", "b") == command
+
+
+def test_a_wheel_of_any_name_is_one_word_on_both_machines(monkeypatch):
+    monkeypatch.setattr(origin, "_direct_url", lambda: {"url": "file:///tmp/our%20%22$best%22%20wheel's.whl", "archive_info": {}})
+    local = shlex.split(origin.install_command("python", "b"))
+    assert local[1] == '/tmp/our "$best" wheel\'s.whl'
+    assert shlex.split(local[-1])[-1] == './our "$best" wheel\'s.whl'

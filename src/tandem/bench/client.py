@@ -84,8 +84,9 @@ class Timed:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first token."""
-        return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
+        """Tokens per second after the first token; 0 if all text arrived at once."""
+        took = self.pieces[-1] - self.pieces[0]
+        return (self.tokens - 1) / took if took else 0.0
 
 
 async def send(target: Target, job: BenchRequest, answer: Timed | None = None) -> Timed:

@@ -7,8 +7,10 @@ from urllib.parse import urlsplit
 
 from tandem.cli.arguments import DEFAULT_URL
 from tandem.config.api_keys import ClientLimits, read_key_file
+from tandem.config.validation import is_loopback
 from tandem.env import variable
 from tandem.errors import UsageError
+from tandem.launchers.host_facts import is_own
 from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names
 from tandem.system.http_client import ServerClient
 
@@ -42,7 +44,8 @@ def named_url(arguments: argparse.Namespace) -> str | None:
     if arguments.url is not None:
         return checked_url(arguments.url)
     if arguments.server_port is not None:
-        return f"http://127.0.0.1:{arguments.server_port}"
+        record = next((record for record in all_running() if record.port == arguments.server_port), None)
+        return f"http://127.0.0.1:{arguments.server_port}" if record is None else record_url(record)
     if arguments.server_name is not None:
         record = running(arguments.server_name)
         if record is None:
@@ -80,17 +83,30 @@ def record_url(record: Record) -> str:
 
 
 def checked_url(text: str, flag: str = "--url") -> str:
-    """Return an address without /v1 and trailing slashes. Raises UsageError unless its scheme is http or https."""
+    """Return an address without /v1 and trailing slashes. Raises UsageError for a wrong port or a scheme that is not HTTP's."""
     if not text.startswith(("http://", "https://")):
         raise UsageError(f"{flag} {text}: must begin with http:// or https://", param="base_url")
+    try:
+        _ = urlsplit(text).port
+    except ValueError:
+        raise UsageError(f"{flag} {text}: must be like {DEFAULT_URL}, with a port of at most 65535", param="base_url") from None
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def local_port(url: str) -> int:
-    """Return the port in `url`, which identifies the server's control socket. Raises UsageError if there is none."""
+    """Return the port in `url`, which identifies the control socket of a server on this machine.
+
+    Raises UsageError without a port, or for another machine's address.
+    """
     parts = urlsplit(url)
     if parts.port is None:
         raise UsageError(f"{url}: name the port too", param="url")
+    host = parts.hostname or ""
+    if not (is_loopback(host) or is_own(host) or any(record_url(record) == url for record in all_running())):
+        raise UsageError(
+            f"{url}: {host} is no address of this machine; run the command on that machine, or give --port for a server here",
+            param="url",
+        )
     return parts.port
 
 

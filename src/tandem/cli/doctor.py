@@ -91,14 +91,14 @@ def parse_ports(text: str | None) -> list[int]:
         return []
     first, _, last = text.partition("-")
     try:
-        ports = list(range(int(first), int(last or first) + 1))
+        ports = range(int(first), int(last or first) + 1)
     except ValueError:
-        ports = []
-    if not ports or len(ports) > _MOST_PORTS or not 1 <= ports[0] <= ports[-1] <= 65535:
+        ports = range(0)
+    if not 1 <= ports.start < ports.stop <= min(65536, ports.start + _MOST_PORTS):
         raise ConfigError(
             f"--ports {text}: write one port or a range such as 32323-32330, at most {_MOST_PORTS} ports", param="ports"
         )
-    return ports
+    return list(ports)
 
 
 def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> None:

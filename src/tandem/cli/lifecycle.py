@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import os
 import signal
@@ -185,6 +186,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
     sys.stdout.writelines(_tail(place, arguments.lines))
     if not arguments.follow:
         return 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the start of a character until its end is written
     with place.log.open("rb") as file:
         file.seek(0, os.SEEK_END)
         ended = False
@@ -192,7 +194,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
             ended = not place.runs()  # checked before the last read, so that no line is missed
             if os.fstat(file.fileno()).st_size < file.tell():
                 file.seek(0)  # the server has rotated its log
-            sys.stdout.write(file.read().decode(errors="replace"))
+            sys.stdout.write(decoder.decode(file.read(), final=ended))
             sys.stdout.flush()
             time.sleep(POLL_S)
     return 0

@@ -153,7 +153,8 @@ def event_lines(events: Sequence[JsonMapping]) -> list[Text]:
     for event in events:
         style = {"error": "red", "warning": "yellow"}.get(event["level"], "")
         when = time.strftime("%d %b %H:%M:%S", time.localtime(event.get("time", event.get("at"))))
-        subject = ", ".join(filter(None, (event.get("model"), event.get("replica") and f"replica {event['replica']}")))
+        replica = event.get("replica")
+        subject = ", ".join(filter(None, (event.get("model"), None if replica is None else f"replica {replica}")))
         text = f"{subject}: {event['text']}" if subject else event["text"]
         lines.append(Text.assemble(f"  {when}  ", (text, style), f". {event['remedy']}" if event["remedy"] else ""))
     return lines

@@ -82,7 +82,7 @@ def is_own(address: str) -> bool:
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
-        except OSError:
+        except (OSError, UnicodeError):  # UnicodeError: no name of a host, such as a..b
             return False
     return True
 

@@ -65,6 +65,8 @@ class ChildProcess:
     def tell(self, payload: bytes) -> None:
         """Send another payload, without a newline, for the child's `receive_payload`. Does nothing once the child has ended."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:  # by `wait`
+            return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")
             self._process.stdin.flush()

@@ -155,9 +155,9 @@ class EnginePool:
     def drain(self, index: int) -> int:
         """Start draining a replica, which exits after its requests; return its number. Raises UsageError if it cannot drain."""
         for one in self._loaded:
-            if index in one.statuses():
+            if any(info.replica == index for info in one.infos()):
                 return one.drain(index)
-        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.statuses()))}")
+        raise UsageError(f"there is no replica {index}; there are: {', '.join(str(info.replica) for info in self.infos())}")
 
     def infos(self) -> list[ReplicaInfo]:
         """Return the replicas of all loaded models."""

@@ -68,9 +68,9 @@ class ServerClient:
             for line in response:
                 data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
                 if data and data != b"[DONE]":
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise UsageError(str(event["error"].get("message", event["error"])))
+                    event = _event(data, self.url + path)
+                    if error := event.get("error"):
+                        raise UsageError(str(error.get("message", error) if isinstance(error, dict) else error))
                     yield event
 
     def models(self) -> list[str]:
@@ -101,6 +101,17 @@ class ServerClient:
             raise UsageError(
                 f"{self.url} cannot be reached: {cause}; is the server up, is --url right?", param="base_url"
             ) from None
+
+
+def _event(data: bytes, where: str) -> JsonObject:
+    """Return an event's JSON object. Raises UsageError if it is none."""
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise UsageError(f"{where} streams an event that is no JSON object; is --url right?", param="base_url")
+    return event
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -36,7 +36,8 @@ def install_command(python: str, host: str) -> str:
                 f"rsync -a --exclude '.*' {shlex.quote(path + '/')} {host}:tandem/ && "
                 f'ssh {host} "{python} -m pip install ./tandem"'
             )
-        return f'scp {shlex.quote(path)} {host}: && ssh {host} "{python} -m pip install ./{path.rpartition("/")[2]}"'
+        install = f"{python} -m pip install {shlex.quote('./' + path.rpartition('/')[2])}"
+        return f"scp {shlex.quote(path)} {host}: && ssh {host} {shlex.quote(install)}"
     return f"ssh {host} \"{python} -m pip install '{_requirement(origin, url)}'\""
 
 

@@ -293,7 +293,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     with _bar(target.base_url, len(jobs)) as advance:
         answers = asyncio.run(offer(target, jobs, concurrency=1, progress=advance))
     result = summary(answers, [10, 25, 50, 75, 90, 99], {})
-    rates = [a.decode_rate for a in answers if not a.error and a.tokens > 1 and a.pieces[-1] > a.pieces[0]]
+    rates = [rate for answer in answers if not answer.error and (rate := answer.decode_rate)]
     if rates:
         result["median_decode_tokens_per_s"] = statistics.median(rates)
     print(f"=== {target.model} at {target.base_url}: {arguments.input_len} tokens in, {arguments.output_len} out")

@@ -107,7 +107,7 @@ class Conversation:
     def _load(self, name: str) -> str:
         try:
             messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
-            good = all(
+            good = isinstance(messages, list) and all(
                 message["role"] in ("system", "user", "assistant") and message["content"] is not None for message in messages
             )
         except OSError as error:
