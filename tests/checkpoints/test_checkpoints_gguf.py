@@ -253,6 +253,14 @@ def test_granite_without_positions_and_mistral_with_others_are_refused(tmp_path)
             resolve(str(write_gguf(tmp_path / "a.gguf", model, "F16", arch, metadata=[add])))
 
 
+def test_deepseek_v2_with_attention_per_head_is_refused_with_its_file_named(tmp_path):
+    model = tiny_model(tmp_path / "m", "deepseek_v2", layers=3, dtype="float32")
+    extra = [("blk.0.attn_k_b.weight", np.ones((64, 64), np.float32), "F32")]
+    path = write_gguf(tmp_path / "a.gguf", model, "F32", "deepseek2", extra=extra, metadata=LATENT)
+    with pytest.raises(UnsupportedModel, match=r"a\.gguf: DeepSeek V2 with attn_k_b"):
+        resolve(str(path))
+
+
 WORDS = "It's a test: 12345 naïve क्षि x1y2 \t\n\n  end"
 
 

@@ -111,11 +111,18 @@ def test_links():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("5gbe", "5gbe: is not one of"), ("10gbe:cost=3", "'cost=3' is not"), ("a,a=10gbe", "name two")]
+    ("text", "words"),
+    [
+        ("5gbe", "5gbe: is not one of"),
+        ("10gbe:cost=3", "'cost=3' is not"),
+        ("10gbe:latency=none", "--link 10gbe:latency=none: latency=none must be a number"),
+        ("a,a=10gbe", "name two"),
+    ],
 )
 def test_bad_links(text, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         read_links([text], read_hosts(["a=64GB:m4", "b=64GB:m4"], None))
+    assert caught.value.param == "link"
 
 
 def test_table_reasons_and_flags(model, capsys):

@@ -11,6 +11,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import ConfigError, LayoutError
 from tandem.loading.stage import load_stage
 from tandem.models.description import ModelDescription, describe
+from tandem.planner import explain
 from tandem.planner.cost import Costs, RankShare
 from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine, with_fences
 from tandem.planner.layouts import parse_layout
@@ -382,6 +383,17 @@ def test_what_fits_nowhere_is_refused_with_what_would():
     assert plan(LLAMA_70B_8BIT, machines, RDMA, replace(request, streams=streams)).chosen
     size = int(ways.split("one more machine with ")[1].split(" GB")[0])
     assert plan(LLAMA_70B_8BIT, [*machines, machine("c", size * GIB, "m4-max")], RDMA, request).chosen
+
+
+def test_bytes_of_experts_are_scaled_once_for_each_smaller_model():
+    model, experts = sparse(4, 4096, 64, 4, 128, 1536, 128, 8, 151936, 16, "qwen3_moe")
+    tried = []
+    costs = Costs(model, macs(("a", 16, "m4")), [], Request(), experts)
+    assert explain._smaller_weights(costs, lambda smaller: tried.append(smaller) or False) == []
+    assert len(tried) > 1
+    for smaller in tried:
+        share = smaller.model.layer_bytes[0] / model.layer_bytes[0]
+        assert smaller.experts.layer_bytes[0] / experts.layer_bytes[0] == pytest.approx(share)
 
 
 def test_far_too_large_a_model_names_how_many_machines():

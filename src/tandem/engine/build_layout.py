@@ -27,7 +27,7 @@ from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
-from tandem.models.kv_types import no_disk_blocks, require_quantizable
+from tandem.models.kv_types import require_quantizable, unsupported_role
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
@@ -241,7 +241,7 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: Mo
             param="roles",
         )
     if not description.kept_by_position:
-        raise UnsupportedModel(no_disk_blocks(role, description.family), param="roles")
+        raise UnsupportedModel(unsupported_role(role, description.family), param="roles")
 
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:

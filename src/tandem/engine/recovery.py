@@ -24,7 +24,7 @@ from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
 from tandem.executors.executor import Executor, Progress, do_nothing
 from tandem.launchers.host_addresses import role_of
-from tandem.models.kv_types import no_disk_blocks
+from tandem.models.kv_types import unsupported_role
 from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
@@ -116,7 +116,7 @@ class RankGroup:
                 require_quantized(self.layout, self.ready)
                 role = role_of(self._settings.parallel)
                 if role != "both" and any(ready.disk_blocks is None for ready in self.ready):
-                    raise UnsupportedModel(no_disk_blocks(role, self.layout.description.family), param="roles")
+                    raise UnsupportedModel(unsupported_role(role, self.layout.description.family), param="roles")
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._self_check(limits, 0, progress))
                 break

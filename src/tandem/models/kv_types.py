@@ -98,7 +98,7 @@ def nothing_to_quantize(kv_dtype: str, family: str) -> str:
     )
 
 
-def no_disk_blocks(role: str, family: str) -> str:
+def unsupported_role(role: str, family: str) -> str:
     """Return the error text for a replica `role` (disaggregated prefill) that the model does not support."""
     return f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out"
 

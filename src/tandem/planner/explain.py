@@ -221,9 +221,8 @@ def _smaller_weights(costs: Costs, fits: Callable[[Costs], bool]) -> list[str]:
             embed_bytes=int(model.embed_bytes * ratio),
             head_bytes=int(model.head_bytes * ratio),
         )
-        if experts:
-            experts = replace(experts, layer_bytes=tuple(int(n * ratio) for n in experts.layer_bytes))
-        if fits(costs.changed(description=smaller, experts=experts)):
+        scaled = experts and replace(experts, layer_bytes=tuple(int(n * ratio) for n in experts.layer_bytes))
+        if fits(costs.changed(description=smaller, experts=scaled)):
             return [f"{'an' if bits == 8 else 'a'} {bits}-bit model instead of {has}"]
     return []
 

@@ -12,7 +12,7 @@ from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.models.description import ModelDescription
-from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
+from tandem.planner.hardware import CHIPS, GIB, Link, Machine, chip_of, link, machine
 from tandem.planner.profile import Cluster, HostProfile, Profile, measured_machine, with_profile
 from tandem.planner.types import Request
 from tandem.processes.device import this_device
@@ -106,7 +106,7 @@ def this_name() -> str:
 def this_machine() -> Hosts:
     """Return the machine this process runs on, as MLX reports it."""
     name, device = this_name(), this_device()
-    chip = device.name.lower().removeprefix("apple ").replace(" ", "-")
+    chip = chip_of(device.name)
     known = chip if chip in CHIPS else next((name for name in ("h200", "gb10") if name in chip), None)
     found = machine(name, machine_memory(), known or ("m4" if device.gpu else "cpu"))
     if device.gpu:
@@ -159,7 +159,7 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: Ho
         result = replace(result, memory=memory)
 
     def figure(key: str, default: float) -> float:
-        return _number(found[key], label, key) if key in found else default
+        return _number(found[key], label, key, "hosts") if key in found else default
 
     return replace(
         result,
@@ -181,7 +181,7 @@ def _parse_link(text: str) -> Link:
         key, _, value = word.partition("=")
         if key not in _LINK_KEYS:
             raise ConfigError(f"--link {text}: {word!r} is not latency= (us) or bandwidth= (GB/s)", param="link")
-        number = _number(value, f"--link {text}", key)
+        number = _number(value, f"--link {text}", key, "link")
         found = replace(found, latency=number) if key == "latency" else replace(found, bandwidth=number)
     if not equals:
         return found
@@ -191,14 +191,14 @@ def _parse_link(text: str) -> Link:
     return replace(found, between=(ends[0], ends[1]))
 
 
-def _number(text: str, label: str, key: str) -> float:
-    """Parse a figure into SI units. Raise ConfigError."""
+def _number(text: str, label: str, key: str, param: str) -> float:
+    """Parse a figure into SI units. Raise ConfigError for the option `param`."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise ConfigError(f"{label}: {key}={text} must be a number above 0", param="hosts")
+        raise ConfigError(f"{label}: {key}={text} must be a number above 0", param=param)
     return value / 1e6 if key in ("latency", "fence") else value * (1e12 if key == "tflops" else 1e9)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec import structs
 
 from mac_evidence import DEVICES, VERSIONS, bad, ifconfig, judged, mac, pair, with_b, with_output
 from tandem.diagnostics.doctor.evidence import Clock, Host, Need, PlannedMemory
@@ -181,6 +182,32 @@ def test_versions(package, version, remedy):
     [found] = bad(with_b(pair(), versions={**VERSIONS, package: version}))
     assert (found.check, found.where) == ("versions", "b")
     assert remedy in found.remedy
+
+
+def test_a_version_that_this_machine_lacks_is_that_of_the_others():
+    evidence = with_b(pair(), versions={**VERSIONS, "mlx": "0.31.0"})
+    evidence.facts["a"].versions["mlx"] = None
+    [lacking] = bad(evidence)
+    assert (lacking.where, lacking.detail) == ("a", "mlx is not installed")
+    assert "'mlx==0.31.0'" in lacking.remedy
+    evidence.facts["c"] = mac(3)
+    evidence.facts["d"] = mac(4)
+    evidence.hosts += [Host("c"), Host("d")]
+    assert "mlx is 0.31.0, on c 0.32.4" in [found.detail for found in bad(evidence) if found.check == "versions"]
+    for facts in evidence.facts.values():
+        facts.versions["mlx"] = None
+    assert {found.remedy.split(" -m ")[1].strip('"') for found in bad(evidence) if found.check == "versions"} == {
+        "pip install 'mlx'"
+    }
+
+
+def test_builds_are_compared_with_a_macs_where_this_machine_is_none():
+    evidence = with_output(pair(), os_build="25D1\n")
+    evidence.here = "this machine"
+    evidence.facts["this machine"] = structs.replace(mac(3), system="Linux")
+    evidence.hosts.append(Host("this machine", ranks=0))
+    [found] = [one for one in bad(evidence) if one.check == "macos"]
+    assert (found.where, found.detail) == ("b", "build 25D1, on a 25D125")
 
 
 def test_patch_releases_of_python_are_alike():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tandem.diagnostics.doctor import examine, probe_messages
+from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.model_files import look_at
+from tandem.diagnostics.doctor.probe_messages import MARK
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask, run_ranks
 from tandem.testing import tiny_model
 
@@ -69,3 +75,64 @@ def test_a_copy_of_a_model_that_lacks_a_file_is_said_to(tmp_path: Path) -> None:
     found = look_at(str(model))
     assert found.path == str(model)
     assert "model-00002-of-00002.safetensors: is missing" in str(found.problem)
+
+
+SLOW = f"""
+import sys
+import time
+
+for number, line in enumerate(sys.stdin.buffer):
+    time.sleep(2 * (not number))
+    sys.stdout.buffer.write({MARK!r} + b'{{"type": "Time", "now": %d}}' % number + bytes([10]))
+    sys.stdout.buffer.flush()
+"""
+
+
+def test_a_late_reply_does_not_answer_the_next_request() -> None:
+    link = ProbeLink("slow", [sys.executable, "-c", SLOW])
+    try:
+        with pytest.raises(ProbeLost, match="no answer within 0.2 s"):
+            link.ask(probe_messages.TellTime(), probe_messages.Time, 0.2)
+        assert link.ask(probe_messages.TellTime(), probe_messages.Time, 60).now == 1
+        with pytest.raises(ProbeLost, match="another version of Tandem answers there") as lost:
+            link.ask(probe_messages.Reserve(1), probe_messages.ReservedPorts, 60)
+        assert lost.value.remedy
+    finally:
+        link.close()
+
+
+# Answers requests as a probe does, but exits when it is asked for the one that is named.
+DYING = """
+import os
+import sys
+from tandem.diagnostics.doctor import probe, probe_messages
+
+answer = probe.Probe.answer
+
+def answer_or_exit(self, request):
+    if type(request).__name__ == {request!r} and getattr(request, "seconds", 0) >= {seconds}:
+        os._exit(3)
+    return answer(self, request)
+
+probe.Probe.answer = answer_or_exit
+sys.exit(probe.main())
+"""
+
+
+@pytest.mark.parametrize(("request_name", "seconds"), [("TellTime", 0), ("Listen", 0), ("Transfer", 0), ("Transfer", 0.1)])
+def test_a_probe_lost_after_gathering_leaves_the_evidence_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, request_name: str, seconds: float
+) -> None:
+    dying = [sys.executable, "-c", DYING.format(request=request_name, seconds=seconds)]
+    monkeypatch.setattr(examine, "remote_probe", lambda host, python=None: dying if host == "b" else local_probe())
+    monkeypatch.setattr(examine, "_identity", lambda facts: (str(time.monotonic()), []))  # all are this machine
+    hosts = [Host("localhost", "127.0.0.1"), Host("b", "127.0.0.1"), Host("c", "127.0.0.1")]
+    evidence = examine.examine(examine.Question(hosts=hosts, port=0, seconds=0.1))
+    assert evidence.facts.keys() == {"localhost", "b", "c"}
+    assert evidence.unreachable == {"b": ("ended with code 3", "ssh b hostname")}
+    assert evidence.links.keys() == {("localhost", "c"), ("c", "localhost")}
+    assert all(link.bandwidth for link in evidence.links.values())
+    assert "c" in evidence.clocks
+    assert not evidence.collected
+    told = [(line.check, line.where) for line in examine.findings(evidence) if line.verdict == "fail" and line.where == "b"]
+    assert told == [("ssh", "b")]

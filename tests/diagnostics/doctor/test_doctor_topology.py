@@ -40,6 +40,11 @@ def test_containers_and_loopback_are_no_way():
     assert choose_addresses("a", machines) == {"a": "127.0.0.1"}
 
 
+def test_a_virtual_bridge_in_a_shared_subnet_is_not_chosen():
+    machines = {"a": [interface("virbr0", "10.0.0.9/24"), interface("e0", "10.0.0.1/24")], "b": [interface("e0", "10.0.0.2/24")]}
+    assert choose_addresses("ab", machines) == {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+
 def test_cables_between_neighbours_win():
     """Each rank listens on its cable to the one before it, which is where that one looks for it."""
     ends = {"a": (1, 9), "b": (2, 5), "c": (6, 10)}

@@ -125,7 +125,9 @@ def test_broken_kernel(task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(device, "on_gpu", lambda: True)
     monkeypatch.setattr(device, "on_metal", lambda: True)
 
-    def refuses(**_: object) -> Callable[..., list[mx.array]]:
+    def refuses(*, name: str, **_: object) -> Callable[..., list[mx.array]]:
+        assert name == "selftest_broken"
+
         def call(**_: object) -> list[mx.array]:
             raise RuntimeError("does not compile")
 
@@ -462,6 +464,10 @@ def test_full_memory(task: Task, monkeypatch: Patch) -> None:
     assert "Unable to allocate" in str(risky.memory(task)["exception"])
     monkeypatch.setattr(mx, "ones", full("odd words"))
     differs(risky.memory, task, "odd words, seen")
+    small = ones(4)
+    monkeypatch.setattr(mx, "ones", lambda *_: small)
+    with pytest.raises(NotApplicable, match="4 times its memory without an exception"):
+        risky.memory(task)
 
 
 def test_fast_fences(task: Task, monkeypatch: Patch) -> None:

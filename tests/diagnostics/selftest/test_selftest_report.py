@@ -30,6 +30,14 @@ def test_names_addresses_and_paths_are_taken_out(text: str, expected: str) -> No
     assert redacted(text, ["mac-of-ann", "/Users/Änn O. Lee", "ann", "/"]) == expected
 
 
+def test_more_names_than_letters_stay_apart() -> None:
+    names = [f"mac{number}" for number in range(30)]
+    placeholders = redacted(" ".join(names), names).split()
+    assert len(set(placeholders)) == 30
+    assert (placeholders[25:28], placeholders[0]) == (["<z>", "<aa>", "<ab>"], "<a>")
+    assert redacted(" ".join(names), [*names, "aa", "ab"]).split() == placeholders
+
+
 def report(*checks: CheckResult, wanted: int | None = None, facts: Figures = LINUX) -> Report:
     return make_report(
         checks,

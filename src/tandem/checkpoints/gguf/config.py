@@ -231,8 +231,10 @@ def _deepseek2(file: _Metadata, config: JsonObject) -> JsonObject:
     if file.get("expert_gating_func", 1) == 2:
         own["topk_method"] = "noaux_tc"
     elif "blk.0.attn_k_b.weight" in file.shapes:
-        raise UnsupportedModel("GGUF: DeepSeek V2 with attn_k_b and attn_v_b is not supported; use a file with "
-                               "attn_kv_b, or a model in MLX format", param="model")  # fmt: skip
+        raise file.unsupported(
+            "DeepSeek V2 with attn_k_b and attn_v_b is not supported from GGUF; "
+            "use a file with attn_kv_b, or a model in MLX format"
+        )
     else:
         own |= {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
                 "topk_method": "group_limited_greedy" if own["n_group"] > 1 else "greedy"}  # fmt: skip

@@ -83,13 +83,11 @@ def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
     def ask(name: str) -> Facts:
         link = ProbeLink(name, local_probe() if name in LOCAL_NAMES else remote_probe(name))
         try:
-            reply = link.ask(GatherFacts(), GATHER_S)
+            return link.ask(GatherFacts(), Facts, GATHER_S)
         except ProbeLost as error:
             raise UsageError(f"{name}: {error.message}" + (f"; {error.remedy}" if error.remedy else "")) from None
         finally:
             link.close()
-        assert isinstance(reply, Facts)
-        return reply
 
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         return dict(zip(hosts, pool.map(ask, hosts), strict=True))

@@ -123,9 +123,10 @@ def macos(evidence: Evidence, findings: Findings) -> str:
     """Check that Macs with RDMA run the same build of macOS, 26.3 or later."""
     builds = {name: facts.outputs.get("os_build", "").strip() for name, facts in evidence.macs.items()}
     wanted = builds.get(evidence.here) or max(builds.values())
+    source = evidence.host_with(builds, wanted)
     for name, build in builds.items():
         if build != wanted:
-            findings.fail(name, f"build {build}, on {evidence.here} {wanted}", evidence.on(name, UPDATE))
+            findings.fail(name, f"build {build}, on {source} {wanted}", evidence.on(name, UPDATE))
     for name, facts in evidence.macs.items():
         if (version := _macos(facts)) is not None and version < SMOOTH_MACOS:
             findings.warn(

@@ -19,14 +19,14 @@ def versions(evidence: Evidence, findings: Findings) -> str:
     """Check that Python (minor version), mlx, mlx-lm and Tandem have the same version on all hosts."""
     for package in ("python", "mlx", "mlx-lm", "tandem"):
         of = {name: _shown(package, facts.versions.get(package)) for name, facts in evidence.facts.items()}
-        wanted = of.get(evidence.here) or Counter(of.values()).most_common(1)[0][0]
+        installed = Counter(version for version in of.values() if version is not None)
+        wanted = of.get(evidence.here) or next((version for version, _ in installed.most_common(1)), None)
         for name, version in of.items():
             if version is None:
                 findings.fail(name, f"{package} is not installed", _install(evidence, name, package, wanted))
-            elif version != wanted:
-                findings.fail(
-                    name, f"{package} is {version}, on {evidence.here} {wanted}", _install(evidence, name, package, wanted)
-                )
+            elif wanted is not None and version != wanted:
+                source = evidence.host_with(of, wanted)
+                findings.fail(name, f"{package} is {version}, on {source} {wanted}", _install(evidence, name, package, wanted))
     for name, facts in evidence.facts.items():
         if facts.outputs.get("translated", "").strip() == "1":
             findings.fail(
@@ -50,7 +50,8 @@ def _install(evidence: Evidence, name: str, package: str, wanted: str | None) ->
         return f"make the environment on {name} with Python {wanted}: uv venv --python {wanted}"
     if package == "tandem" and name != evidence.here:
         return install_command(python, name)
-    return evidence.on(name, f"{python} -m pip install '{INSTALL[package]}=={wanted}'")
+    requirement = INSTALL[package] if wanted is None else f"{INSTALL[package]}=={wanted}"
+    return evidence.on(name, f"{python} -m pip install '{requirement}'")
 
 
 def model(evidence: Evidence, findings: Findings) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -116,6 +116,10 @@ class Evidence:
     def host(self, name: str) -> Host:
         """Return the host of that name. Raises StopIteration if there is none."""
         return next(host for host in self.hosts if host.name == name)
+
+    def host_with(self, values: Mapping[str, str | None], wanted: str) -> str:
+        """Return a host whose entry in `values` is `wanted`: this machine if it is one, else the first."""
+        return min((name for name, value in values.items() if value == wanted), key=lambda name: name != self.here)
 
     def on(self, name: str, command: str) -> str:
         """Return a shell command for this machine that runs `command` on the machine `name`, over ssh unless local."""

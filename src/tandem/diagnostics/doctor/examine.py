@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations
 from typing import TypeVar
 
@@ -163,21 +164,12 @@ class _Examination:
         question = self._question
         slow = HASH_S if question.full_hash else GATHER_S
 
-        def ask(name: str) -> Facts | ProbeLost:
+        def ask(name: str) -> Facts:
             extra = [question.port] if name == self._evidence.here else []
             request = probe_messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
-            try:
-                reply = self._links[name].ask(request, slow)
-            except ProbeLost as error:
-                return error
-            return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
+            return self._links[name].ask(request, Facts, slow)
 
-        for name, answer in self._each(ask, self._links).items():
-            if isinstance(answer, Facts):
-                self._evidence.facts[name] = answer
-            else:
-                self._evidence.unreachable[name] = answer.message, answer.remedy
-                self._links.pop(name).close()
+        self._evidence.facts = self._each(ask, self._links)
 
     def _find_here(self) -> None:
         """Find this machine among the hosts by hostname and addresses; otherwise add it as a host without ranks."""
@@ -201,7 +193,7 @@ class _Examination:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
                 sent = time.time()
-                now = self._probes.ask(name, probe_messages.TellTime(), probe_messages.Time, TRANSFER_S).now
+                now = self._links[name].ask(probe_messages.TellTime(), probe_messages.Time, TRANSFER_S).now
                 back = time.time()
                 if back - sent < 2 * best.within:
                     best = Clock(now - (sent + back) / 2, (back - sent) / 2)
@@ -214,23 +206,25 @@ class _Examination:
         evidence = self._evidence
         token = secrets.token_hex(16)
         listen, opened = probe_messages.Listen(token), probe_messages.ReservedPorts
-        ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
+        ports = self._each(lambda name: self._links[name].ask(listen, opened, TRANSFER_S).ports[0], self._links)
         address = {host.name: host.address for host in evidence.hosts}
 
         def ask(source: str, target: str, seconds: float) -> probe_messages.Transferred:
             transfer = probe_messages.Transfer(address[target], ports[target], token, seconds)
-            return self._probes.ask(source, transfer, probe_messages.Transferred, TRANSFER_S)
+            return self._links[source].ask(transfer, probe_messages.Transferred, TRANSFER_S)
 
         def ask_all(source: str) -> dict[str, probe_messages.Transferred]:
-            return {target: ask(source, target, 0.0) for target in self._links if target != source}
+            return {target: ask(source, target, 0.0) for target in ports if target != source}
 
         self._say("connecting every machine with every other")
         for source, links in self._each(ask_all, self._links).items():
             evidence.links |= {(source, target): link for target, link in links.items()}
-        for source, target in permutations(self._links, 2):
-            if not evidence.links[source, target].error:
+        for source, target in permutations(ports, 2):
+            if {source, target} <= self._links.keys() and not evidence.links[source, target].error:
                 self._say(f"measuring {source} -> {target}")
-                evidence.links[source, target] = ask(source, target, self._question.seconds)
+                measured = self._each(partial(ask, target=target, seconds=self._question.seconds), [source])
+                evidence.links |= {(name, target): link for name, link in measured.items()}
+        evidence.links = {ends: link for ends, link in evidence.links.items() if self._links.keys() >= set(ends)}
 
     def _collective(self) -> None:
         """Time an all_sum over the ranks. Skipped unless every link works, every host has mlx, RDMA passed and `TRIED` has the
@@ -239,7 +233,7 @@ class _Examination:
         ranks = evidence.carriers
         names = {host.name for host in ranks}
         blocked = any(link.error for (a, b), link in evidence.links.items() if {a, b} <= names)
-        if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
+        if blocked or len(ranks) < 2 or not names <= self._links.keys() or question.backend not in TRIED:
             return
         lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
         if lacking or any(finding.verdict == "fail" for finding in RDMA.findings(evidence)):
@@ -257,9 +251,23 @@ class _Examination:
         }
 
     def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-        """Call `ask` for each machine in parallel; return the results by name."""
-        order = list(names)
-        return dict(zip(order, self._probes.each(ask, order), strict=True))
+        """Call `ask` for each machine in parallel; return the results by name. Record machines whose probe is lost as
+        unreachable, and close their links."""
+
+        def attempt(name: str) -> T | ProbeLost:
+            try:
+                return ask(name)
+            except ProbeLost as error:
+                return error
+
+        order, results = list(names), {}
+        for name, result in zip(order, self._probes.each(attempt, order), strict=True):
+            if isinstance(result, ProbeLost):
+                self._evidence.unreachable[name] = result.message, result.remedy
+                self._links.pop(name).close()
+            else:
+                results[name] = result
+        return results
 
 
 def addressed(hosts: Sequence[Host], here: Collection[str]) -> list[Host]:

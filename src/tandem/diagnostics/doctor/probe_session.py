@@ -46,6 +46,8 @@ class ProbeLink(HostProcess):
         super().__init__(command, variables, stderr=subprocess.PIPE)
         self.name = name
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._late = 0
+        """Number of requests that timed out and whose replies may still arrive."""
         self._complaints: list[str] = []
         self._readers += [
             start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
@@ -65,13 +67,16 @@ class ProbeLink(HostProcess):
         with self._process.stderr as stream:
             self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
 
-    def ask(self, request: Request, timeout_s: float) -> Reply:
-        """Send a request and return the reply. Raises ProbeLost after `timeout_s` seconds or if the probe failed."""
+    def ask(self, request: Request, kind: type[T], timeout_s: float) -> T:
+        """Send a request and return the reply. Raises ProbeLost after `timeout_s` seconds, if the probe failed, or if the reply
+        is not a `kind`."""
         deadline = time.monotonic() + timeout_s
         self.tell(msgspec.json.encode(request))  # errors of an exited probe are raised below
         try:
-            line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
+            while (line := self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))) is not None and self._late:
+                self._late -= 1  # the probe replies in order
         except queue.Empty:
+            self._late += 1
             raise ProbeLost(f"no answer within {timeout_s:g} s") from None
         if line is None:
             self._replies.put(None)
@@ -82,6 +87,8 @@ class ProbeLink(HostProcess):
             raise ProbeLost(f"its answer cannot be read: {error}; has it the same version of Tandem?") from None
         if isinstance(reply, ProbeError):
             raise ProbeLost(reply.message)
+        if not isinstance(reply, kind):
+            raise ProbeLost("another version of Tandem answers there", "install the same on all machines")
         return reply
 
     def _explain(self) -> ProbeLost:
@@ -117,12 +124,9 @@ class Probes:
         """Return the reply of the probe `name`. Raises ProbeLost, with the machine's name, also if the reply is not a `kind`."""
         link = self.links[name]
         try:
-            reply = link.ask(request, timeout_s)
+            return link.ask(request, kind, timeout_s)
         except ProbeLost as error:
             raise ProbeLost(f"{link.name}: {error.message}{f'; {error.remedy}' if error.remedy else ''}") from None
-        if not isinstance(reply, kind):
-            raise ProbeLost(f"{link.name}: another version of Tandem answers there; install the same on all machines")
-        return reply
 
     def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
                    ) -> list[RankTimes]:  # fmt: skip

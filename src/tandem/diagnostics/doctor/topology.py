@@ -94,7 +94,12 @@ def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -
     return [
         {
             name: str(
-                next(network.ip for interface in machines[name] for network in interface.networks if network.network == best)
+                next(
+                    network.ip
+                    for interface in _usable(machines[name])
+                    for network in interface.networks
+                    if network.network == best
+                )
             )
             for name in order
         }

@@ -43,12 +43,20 @@ def redacted(text: str, names: Iterable[str]) -> str:
     for place in sorted(places, key=len, reverse=True):
         text = re.sub(rf"{re.escape(place)}(?:/[\w.@+-]+)*/?", "<path>", text)
     text = _PATH.sub("<path>", text)
-    for number, name in enumerate(other for other in known if not other.startswith("/")):
-        if len(name) >= SHORTEST:
-            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"<{chr(ord('a') + number % 26)}>", text)
+    placeholders = {name: _placeholder(number) for number, name in enumerate(x for x in known if not x.startswith("/"))}
+    if words := [re.escape(name) for name in placeholders if len(name) >= SHORTEST]:  # all in one pass: <aa> holds a word too
+        text = re.sub(rf"(?<![\w.-])(?:{'|'.join(words)})(?![\w-])", lambda match: placeholders[match[0]], text)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def _placeholder(number: int) -> str:
+    """Return <a>, ..., <z>, <aa>, <ab>, ... for 0, 1, ..."""
+    letters = ""
+    while number >= 0:
+        letters, number = chr(ord("a") + number % 26) + letters, number // 26 - 1
+    return f"<{letters}>"
 
 
 def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:

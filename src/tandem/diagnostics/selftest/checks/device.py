@@ -66,7 +66,7 @@ def broken_kernel(task: Task) -> Figures:
     if not on_gpu():
         raise NotApplicable("kernels are compiled at run time on GPUs alone")
     make: Any = mx.fast.metal_kernel if on_metal() else mx.fast.cuda_kernel
-    kernel = make(name="firstlight_broken", input_names=["a"], output_names=["b"], source=_BROKEN)
+    kernel = make(name="selftest_broken", input_names=["a"], output_names=["b"], source=_BROKEN)
     raised = ""
     try:
         mx.eval(
