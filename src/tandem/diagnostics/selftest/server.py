@@ -76,7 +76,8 @@ def _ready(process: ChildProcess, log: IO[bytes], start_s: float) -> str:
             return ready[1]
         if ended:
             lines = text.strip().splitlines() or ["it says nothing"]
-            raise TandemError(f"the server {process.describe_exit()}: {lines[-1]}")
+            reason = next((line for line in reversed(lines) if line.startswith("tandem: ")), lines[-1])
+            raise TandemError(f"the server {process.describe_exit()}: {reason}")
         time.sleep(POLL_S)
     raise TandemError(f"the server is not ready after {start_s:g} s")
 

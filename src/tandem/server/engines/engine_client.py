@@ -318,10 +318,11 @@ class EngineClient:
                     self._lost("The engine does not answer; try again shortly.")
 
     def _lost(self, message: str) -> None:
-        draining = self.status is not None and self.status.state == "draining"
+        state = self.status.state if self.status is not None else "starting"
+        draining = state == "draining"
         if self.alive and self._sinks:
             logger.warning("the engine is gone; its requests (%d) wait for another or end with 503", len(self._sinks))
-        elif self.alive and not draining:
+        elif self.alive and state not in ("draining", "starting"):  # a start that failed has its own reason
             logger.warning("the engine is gone; it had no requests")
         self.alive = False
         self._on_change()
