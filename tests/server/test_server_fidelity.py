@@ -267,5 +267,7 @@ def test_no_client_can_have_its_own_tool_left_out(server, engine):
     function = {"type": "function", "name": "look", "parameters": {"type": "object"}, "hosted": True}
     theirs = {"name": "look", "input_schema": {"type": "object"}, "hosted": True}
     for route, tool in ((RESPONSES, function), (MESSAGES, theirs)):
-        assert "tools.look" not in post(server, route, tools=[tool]).headers.get(IGNORED, "")
+        sent = post(server, route, tools=[tool])
+        assert "tools.look" not in sent.headers.get(IGNORED, "")
+        assert (sent.status_code, "hosted" in sent.json()["error"]["message"]) == (400, True)
     assert '"hosted"' not in json.dumps(server.http.get("/openapi.json").json())

@@ -303,7 +303,7 @@ class ServerSettings:
     [THINK] brackets, between the tags of a family, or on harmony's channels. auto: told from the chat template; none:
     it stays content."""
     unknown_fields: Literal["refuse", "warn", "ignore"] = "warn"
-    """What becomes of fields in a request that nobody knows, or that ask for what is not here. warn and ignore: they
+    """Treatment of request fields that are unknown, or that ask for what is not here. warn and ignore: they
     have no effect, and a header of the answer names them; warn also has the log name them; refuse: a 400 names them
     (docs/clients.md)."""
     max_choices: int = 16

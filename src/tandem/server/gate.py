@@ -57,9 +57,9 @@ class Gate:
                     more += self._api.quotas.headers(scope["tandem.group"])
                 if ignored := scope.get("tandem.ignored"):
                     more.append((IGNORED_HEADER, told(ignored).encode()))
-                if not any(name == b"x-request-id" for name, _ in message.get("headers", ())):
-                    more.append((b"x-request-id", request_id.encode()))
-                more.append((b"request-id", request_id.encode()))  # Anthropic's name for it
+                own = dict(message.get("headers", ())).get(b"x-request-id")
+                more += [] if own else [(b"x-request-id", request_id.encode())]
+                more.append((b"request-id", own or request_id.encode()))  # Anthropic's name for it
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, Tagged, only_type
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged
 
 _ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 SCHEMA = {"type": "object"}
@@ -93,9 +92,10 @@ class Turn(Strict):
         return self
 
 
-class Tool(Marked):
+class Tool(Marked, ClientTool):
     """Tool that runs at the client, or an ignored server-side one (`hosted`)."""
 
+    own_type = "custom"
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     input_schema: Annotated[JsonObject, Field(json_schema_extra=SCHEMA)]
     type: Literal["custom"] | None = None
@@ -108,18 +108,10 @@ class Tool(Marked):
     defer_loading: Literal[False] | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=16, fail_fast=True)] | None = None
 
-    hosted: SkipJsonSchema[bool] = False
-    """True for a tool that only Anthropic's models support, such as web_search_20250305; it is ignored."""
-
-    @model_validator(mode="before")
     @classmethod
-    def _kind(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kind = data.get("type")
-        if isinstance(kind, str) and re.fullmatch(r"[a-z_]{1,40}_20\d{6}", kind):
-            return {"name": kind, "input_schema": {}, "hosted": True}
-        return only_type("custom", {name: value for name, value in data.items() if name != "hosted"})
+    def placeholder(cls, kind: str) -> JsonObject | None:
+        """Return valid fields in place of those of a hosted tool of type `kind`; None for any other type."""
+        return {"name": kind, "input_schema": {}} if re.fullmatch(r"[a-z_]{1,40}_20\d{6}", kind) else None
 
 
 class Choice(Strict):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
@@ -105,6 +105,33 @@ def only_type(kind: str, data: object) -> object:
     if isinstance(given, str) and given != kind:
         raise PydanticCustomError("unsupported", "tools of type '{type}' are not supported", {"type": given[:40]})
     return data
+
+
+class ClientTool(Strict):
+    """Tool that runs at the client, or one that only the API's vendor runs (`hosted`), which is ignored here."""
+
+    own_type: ClassVar[str]
+    """`type` of tools that run at the client."""
+    _hosted: bool = PrivateAttr(default=False)
+
+    @property
+    def hosted(self) -> bool:
+        """True for a tool that only the API's vendor runs, such as web search."""
+        return self._hosted
+
+    @classmethod
+    def placeholder(cls, kind: str) -> JsonObject | None:
+        """Return valid fields in place of those of a hosted tool of type `kind`; None for any other type."""
+        raise NotImplementedError
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _kind(cls, data: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        kind = data.get("type") if isinstance(data, dict) else None
+        instead = cls.placeholder(kind) if isinstance(kind, str) else None
+        tool = validate(only_type(cls.own_type, data) if instead is None else instead)
+        tool._hosted = instead is not None
+        return tool
 
 
 class CalledFunction(Strict):

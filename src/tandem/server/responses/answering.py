@@ -44,7 +44,7 @@ def empty_response(fields: ResponsesRequest, response_id: str, model: str, creat
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": [tool.model_dump(exclude={"hosted"}) for tool in fields.functions],
+        "tools": [tool.model_dump() for tool in fields.functions],
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
     }
 

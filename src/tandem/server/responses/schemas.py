@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, Tagged, at_most, only_type
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, FunctionSpec, Strict, Tagged, at_most
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
 MAX_METADATA = 64
@@ -92,24 +91,18 @@ HOSTED = frozenset(
 """Types of tools that OpenAI's servers run, or that only OpenAI supports."""
 
 
-class Function(FunctionSpec):
+class Function(FunctionSpec, ClientTool):
     """Function that the model may call; flat, without chat's `function` wrapper."""
 
+    own_type = "function"
     type: Literal["function"]
     namespace: str | None = None
     """Namespace that contains the function, if any."""
-    hosted: SkipJsonSchema[bool] = False
-    """True for a server-side tool such as web search, which is ignored here."""
 
-    @model_validator(mode="before")
     @classmethod
-    def _kind(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kind = data.get("type")
-        if isinstance(kind, str) and kind in HOSTED:
-            return {"type": "function", "name": kind, "hosted": True}
-        return only_type("function", {name: value for name, value in data.items() if name != "hosted"})
+    def placeholder(cls, kind: str) -> JsonObject | None:
+        """Return valid fields in place of those of a hosted tool of type `kind`; None for any other type."""
+        return {"type": "function", "name": kind} if kind in HOSTED else None
 
 
 def qualified(namespace: str | None, name: str) -> str:

@@ -104,7 +104,7 @@ def _text(parts: Iterable[TextPart] | None) -> str:
 
 
 def _tool(tool: Function) -> JsonObject:
-    function = tool.model_dump(exclude={"type", "namespace", "hosted"})
+    function = tool.model_dump(exclude={"type", "namespace"})
     return {"type": "function", "function": {**function, "name": qualified(tool.namespace, tool.name)}}
 
 
