@@ -8,7 +8,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.bench.client import BenchRequest, Target, Timed, send
 from tandem.crash_guard import start_thread
+from tandem.diagnostics.selftest.check import Differs
 from tandem.diagnostics.tasks import MODULE, CommandTask
 from tandem.env import child_environment
 from tandem.errors import TandemError
@@ -27,7 +28,7 @@ from tandem.system.state import process_state
 from tandem.system.tools import output_of
 
 START_S, END_S, POLL_S = 120.0, 30.0, 0.02
-WAIT_S = 120.0
+WAIT_S, UNDER_WAY_S = 120.0, 30.0
 READY = re.compile(r"Tandem is ready: (http\S+)")
 
 
@@ -120,6 +121,19 @@ def ask_in_background(server: Server, prompt: list[int], tokens: int) -> Backgro
 def ask(server: Server, prompt: list[int], tokens: int) -> Timed:
     """Return one greedy answer of `tokens` tokens. Raises TandemError."""
     return ask_in_background(server, prompt, tokens).done()
+
+
+def all_under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:
+    """Return answers that are all being generated at the same time; retries on a busy machine. Raises Differs."""
+    deadline = time.monotonic() + UNDER_WAY_S
+    while (left := deadline - time.monotonic()) > 0:
+        answers = [ask_in_background(server, prompt, tokens) for prompt in prompts]
+        until(lambda: all(one.answer.pieces or not one.thread.is_alive() for one in answers), left)  # noqa: B023 - at once
+        if all(answer.under_way() for answer in answers):
+            return answers
+        for answer in answers:
+            answer.done()
+    raise Differs(f"{len(prompts)} answers under way at once, expected; not so within {UNDER_WAY_S:g} s, seen")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -7,31 +7,20 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from tandem.diagnostics.selftest.check import Differs, NotApplicable
 from tandem.diagnostics.selftest.checks.fences import ring_ranks
-from tandem.diagnostics.selftest.server import (
-    BackgroundAnswer,
-    Server,
-    ask,
-    ask_in_background,
-    descendants,
-    gone,
-    prompt_of,
-    seconds,
-    serving,
-    until,
-)
+from tandem.diagnostics.selftest.server import all_under_way, ask, descendants, gone, prompt_of, seconds, serving, until
 from tandem.diagnostics.tasks import Figures, Task, check_parts
 from tandem.system.tools import output_of
 
 TOKENS, RANDOM_TOKENS = 60, 240
 """Tokens per answer; a tiny random model needs more, or it finishes before the fault."""
 PROMPTS = 3
-BACK_S, GONE_S, UNDER_WAY_S = 90.0, 20.0, 30.0
+BACK_S, GONE_S = 90.0, 20.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")
 LONGEST_S = 120.0
 JOINED_S = 3.0
@@ -55,7 +44,7 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
         prompts = [prompt_of(12, seed) for seed in range(PROMPTS)]
         calm = [ask(server, prompt, tokens).text for prompt in prompts]
         before = server.ranks()
-        answers = _under_way(server, prompts, tokens)
+        answers = all_under_way(server, prompts, tokens)
         victim = before[-1]
         began = time.monotonic()
         os.kill(victim, number)
@@ -79,19 +68,6 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
     if left := _left({*before, *after}):
         raise Differs(f"no process is left when the server has ended, expected; {len(left)}, seen", figures)
     return figures
-
-
-def _under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:
-    """Return answers that are all being generated at the same time; retries on a busy machine. Raises Differs."""
-    deadline = time.monotonic() + UNDER_WAY_S
-    while (left := deadline - time.monotonic()) > 0:
-        answers = [ask_in_background(server, prompt, tokens) for prompt in prompts]
-        until(lambda: all(one.answer.pieces or not one.thread.is_alive() for one in answers), left)  # noqa: B023 - at once
-        if all(answer.under_way() for answer in answers):
-            return answers
-        for answer in answers:
-            answer.done()
-    raise Differs(f"{len(prompts)} answers under way at once, expected; not so within {UNDER_WAY_S:g} s, seen")
 
 
 def _left(pids: Collection[int]) -> list[int]:

@@ -9,7 +9,8 @@ import time
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import Question, examine, findings, hostfile_hosts
 from tandem.diagnostics.selftest.check import Differs, NotApplicable, judged
-from tandem.diagnostics.selftest.server import Server, ask, ask_in_background, descendants, prompt_of, seconds, serving, until
+from tandem.diagnostics.selftest.checks.faults import RANDOM_TOKENS
+from tandem.diagnostics.selftest.server import Server, all_under_way, ask, descendants, prompt_of, seconds, serving, until
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 
@@ -99,6 +100,7 @@ def deaths(task: Task) -> Figures:
     file = read_hostfile(task.hostfile)
     backend = "jaccl" if _has_rdma(file) else "ring"
     count = len(file.hosts)
+    tokens = RANDOM_TOKENS if task.random else TOKENS
     with serving(
         task.model,
         "--hostfile",
@@ -113,16 +115,14 @@ def deaths(task: Task) -> Figures:
         "10",
         start_s=START_S,
     ) as server:
-        calm = ask(server, prompt_of(12), TOKENS).text
+        calm = ask(server, prompt_of(12), tokens).text
         figures: Figures = {"backend": backend}
         for number in range(1, DEATHS + 1):
             # A process id of another machine's rank may also exist here, for an unrelated process.
             victim = next((pid for pid in server.ranks() if pid in descendants(server.process.pid)), None)
             if victim is None:
                 raise NotApplicable("no rank is on this machine; start it on one that the hosts file has as localhost")
-            answer = ask_in_background(server, prompt_of(12), TOKENS)
-            if not until(answer.under_way, START_S):
-                raise Differs(f"an answer under way before death {number}, expected; none, seen", figures)
+            [answer] = all_under_way(server, [prompt_of(12)], tokens)
             began = time.monotonic()
             os.kill(victim, signal.SIGKILL)
             if not until(lambda dead=victim: _is_back(server, dead), BACK_S):  # type: ignore[misc]
