@@ -83,12 +83,12 @@ class EngineThread:
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
         """Run `work(engine)` in the engine's thread. The future's result raises what `work` raises."""
-        future: Future[T] = Future()
-        self._calls.put(partial(self._do, work, future))
         if os.getpid() != self._pid:
             raise UnavailableError(
                 "this LLM belongs to the process that this one was forked from; make another here, or start processes by `spawn`"
             )
+        future: Future[T] = Future()
+        self._calls.put(partial(self._do, work, future))
         if self._ended is not None:  # the thread may have ended before the call was queued
             raise _again(self._ended)
         return future
