@@ -14,6 +14,7 @@ import pytest
 
 import tandem
 from netns import Machines
+from tandem.cli.hosts.receive import is_installed
 from tandem.cli.hosts.sync import remote_line
 from tandem.cli.main import main
 from tandem.system.origin import write_wheel
@@ -30,6 +31,11 @@ def test_the_wheel_is_this_tandem_and_always_the_same(tmp_path: Path) -> None:
         recorded = {line.split(",")[0] for line in archive.read(f"{info}/RECORD").decode().splitlines()}
         assert "tandem = tandem.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert recorded == names and not any("__pycache__" in name for name in names)
+    assert is_installed(wheel.read_bytes(), [f"mlx=={version('mlx')}"])
+    assert not is_installed(wheel.read_bytes(), ["mlx==0.1"]) and not is_installed(wheel.read_bytes(), ["nowhere==1"])
+    with zipfile.ZipFile(again, "a") as archive:
+        archive.writestr("tandem/further.py", "")
+    assert not is_installed(again.read_bytes(), [])
 
 
 def here(home: Path, python: str | None, *words: str) -> subprocess.CompletedProcess[str]:
