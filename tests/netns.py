@@ -230,6 +230,16 @@ class Machines:
         lines = [f"{key}={value}\n" for key, value in self.variables[name].items()]
         (self[name].home / ".ssh" / "environment").write_text("".join(lines))
 
+    def without_tandem(self, name: str) -> tuple[Path, Path]:
+        """Leave machine `name` a virtual environment with all but Tandem; its interpreter and its site-packages."""
+        home = self[name].home
+        subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True, timeout=240)
+        # What Tandem needs is there already, as a machine without a network has to have it.
+        [site] = (home / "env" / "lib").glob("python3*/site-packages")
+        (site / "rest.pth").write_text("".join(f"{one}\n" for one in sys.path if one.endswith("site-packages")))
+        self.set_variables(name, {"PYTHONPATH": ""})
+        return home / "env" / "bin" / "python", site
+
     def start(self, name: str, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
         """Start a command on machine `name` (`options` are Popen's). To signal it, see `signal`."""
         machine = self[name]

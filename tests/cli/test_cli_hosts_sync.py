@@ -14,6 +14,7 @@ import pytest
 
 import tandem
 from netns import Machines
+from tandem.cli.hosts.receive import is_installed
 from tandem.cli.hosts.sync import remote_line
 from tandem.cli.main import main
 from tandem.system.origin import write_wheel
@@ -30,6 +31,11 @@ def test_the_wheel_is_this_tandem_and_always_the_same(tmp_path: Path) -> None:
         recorded = {line.split(",")[0] for line in archive.read(f"{info}/RECORD").decode().splitlines()}
         assert "tandem = tandem.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
     assert recorded == names and not any("__pycache__" in name for name in names)
+    assert is_installed(wheel.read_bytes(), [f"mlx=={version('mlx')}"])
+    assert not is_installed(wheel.read_bytes(), ["mlx==0.1"]) and not is_installed(wheel.read_bytes(), ["nowhere==1"])
+    with zipfile.ZipFile(again, "a") as archive:
+        archive.writestr("tandem/further.py", "")
+    assert not is_installed(again.read_bytes(), [])
 
 
 def here(home: Path, python: str | None, *words: str) -> subprocess.CompletedProcess[str]:
@@ -47,7 +53,7 @@ def here(home: Path, python: str | None, *words: str) -> subprocess.CompletedPro
 
 
 def test_the_interpreter_is_the_one_that_ranks_would_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = ("x.whl", "3.99", "0", "0")
+    wrong = ("x.whl", "3.99")
     mine = sys.executable
     assert f"{mine} is Python 3." in here(tmp_path, mine, *wrong).stderr
     assert f"{mine} is Python 3." in here(tmp_path, None, *wrong).stderr
@@ -79,19 +85,13 @@ def test_hosts_that_cannot_be_reached_over_ssh(
 @pytest.mark.slow
 def test_machines_get_this_tandem(make_machines: Callable[[int], Machines], tmp_path: Path) -> None:
     machines = make_machines(3)
-    home = machines["h1"].home
-    python = home / "env" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True, timeout=240)
-    # What Tandem needs is there already, as a machine without a network has to have it.
-    [site] = (home / "env" / "lib").glob("python3*/site-packages")
-    (site / "rest.pth").write_text("".join(f"{one}\n" for one in sys.path if one.endswith("site-packages")))
-    machines.set_variables("h1", {"PYTHONPATH": ""})
+    python, site = machines.without_tandem("h1")
     hosts = machines["h0"].home / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "h1", "python": str(python)}, {"ssh": "h2"}]))
     done = machines.run("h0", ["tandem", "hosts", "sync", "--hostfile", str(hosts)], timeout=400)
     versions = f"tandem {tandem.__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
     assert f"h1: {versions} in {python}" in done.stdout
-    assert f"h2: {sys.executable} has this machine's own files, nothing to do" in done.stdout
+    assert f"h2: {versions} in {sys.executable}, as here: nothing to do" in done.stdout
     where = machines.run("h1", [str(python), "-c", "import tandem; print(tandem.__file__)"]).stdout.strip()
     assert where == str(site / "tandem" / "__init__.py")
     assert machines.run("h1", [str(python.parent / "tandem"), "version"], timeout=240).stdout.startswith("tandem ")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.config.legacy import MAPPED, NOT_MAPPED
+from tandem.config.legacy import COMBINED, MAPPED, NOT_MAPPED
 from tandem.config.loading import LoadedSettings, load
 from tandem.config.options import options, section_names
 from tandem.errors import ConfigError
@@ -90,7 +90,7 @@ def test_variables(environment: dict[str, str]) -> None:
 
 
 @FUZZ
-@given(st.dictionaries(st.sampled_from([*MAPPED, *NOT_MAPPED]), TEXTS, max_size=4))
+@given(st.dictionaries(st.sampled_from([*MAPPED, *COMBINED, *NOT_MAPPED]), TEXTS, max_size=4))
 def test_variables_of_the_ring_profile(environment: dict[str, str]) -> None:
     outcome(environment, profile="ring")
 

@@ -7,6 +7,7 @@ import pytest
 from tandem.config.loading import build, from_json, load, to_json
 from tandem.config.settings import ServerSettings, Settings
 from tandem.errors import ConfigError
+from tandem.launchers.hostfile import read_hostfile
 
 
 @pytest.fixture
@@ -58,9 +59,49 @@ def test_legacy_variables_need_the_profile():
 
 
 def test_legacy_variables_without_effect_warn():
-    warnings = load(environment={"WORKER_SSH": "a@b", "MODEL_CACHE_DIR": ""}, profile="ring").warnings
-    assert len(warnings) == 1
-    assert "WORKER_SSH has no effect" in warnings[0]
+    environment = {"MODEL_CACHE_DIR": "/models/qwen", "WORKER_HOSTS": "", "WORKER_SSH": "a@b"}
+    [cache, worker] = load({"hostfile": ["hosts.json"]}, environment=environment, profile="ring").warnings
+    assert "MODEL_CACHE_DIR has no effect: it does not end in /hub" in cache
+    assert "WORKER_SSH has no effect: the machines come from --hostfile" in worker
+
+
+WORKERS = {"NUM_DEVICES": "3", "WORKER_HOSTS": "10.0.0.2, 10.0.0.3", "WORKER_SSH": "a@10.0.0.2,b@mac"}
+
+
+def test_workers_of_the_ring_profile_are_a_hosts_list_in_memory_with_a_tensor_parallel_rank_on_each():
+    for environment in (WORKERS, {**WORKERS, "NUM_DEVICES": ""}):
+        loaded = load(environment={**environment, "MODEL_CACHE_DIR": "/a/huggingface/hub"}, profile="ring")
+        parallel = loaded.settings.parallel
+        assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, loaded.warnings) == (3, 1, ())
+        hosts = read_hostfile(parallel.hostfile).hosts
+        assert [(host.ssh, host.ips) for host in hosts] == [
+            ("127.0.0.1", ()), ("a@10.0.0.2", ("10.0.0.2",)), ("b@mac", ("10.0.0.3",)),
+        ]  # fmt: skip
+    chosen = load({"pipeline_parallel_size": ["3"]}, environment=WORKERS, profile="ring").settings.parallel
+    assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size) == (1, 3)
+    assert chosen.hostfile == parallel.hostfile
+    elsewhere = load({"launcher": ["ray"]}, environment={"NUM_DEVICES": "2"}, profile="ring").settings.parallel
+    assert (elsewhere.tensor_parallel_size, elsewhere.hostfile) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORKER_SSH": ""}, "WORKER_HOSTS has 2 address(es) and WORKER_SSH 0; set USER@HOST for each"),
+        ({"WORKER_HOSTS": "10.0.0.2"}, "WORKER_HOSTS has 1 address(es) and WORKER_SSH 2"),
+        ({"WORKER_HOSTS": "10.0.0.2,10.0.0.2"}, "10.0.0.2 is there twice; name each machine once"),
+        ({"WORKER_SSH": "a@mac,a@mac"}, "a@mac is there twice"),
+        ({"NUM_DEVICES": "2"}, "NUM_DEVICES=2: this machine and those of WORKER_HOSTS are 3; set NUM_DEVICES=3"),
+    ],
+)
+def test_workers_that_do_not_fit_together_are_refused(changes, words):
+    assert words in refused(environment={**WORKERS, **changes}, profile="ring")
+
+
+def test_a_hosts_list_in_memory_is_checked_as_a_file_is():
+    hosts = load(environment={**WORKERS, "WORKER_HOSTS": "mac-a,10.0.0.3"}, profile="ring").settings.parallel.hostfile
+    with pytest.raises(ConfigError, match=r"hosts list: host 1 \(a@10.0.0.2\): ips has 'mac-a'; must be IPv4"):
+        read_hostfile(hosts)
 
 
 def test_former_names_work_and_say_the_new_one_once(toml):

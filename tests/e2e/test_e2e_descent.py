@@ -16,43 +16,19 @@ import pytest
 from openai import OpenAI
 
 from clients.page import blocks
+from ring_project import DOTENV
 from served import PATIENCE_S, address, end
-from tandem.config.legacy import MAPPED, NOT_MAPPED
+from tandem.config.legacy import COMBINED, MAPPED, NOT_MAPPED
 from tandem.launchers.process_groups import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs" / "migrating.md"
-RING = """\
-MODEL_REPO={model}
-MODEL_CACHE_DIR=/Users/${{USER}}/.cache/huggingface/hub
-API_HOST=127.0.0.1
-API_PORT={port}
-WORKER_HOSTS=192.168.5.2
-WORKER_SSH=mini2@192.168.5.2
-KV_CACHE_MAX_SIZE=
-KV_CACHE_RESERVED_MEMORY_MB=2048
-MAX_SEQUENCE_LENGTH=512
-MAX_PROMPT_LEN_BYTES=4096
-REQUEST_TIMEOUT_SECONDS=120
-POLL_INTERVAL_SECONDS=0.1
-DEFAULT_MAX_TOKENS=7
-NUM_DEVICES=2
-DISTRIBUTED_BACKEND=ring
-SOCKET_PATH={socket}
-REQUEST_FILE_PATH=/tmp/mlx_request.json
-RESPONSE_FILE_PATH=/tmp/mlx_response.json
-SERVER_LOG_PATH=server.log
-API_LOG_PATH=api.log
-FILE_DESCRIPTOR_SOFT_LIMIT=2048
-FILE_DESCRIPTOR_HARD_LIMIT=4096
-MODEL_LOAD_WAIT_SECONDS=15
-LOG_LEVEL=INFO
-"""
-"""The ring project's .env.example, with a model, a port and a socket of ours."""
 STATELESS = {
-    name: value for name, value in os.environ.items() if name not in (*MAPPED, *NOT_MAPPED, "MLX_RANK", "TANDEM_BASE_URL")
+    name: value
+    for name, value in os.environ.items()
+    if name not in (*MAPPED, *COMBINED, *NOT_MAPPED, "HF_HUB_CACHE", "MLX_RANK", "TANDEM_BASE_URL")
 }
 
 
@@ -62,14 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Ring:
-    """A directory with a `.env`, where `tandem` is run."""
+    """A directory with a `.env` without workers, where `tandem` is run."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory = directory
         [port] = free_ports(1)
         self.base = f"http://127.0.0.1:{port}"
-        text = RING.format(model=model, port=port, socket=directory / "ring.sock")
-        (directory / ".env").write_text(text)
+        text = DOTENV.format(model=model, host="127.0.0.1", port=port, socket=directory / "ring.sock")
+        (directory / ".env").write_text("".join(line for line in text.splitlines(True) if not line.startswith("WORKER_")))
         self.names = {line.partition("=")[0] for line in text.splitlines()}
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -100,8 +76,8 @@ def ring(tmp_path: Path, model: Path) -> Iterator[Ring]:
 
 
 def test_the_ring_projects_commands(ring: Ring) -> None:
-    assert ring.names == {*MAPPED, *NOT_MAPPED}
-    started = ring("up", "--profile", "ring")
+    assert ring.names == {*MAPPED, *COMBINED, *NOT_MAPPED}
+    started = ring("up", "--profile", "ring", "--tensor-parallel-size", "2")
     assert f"default is ready: {ring.base}" in started.stdout, started.stderr
     for name in NOT_MAPPED:
         assert re.search(rf"WARNING .*{name} has no effect: \w+", started.stderr), name
@@ -133,7 +109,7 @@ def test_the_ring_projects_commands(ring: Ring) -> None:
         assert stream.status_code == 200 and "data: [DONE]" in stream.read().decode()
 
     [status] = json.loads(ring("status", "--json", "--interval", "0").stdout)
-    assert [rank["stage"] for rank in status["replicas"][0]["ranks"]] == [0, 1]
+    assert [rank["stage"] for rank in status["replicas"][0]["ranks"]] == [0, 0]
     assert "engine ready" in ring("logs").stdout
     tested = ring("generate", "--prompt", "What is machine learning?", "--max-tokens", "3")
     assert tested.returncode == 0, tested.stderr

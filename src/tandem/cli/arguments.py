@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tandem.config.legacy import read_dotenv
+from tandem.config.legacy import hub_cache, read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, RENAMED, Option, by_name, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
@@ -328,6 +328,7 @@ def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
     if (arguments.profile or variable("TANDEM_PROFILE")) == "ring":
         # Set in this process, so that libraries here and in children also read them (HF_TOKEN, HF_HUB_CACHE).
         set_variables(read_dotenv(Path.cwd(), variables()))
+        set_variables(hub_cache(variables()))
     return load(flags, environment=variables(), config_file=arguments.config, profile=arguments.profile)
 
 

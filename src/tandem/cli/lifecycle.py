@@ -11,21 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 
 from tandem.cli.address import local_port, server_url
+from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.processes import prepared
 from tandem.cli.screen import replicas_table, screen
 from tandem.cli.serve import GRACE_S, checked
 from tandem.cli.startup import farewell, progress_lines
 from tandem.cli.status import Look, as_json, look_at, look_at_port
+from tandem.config.legacy import COMBINED, MAPPED
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
-from tandem.env import variables
+from tandem.env import SECRET_VARIABLES, set_variables, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
+from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.supervisor_messages import AddReplica, Done, DrainReplica
 from tandem.supervision.children import MODULE
 from tandem.supervision.control_socket import ask, control_path
@@ -34,16 +36,25 @@ from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_na
 POLL_S = 0.2
 TAIL = 20
 """Lines of the log to show for a server that did not start."""
+GENERAL = ("model_argument", "profile", "config")
+"""Arguments of the settings that are no setting's flag."""
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    """Start a server and wait until it is ready; do nothing if it runs with the same settings. Raises UsageError."""
-    settings = checked(prepared(arguments))
+    """Start a server and wait until it is ready; do nothing if it runs with the same settings, unless --replace is given.
+
+    Raises UsageError.
+    """
     place = _place(arguments)
+    options = {name: value for name, value in vars(arguments).items() if name.startswith("setting_") or name in GENERAL}
+    names = [one for one in variables() if one in (*MAPPED, *COMBINED) or one.startswith("TANDEM_")]
+    given = {name: variables()[name] for name in names if name not in SECRET_VARIABLES}  # read before a .env adds its own
+    settings = checked(prepared(arguments))
     record = place.record() if place.runs() else None
-    if record is not None and record.settings == digest(settings):
+    if not arguments.replace and record is not None and record.settings == digest(settings):
         return _runs_already(place)
-    return _start(place, settings, wait=not arguments.no_wait)
+    started = _StartedWith({**options, "setting_api_key": None}, given, os.getcwd(), len(settings.server.api_key))
+    return _start(place, settings, started, arguments, replace=arguments.replace)
 
 
 def _place(arguments: argparse.Namespace) -> Background:
@@ -55,30 +66,32 @@ def _place(arguments: argparse.Namespace) -> Background:
 
 
 def run_restart(arguments: argparse.Namespace) -> int:
-    """End a server and start it with its previous settings. Raises UsageError."""
+    """End a server and start it with the options it was started with; files are read anew. Raises UsageError."""
     place = _place(arguments)
-    kept = place.kept()
-    if kept is None:
-        raise UsageError(f"{place.name} was never started: `tandem up MODEL` starts a server")
-    had: _StartedWith = msgspec.json.decode(kept, type=_StartedWith)
-    settings = had.settings
-    if had.keys:
-        keys = tuple(filter(None, (variables().get("TANDEM_API_KEY") or "").split(",")))
-        if len(keys) != had.keys:
-            raise UsageError(
-                f"{place.name} was started with {had.keys} API key(s), which are not kept: set "
-                "TANDEM_API_KEY again, or start it with --api-key-file",
-                param="api_key",
-            )
-        settings = replace(settings, server=replace(settings.server, api_key=keys))
-    run_down(arguments)
-    return _start(place, settings, wait=not arguments.no_wait)
+    try:
+        had = msgspec.json.decode(place.kept() or b"", type=_StartedWith)
+    except UNREADABLE:
+        raise UsageError(f"{place.name} was never started by this version: `tandem up MODEL` starts a server") from None
+    os.chdir(had.directory)
+    set_variables({name: value for name, value in had.variables.items() if name not in variables()})
+    settings = checked(prepared(argparse.Namespace(**had.options)))
+    if len(settings.server.api_key) < had.keys:
+        raise UsageError(
+            f"{place.name} was started with {had.keys} API key(s), which are not kept: set "
+            "TANDEM_API_KEY again, or start it with --api-key-file",
+            param="api_key",
+        )
+    return _start(place, settings, had, arguments, replace=True)
 
 
 class _StartedWith(msgspec.Struct, frozen=True):
-    """Settings of a server, stored for `tandem restart`."""
+    """Origin of a server's settings, stored for `tandem restart`."""
 
-    settings: Settings
+    options: dict[str, str | list[str] | None]
+    """Parsed arguments, without API keys."""
+    variables: dict[str, str]
+    directory: str
+    """Working directory, in which relative paths and a `.env` are looked up."""
     keys: int
     """Number of its API keys, which are not stored."""
 
@@ -103,11 +116,14 @@ def _runs_already(place: Background) -> int:
     return 0
 
 
-def _start(place: Background, settings: Settings, *, wait: bool) -> int:
-    """Start a server and return the exit code. Raises UsageError."""
+def _start(place: Background, settings: Settings, started: _StartedWith, arguments: argparse.Namespace, *, replace: bool) -> int:
+    """Start a server and return the exit code; with `replace` first end the one that runs. Raises UsageError."""
+    if replace or not place.runs():
+        sync_workers(settings)  # before anything ends or starts, since it may fail
+    if replace:
+        run_down(arguments)
     lock = place.lock()
-    bare = replace(settings, server=replace(settings.server, api_key=()))
-    place.keep(msgspec.json.encode(_StartedWith(bare, len(settings.server.api_key))))
+    place.keep(msgspec.json.encode(started))
     place.forget()
     with place.fresh_log() as log:
         # In its own session, so that neither Ctrl-C nor closing the terminal ends it.
@@ -125,7 +141,7 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(to_json(settings) + b"\n")
-    if not wait:
+    if arguments.no_wait:
         print(f"{place.name} is starting (process {process.pid}); `tandem status` shows how far it is")
         return 0
     try:

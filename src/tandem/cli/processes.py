@@ -18,6 +18,7 @@ from functools import partial
 
 import msgspec
 
+from tandem.checkpoints.resolve import resolve
 from tandem.cli.arguments import exit_code, fail, load_settings
 from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
@@ -25,9 +26,11 @@ from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
-from tandem.errors import RankFailure, UsageError
+from tandem.errors import ConfigError, LayoutError, RankFailure, UsageError
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
+from tandem.models.description import describe
+from tandem.models.shard import plan_shards
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
@@ -42,7 +45,7 @@ LOOK_S = 10.0
 
 
 def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
-    """Return a command's settings; also set up logging and log warnings about the settings. Raises ConfigError.
+    """Return a command's settings; also set up logging and log warnings about the settings. Raises UsageError.
 
     `quiet`: on a terminal, unless the settings differ, log from WARNING up and drain for 5 seconds.
     """
@@ -54,6 +57,29 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     set_up(settings.process.log_level)
     for warning in loaded.warnings:
         log.warning("%s", warning)
+    return _laid_out(settings) if loaded.sources.get("tensor_parallel_size") == "NUM_DEVICES" else settings
+
+
+def _laid_out(settings: Settings) -> Settings:
+    """Return the settings of a NUM_DEVICES, with pipeline stages if the model cannot run tensor-parallel.
+
+    Raises UsageError, also if the ranks have no machines.
+    """
+    parallel, model, size = settings.parallel, settings.model, settings.parallel.tensor_parallel_size
+    if size == 1 or not model.model:
+        return settings
+    if parallel.chosen_launcher == "local":
+        raise ConfigError(
+            f"NUM_DEVICES={size}: WORKER_HOSTS and WORKER_SSH name no other machine; set them, or NUM_DEVICES=1 "
+            f"(for ranks that share this machine: --tensor-parallel-size {size})",
+            param="tensor_parallel_size",
+        )
+    try:
+        description = describe(resolve(model.model, revision=model.revision, weights=False))
+        plan_shards(description, size, dequantize=model.dequantize != "no")
+    except LayoutError as error:
+        log.warning("NUM_DEVICES=%d cannot share each layer (%s); machines get layers of their own", size, error.message)
+        return replace(settings, parallel=replace(parallel, tensor_parallel_size=1, pipeline_parallel_size=size))
     return settings
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from tandem.cli.arguments import say
+from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
 from tandem.cli.processes import prepared
 from tandem.cli.startup import farewell, progress_lines
@@ -57,7 +58,9 @@ HURRY_S = 3.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal and return the exit code. Raises UsageError before starting anything."""
-    return serve(checked(prepared(arguments, quiet=True)))
+    settings = checked(prepared(arguments, quiet=True))
+    sync_workers(settings)
+    return serve(settings)
 
 
 def run_launcher(arguments: argparse.Namespace) -> int:

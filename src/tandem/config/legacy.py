@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from dotenv import dotenv_values
@@ -18,7 +20,7 @@ MAPPED = {
     "API_HOST": "host",
     "API_PORT": "port",
     "SOCKET_PATH": "engine_socket",
-    "NUM_DEVICES": "pipeline_parallel_size",
+    "NUM_DEVICES": "tensor_parallel_size",
     "DISTRIBUTED_BACKEND": "backend",
     "KV_CACHE_MAX_SIZE": "kv_tokens",
     "MAX_SEQUENCE_LENGTH": "max_context",
@@ -31,11 +33,13 @@ MAPPED = {
 RING_DEFAULTS = {"port": 8100, "keep_conversations": 3600.0}
 """Defaults of the profile, below all other sources."""
 
+COMBINED = {
+    "MODEL_CACHE_DIR": "it does not end in /hub; set HF_HUB_CACHE, the hub's own variable for where models are kept",
+    **dict.fromkeys(("WORKER_HOSTS", "WORKER_SSH"), "the machines come from --hostfile or --launcher"),
+}
+"""Legacy variable that is no setting by itself -> why it has no effect, where it has none (see `ring_values`)."""
+
 NOT_MAPPED = {
-    "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
-    "WORKER_HOSTS": "use --hostfile, which names the machines of the ranks; `tandem hosts write` makes the file",
-    "WORKER_SSH": "use --hostfile, which says how machines are reached; `tandem hosts write hosts.json 127.0.0.1 "
-    "USER@HOST` makes the file",
     "KV_CACHE_RESERVED_MEMORY_MB": "use --memory-fraction or --kv-tokens, which limit the KV cache",
     "MAX_PROMPT_LEN_BYTES": "use --max-context, which counts tokens; prompts have no limit in bytes",
     "POLL_INTERVAL_SECONDS": "leave it out; nothing is polled",
@@ -50,18 +54,50 @@ NOT_MAPPED = {
 """Legacy variable without effect -> what to use instead."""
 
 
-def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[object, str]], list[str]]:
+def ring_values(environment: Mapping[str, str], chosen: Collection[str] = ()) -> tuple[dict[str, tuple[object, str]], list[str]]:
     """Return (value, variable) by field name, and warnings about variables without effect.
 
-    Empty variables count as unset. Raises ConfigError for a value of the wrong type.
+    Empty variables count as unset. `chosen`: fields that come from elsewhere; a layout or hosts among them replace
+    NUM_DEVICES or WORKER_HOSTS. Raises ConfigError for a value of the wrong type, and for workers that do not fit together.
     """
     values: dict[str, tuple[object, str]] = {}
+    laid_out = not {"pipeline_parallel_size", "tensor_parallel_size", "parallel"}.isdisjoint(chosen)
     for variable, name in MAPPED.items():
-        text = environment.get(variable, "").strip()
-        if text:
+        if (text := environment.get(variable, "").strip()) and not (laid_out and variable == "NUM_DEVICES"):
             values[name] = (by_name()[name].parse([text], label=variable), variable)
-    set_in_vain = (variable for variable in NOT_MAPPED if environment.get(variable, "").strip())
-    return values, [f"{variable} has no effect: {NOT_MAPPED[variable]}" for variable in set_in_vain]
+    effective = {"MODEL_CACHE_DIR"} if hub_cache(environment) else set()
+    if {"hostfile", "launcher"}.isdisjoint(chosen) and (workers := _workers(environment)):
+        effective |= {"WORKER_HOSTS", "WORKER_SSH"}
+        count = len(workers) + 1
+        if not laid_out and (devices := values.setdefault("tensor_parallel_size", (count, "NUM_DEVICES"))[0]) != count:
+            raise ConfigError(
+                f"NUM_DEVICES={devices}: this machine and those of WORKER_HOSTS are {count}; set NUM_DEVICES={count}",
+                param="tensor_parallel_size",
+            )
+        hosts = [{"ssh": "127.0.0.1"}, *({"ssh": ssh, "ips": [address]} for address, ssh in workers.items())]
+        values["hostfile"] = (json.dumps(hosts), "WORKER_HOSTS")
+    reasons = {**COMBINED, **NOT_MAPPED}
+    in_vain = (variable for variable in reasons if variable not in effective and environment.get(variable, "").strip())
+    return values, [f"{variable} has no effect: {reasons[variable]}" for variable in in_vain]
+
+
+def hub_cache(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return HF_HUB_CACHE for the hub cache that MODEL_CACHE_DIR names; empty if it names none."""
+    path = Path(os.path.expanduser(environment.get("MODEL_CACHE_DIR", "").strip()))
+    return {"HF_HUB_CACHE": environment.get("HF_HUB_CACHE") or str(path)} if path.name == "hub" else {}
+
+
+def _workers(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the ssh destination of each worker by address; empty without workers. Raises ConfigError."""
+    addresses, logins = (environment.get(name, "").replace(",", " ").split() for name in ("WORKER_HOSTS", "WORKER_SSH"))
+    if len(addresses) != len(logins):
+        raise ConfigError(
+            f"WORKER_HOSTS has {len(addresses)} address(es) and WORKER_SSH {len(logins)}; set USER@HOST for each",
+            param="hostfile",
+        )
+    if twice := next((text for texts in (addresses, logins) for text in texts if texts.count(text) > 1), None):
+        raise ConfigError(f"WORKER_HOSTS and WORKER_SSH: {twice} is there twice; name each machine once", param="hostfile")
+    return dict(zip(addresses, logins, strict=True))
 
 
 def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:

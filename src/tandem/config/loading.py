@@ -85,7 +85,7 @@ def load(
         merged.put(option.name, option.parse(texts, label=option.flag), option.flag)
     warnings += _add_environment(merged, environment)
     if profile == "ring":
-        values, notes = ring_values(environment)
+        values, notes = ring_values(environment, merged.values)
         for name, (value, source) in values.items():
             merged.put(name, value, source)
         warnings += notes

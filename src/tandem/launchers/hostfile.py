@@ -2,7 +2,7 @@
 
 A hostfile is a list of hosts, or an object with `backend`, `envs` and `hosts`; a host has `ssh`, `ips` and `rdma`. Tandem's own
 fields: `address` (at which all others reach the host), `python` (its interpreter), and the machine data of `tandem plan`
-(`PLAN_FIELDS`).
+(`PLAN_FIELDS`). In place of a path, the list or object itself is taken too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Hostfile:
     """Environment variables for all ranks."""
 
 
+def is_in_memory(hostfile: str) -> bool:
+    """True if the setting holds the hosts themselves, as JSON, and no path."""
+    return hostfile.startswith(("[", "{"))
+
+
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
     """Return the checked hostfile. Raises ConfigError with one line: entry, field, value and remedy."""
     return _HostfileReader(path, label).read()
@@ -78,14 +83,15 @@ def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
 class _HostfileReader:
     def __init__(self, path: str, label: str) -> None:
         self._path = path
-        self._where = f"{label} {path}"
+        self._where = "hosts list" if is_in_memory(path) else f"{label} {path}"
 
     def _fail(self, message: str) -> NoReturn:
         raise ConfigError(f"{self._where}: {message}", param="hostfile")
 
     def read(self) -> Hostfile:
         try:
-            data: object = json.loads(read_text(Path(self._path).expanduser()))
+            text = self._path if is_in_memory(self._path) else read_text(Path(self._path).expanduser())
+            data: object = json.loads(text)
         except OSError as error:
             self._fail(f"cannot be read: {error.strerror or error}")
         except json.JSONDecodeError as error:

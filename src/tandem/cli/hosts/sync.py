@@ -16,14 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-import tandem
 from tandem.cli.arguments import fail
 from tandem.cli.hosts import receive
+from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.agent.link import agent_name
-from tandem.launchers.hostfile import HostEntry, read_hostfile
+from tandem.launchers.host_facts import is_own
+from tandem.launchers.hostfile import HostEntry, Hostfile, is_in_memory, read_hostfile
 from tandem.launchers.ssh import PLACES, explain, path_below_home, ssh_command
+from tandem.system.identity import machine_id
 from tandem.system.origin import write_wheel
 
 SAME = ("mlx", "mlx-lm")
@@ -37,20 +39,10 @@ ENVIRONMENT = ".local/share/tandem/env"
 
 def run(arguments: argparse.Namespace) -> int:
     """Install on every other host of the file. Return 1 if one failed, else 0. Raises UsageError."""
-    hosts: dict[str, HostEntry] = {}
-    for entry in read_hostfile(arguments.hostfile).hosts:
-        if not entry.is_here:
-            hosts.setdefault(entry.ssh, entry)
+    hosts = others(read_hostfile(arguments.hostfile))
     if not hosts:
         raise UsageError(f"--hostfile {arguments.hostfile}: names no host but this one", param="hostfile")
-    with tempfile.TemporaryDirectory(prefix="tandem-sync-") as directory:
-        wheel = write_wheel(Path(directory))
-
-        def sync(entry: HostEntry) -> str | None:
-            return _sync(entry, wheel, entry.python or arguments.remote_python)
-
-        with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
-            failures = [failure for failure in pool.map(sync, hosts.values()) if failure is not None]
+    failures = [failure for _, failure in install(hosts, arguments.remote_python) if failure]
     for failure in failures:
         fail(failure)
     if failures:
@@ -59,10 +51,41 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
-    """Install on one host and print the result. Return the reason of a failure, or None."""
+def sync_workers(settings: Settings) -> None:
+    """Install this machine's Tandem on the hosts of a hosts list in memory. Raises UsageError, also for a host listed twice."""
+    text = settings.parallel.hostfile
+    if text is None or not is_in_memory(text):
+        return
+    hosts = others(read_hostfile(text))
+    if own := next((address for host in hosts for address in host.ips if is_own(address)), None):
+        raise UsageError(f"WORKER_HOSTS: {own} is this machine's own address; name those of the others", param="hostfile")
+    machines, failures = {machine_id(): "127.0.0.1"}, []
+    for host, (machine, failure) in zip(hosts, install(hosts, settings.parallel.remote_python), strict=True):
+        same = "" if failure else machines.setdefault(machine, host.ssh)
+        if failure or same != host.ssh:
+            failures.append(failure or f"host {host.ssh}: is the same machine as {same}; name each once in WORKER_HOSTS")
+    if failures:
+        raise UsageError("; ".join(failures), param="hostfile")
+
+
+def others(hostfile: Hostfile) -> list[HostEntry]:
+    """Return the hosts other than this machine, each once."""
+    return list({entry.ssh: entry for entry in hostfile.hosts if not entry.is_here}.values())
+
+
+def install(hosts: Sequence[HostEntry], python: str | None) -> list[tuple[str, str]]:
+    """Install this machine's Tandem on each host that differs, and print the results.
+
+    Return (machine id, reason of a failure) for each host; one of the two is empty. Raises UsageError.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-sync-") as directory, ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        wheel = write_wheel(Path(directory))
+        return list(pool.map(lambda entry: _sync(entry, wheel, entry.python or python), hosts))
+
+
+def _sync(entry: HostEntry, wheel: Path, python: str | None) -> tuple[str, str]:
     if (name := agent_name(entry.ssh)) is not None:
-        return (
+        return "", (
             f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
             "hostfile, or install there by hand (`make release` makes a wheel)"
         )
@@ -73,29 +96,20 @@ def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
                 command, stdin=file, capture_output=True, timeout=INSTALL_S, env=child_environment(), check=False
             )
         except subprocess.TimeoutExpired:
-            return f"host {entry.ssh}: was not done within {INSTALL_S:g} s"
+            return "", f"host {entry.ssh}: was not done within {INSTALL_S:g} s"
     if done.returncode:
-        return explain(entry, done.returncode, done.stderr.decode(errors="replace").splitlines())
+        return "", explain(entry, done.returncode, done.stderr.decode(errors="replace").splitlines())
     said = json.loads(done.stdout.decode().splitlines()[-1])
-    if said["same"]:
-        print(f"{entry.ssh}: {said['python']} has this machine's own files, nothing to do", flush=True)
-        return None
     numbers = zip(("tandem", *SAME), said["versions"], strict=True)
     installed = " ".join(f"{package} {number}" for package, number in numbers)
-    print(f"{entry.ssh}: {installed} in {said['python']}", flush=True)
-    return None
+    print(f"{entry.ssh}: {installed} in {said['python']}{', as here: nothing to do' if said['same'] else ''}", flush=True)
+    return str(said["machine"]), ""
 
 
 def _words(wheel: Path) -> list[str]:
     """Return the arguments of `receive`."""
-    ours = Path(tandem.__file__).stat()
-    return [
-        wheel.name,
-        f"{sys.version_info.major}.{sys.version_info.minor}",
-        str(ours.st_ino),
-        str(ours.st_mtime_ns),
-        *(f"{package}=={version(package)}" for package in SAME),
-    ]
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return [wheel.name, minor, *(f"{package}=={version(package)}" for package in SAME)]
 
 
 def remote_line(python: str | None, words: Sequence[str]) -> str:

@@ -139,6 +139,8 @@ def add_up(up: Parser) -> None:
     """Add the options of `tandem up`."""
     add_settings(up, SERVE_SECTIONS)
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
+    up.add_argument("--replace", action="store_true", help="first end the server of that name that runs, once it has finished.")
+    up.set_defaults(now=False)
     up.add_argument("--name", help=_NAME)
 
 

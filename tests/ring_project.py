@@ -1,0 +1,30 @@
+"""The ring project's .env.example, with a model, an address, a port and a socket of ours."""
+
+from __future__ import annotations
+
+DOTENV = """\
+MODEL_REPO={model}
+MODEL_CACHE_DIR=/Users/${{USER}}/.cache/huggingface/hub
+API_HOST={host}
+API_PORT={port}
+WORKER_HOSTS=192.168.5.2
+WORKER_SSH=mini2@192.168.5.2
+KV_CACHE_MAX_SIZE=
+KV_CACHE_RESERVED_MEMORY_MB=2048
+MAX_SEQUENCE_LENGTH=512
+MAX_PROMPT_LEN_BYTES=4096
+REQUEST_TIMEOUT_SECONDS=120
+POLL_INTERVAL_SECONDS=0.1
+DEFAULT_MAX_TOKENS=7
+NUM_DEVICES=2
+DISTRIBUTED_BACKEND=ring
+SOCKET_PATH={socket}
+REQUEST_FILE_PATH=/tmp/mlx_request.json
+RESPONSE_FILE_PATH=/tmp/mlx_response.json
+SERVER_LOG_PATH=server.log
+API_LOG_PATH=api.log
+FILE_DESCRIPTOR_SOFT_LIMIT=2048
+FILE_DESCRIPTOR_HARD_LIMIT=4096
+MODEL_LOAD_WAIT_SECONDS=15
+LOG_LEVEL=INFO
+"""
