@@ -14,6 +14,7 @@ from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.stage import StageModel
 from tandem.runner.kv_store import RowsApart, make_store
 from tandem.runner.prefix_store import PrefixStore, trimmable
+from tandem.runner.prompt_rows import PromptRows, joined, row_of
 
 KINDS = {
     "deepseek_v3": "latent",
@@ -82,6 +83,25 @@ def test_prompts_padded_behind_in_one_pass_are_those_alone(stage: StageModel) ->
     for row, prompt in enumerate(prompts):
         alone = stage.forward(mx.array([prompt]), stage.make_caches())
         assert np.array(together[row, : len(prompt)]) == pytest.approx(np.array(alone[0]), abs=2e-4)
+
+
+def test_chunks_computed_in_one_pass_leave_the_caches_of_each_alone(stage: StageModel) -> None:
+    rows = PromptRows.of(stage)
+    if not rows.positions:
+        pytest.skip("each of its prompts has a pass of its own")
+    rng = random.Random(5)
+    counts = (9, 11, 10) if rows.padded else (10, 10, 10)
+    prompts = [[rng.randrange(300) for _ in range(4 + count)] for count in counts]
+    first = stage.make_caches()
+    stage.forward(mx.array([prompt[:4] for prompt in prompts]), first)
+    second = [joined(one) for one in zip(*([row_of(one, i, 4) for one in first] for i in range(3)), strict=True)]
+    stage.forward(mx.array([prompt[4:] + [0] * (4 + max(counts) - len(prompt)) for prompt in prompts]), second)
+    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        again = Alone(stage)
+        again.caches = [row_of(one, i, 4 + count) for one in second]
+        alone = prefilled(stage, prompt, 4)
+        for token in (5, 9):
+            np.testing.assert_allclose(again.feed([token]), alone.feed([token]), rtol=1e-3, atol=2e-4)
 
 
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:

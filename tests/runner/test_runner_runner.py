@@ -93,6 +93,33 @@ def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: Stag
     assert together.keys() == texts.keys()
 
 
+def test_prompts_of_like_length_are_computed_in_one_pass(stage: StageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = {name: [ord(name) + i for i in range(length)] for name, length in {"a": 12, "b": 11, "c": 12, "d": 30}.items()}
+    seen, forward = [], stage.forward
+    monkeypatch.setattr(stage, "forward", lambda x, caches: (seen.append(x.shape), forward(x, caches))[1])
+
+    def answers(names: str) -> dict[str, list[int]]:
+        runner = Runner(stage, micro_batches=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+        lengths = {one: len(prompts[one]) for one in names}
+        for number, (start, ends) in enumerate([(0, dict.fromkeys(names, 8)), (8, lengths)]):
+            plan = StepPlan(
+                number,
+                0,
+                inserts=[InsertOp(one, prompts[one], lengths[one], PARAMS) for one in names if not start],
+                prefill=[PrefillOp(one, start, end - start, bool(start)) for one, end in ends.items()],
+                sampling_seeds=dict.fromkeys(names, 1),
+                fingerprint=batch_fingerprint([(one, start) for one in names]),
+            )
+            first = runner.execute(plan).finish().tokens
+        second = StepPlan(2, 0, decode=list(names), fingerprint=batch_fingerprint(lengths.items()))
+        found = zip(first, runner.execute(second).finish().tokens, strict=True)
+        return dict(zip(names, map(list, found), strict=True))
+
+    together = answers("abcd")
+    assert seen == [(4, 8), (3, 4), (1, 22), (4, 1)]
+    assert together == {**answers("a"), **answers("b"), **answers("c"), **answers("d")}
+
+
 class Unsent:
     """A link to a stage that has sent no token yet."""
 

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import numpy as np
 
 from tandem.comm.group import dispatch
 from tandem.protocol.step import PrefillOp
-
-PADDING = 1.25
-"""Maximum ratio of padded to actual positions in a shared forward pass."""
-
-
-def passes(prefill: Sequence[PrefillOp], *, together: bool) -> list[list[PrefillOp]]:
-    """Divide a step's chunks into forward passes. `together`: the model computes rows of unequal length at once.
-
-    Whole prompts that are only pooled share a pass if their lengths are similar; every other chunk has its own. Equal on all
-    ranks, as it depends on the plan alone.
-    """
-    divided: list[list[PrefillOp]] = []
-    shared = [op for op in prefill if together and _only_pooled(op)]
-    positions = 0
-    for op in sorted(shared, key=lambda op: (op.pooling or "", op.count)):
-        positions += op.count
-        row = divided[-1] if divided else []
-        if row and row[0].pooling == op.pooling and (len(row) + 1) * op.count <= PADDING * positions:
-            row.append(op)
-        else:
-            divided.append([op])
-            positions = op.count
-    return [[op] for op in prefill if not (together and _only_pooled(op))] + divided
-
-
-def _only_pooled(op: PrefillOp) -> bool:
-    return op.pooling is not None and op.start == 0 and op.last and op.prompt_logprobs is None
 
 
 class Pooler:

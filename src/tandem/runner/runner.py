@@ -24,8 +24,9 @@ from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
-from tandem.runner.pooler import Pooler, passes, vector_bytes
+from tandem.runner.pooler import Pooler, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
+from tandem.runner.prompt_rows import PromptRows, joined, only_pooled, row_of
 from tandem.runner.prompt_scorer import Scores, score
 from tandem.runner.sampler import Allowed, Sampled, Sampler
 
@@ -122,6 +123,7 @@ class Runner:
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
+        self._prompt_rows = PromptRows.of(stage)
         self.drafter = drafter
         """Draft model, on the sampling rank; None without one."""
         self._last = LastTokens()
@@ -154,15 +156,13 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        for op, *others in passes(plan.prefill, together=not self.stage.one_by_one):
-            if others:
-                self._embed(micro_batch, [op, *others], pending)
-                continue
-            self._prefill(plan, micro_batch, op, pending)
-            if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
-                micro_batch.save(saves.pop(op.request_id))
-            if op.last and op.samples:
-                micro_batch.join(op.request_id)
+        for ops in self._prompt_rows.passes(plan.prefill):
+            self._prefill(micro_batch, ops, pending)
+            for op in ops:
+                if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
+                    micro_batch.save(saves.pop(op.request_id))
+                if op.last and op.samples:
+                    micro_batch.join(op.request_id)
         for keep in plan.keeps:
             self._keep(micro_batch, keep)
         for store in plan.stores:
@@ -234,31 +234,40 @@ class Runner:
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count)
 
-    def _prefill(self, plan: StepPlan, micro_batch: MicroBatchState, op: PrefillOp, pending: PendingStep) -> None:
-        chunk, caches = micro_batch.chunk(op)
-        tokens = mx.array([chunk], dtype=mx.int32) if self.stage.is_first else None
-        hidden = self._forward(pending, (1, op.count), tokens, caches)
+    def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
+        """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
+        chunks, width = [micro_batch.chunk(op) for op in ops], max(op.count for op in ops)
+        tokens = None
+        if self.stage.is_first:
+            tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk, _ in chunks], dtype=mx.int32)
+        caches, *others = (own for _, own in chunks)
+        if others:
+            caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
+        hidden = self._forward(pending, (len(ops), width), tokens, caches)
+        kept = [caches]
+        if others:
+            pooled = only_pooled(ops[0])
+            kept = [] if pooled else [[row_of(one, row, op.start + op.count) for one in caches] for row, op in enumerate(ops)]
+        for op, own in zip(ops, kept, strict=False):
+            micro_batch.held[op.request_id].caches = own
+        for row, op in enumerate(ops):
+            self._read(pending, micro_batch, op, hidden[row : row + 1, : op.count])
+        ends = [(row, op) for row, op in enumerate(ops) if op.last and op.samples]
+        if ends:
+            rows, places = (mx.array(one) for one in zip(*((row, op.count - 1) for row, op in ends), strict=True))
+            last = hidden[rows, places][:, None] if others else hidden[:, -1:]
+            self._sample(pending, last, [op.request_id for _, op in ends])
+        # A chunk without sampling is computed for its KV alone.
+        dispatch([cache.state for own in kept for cache in own])
+
+    def _read(self, pending: PendingStep, micro_batch: MicroBatchState, op: PrefillOp, hidden: mx.array) -> None:
+        """Pool a chunk's hidden states [1, L, H] and score its tokens, if requested."""
         if op.pooling is not None:
             self._pool(pending, hidden, op)
         if op.prompt_logprobs is not None and self.stage.is_last:
             found = score(self.stage, hidden, micro_batch.following(op), op.prompt_logprobs, samples=self._sampler is not None)
             if self._sampler is not None:
                 pending.scores[op.request_id] = found
-        if op.last and op.samples:
-            self._sample(pending, hidden[:, -1:], [op.request_id])
-        # A chunk without sampling is computed for its KV alone.
-        dispatch([cache.state for cache in caches])
-
-    def _embed(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
-        """Compute whole prompts that are only pooled in one pass. Shorter ones are padded at the end, which causal attention
-        ignores. The KV is discarded."""
-        chunks, width = [micro_batch.chunk(op)[0] for op in ops], max(op.count for op in ops)
-        tokens = None
-        if self.stage.is_first:
-            tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], dtype=mx.int32)
-        hidden = self._forward(pending, (len(ops), width), tokens, self.stage.make_caches())
-        for row, op in enumerate(ops):
-            self._pool(pending, hidden[row : row + 1, : op.count], op)
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
         """Sample a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.

@@ -1,0 +1,106 @@
+"""Prompts of several sequences in one forward pass: which chunks share one, and how caches become a batch and rows again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.loading.stage import StageModel
+from tandem.protocol.step import PrefillOp
+
+PADDING = 1.25
+"""Maximum ratio of padded to actual positions in a shared forward pass."""
+COPIED = 8192
+"""Maximum KV positions of a shared pass whose prompts began before it, since joining and dividing their caches copies these."""
+_BY_POSITION = (KVCache, GroupedKVCache, RotatingKVCache)
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """How a model's prompts may share forward passes. Equal on all ranks, whatever their layers."""
+
+    pooled: bool
+    """Prompts whose KV is discarded."""
+    positions: int = 0
+    """Maximum positions of a prompt whose KV is kept; 0: each has its own pass. With a sliding window, the window."""
+    padded: bool = False
+    """Prompts of unequal length, which are padded; recurrent states must not see padding."""
+
+    @classmethod
+    def of(cls, stage: StageModel) -> PromptRows:
+        """Return what the caches of all stages allow."""
+        if stage.one_by_one:
+            return cls(pooled=False)
+        kinds = [one for cache in stage.caches_of_all_stages() for one in _members(cache)]
+        if any(type(one) not in (*_BY_POSITION, ArraysCache) or getattr(one, "keep", 0) for one in kinds):
+            return cls(pooled=True)
+        window = min((one.max_size for one in kinds if type(one) is RotatingKVCache), default=sys.maxsize)
+        return cls(pooled=True, positions=window, padded=all(type(one) in _BY_POSITION for one in kinds))
+
+    def passes(self, prefill: Sequence[PrefillOp]) -> list[list[PrefillOp]]:
+        """Divide a step's chunks into forward passes. Chunks share one if they begin at the same position and their lengths
+        are similar."""
+        divided: list[list[PrefillOp]] = []
+        positions = 0
+        for op in sorted(filter(self._shares, prefill), key=lambda op: (only_pooled(op), op.pooling or "", op.start, op.count)):
+            positions += op.count
+            row = divided[-1] if divided else []
+            if row and self._joins(row, op, positions):
+                row.append(op)
+            else:
+                divided.append([op])
+                positions = op.count
+        return [[op] for op in prefill if not self._shares(op)] + divided
+
+    def _shares(self, op: PrefillOp) -> bool:
+        return self.pooled if only_pooled(op) else op.start + op.count <= self.positions
+
+    def _joins(self, row: Sequence[PrefillOp], op: PrefillOp, positions: int) -> bool:
+        """Return True if `op`, not shorter than those in `row`, may be computed with them."""
+        first, rows = row[0], len(row) + 1
+        if (first.start, first.pooling, only_pooled(first)) != (op.start, op.pooling, only_pooled(op)):
+            return False
+        padded = op.count == first.count or self.padded or only_pooled(op)
+        return padded and rows * op.count <= PADDING * positions and (not op.start or rows * (op.start + op.count) <= COPIED)
+
+
+def only_pooled(op: PrefillOp) -> bool:
+    """Return True for a whole prompt of which only a vector is kept."""
+    return op.pooling is not None and op.start == 0 and op.last and op.prompt_logprobs is None
+
+
+def joined(rows: Sequence[Any]) -> Any:
+    """Return a cache of a batch with these single-sequence caches of one layer as rows, all of the same length."""
+    if isinstance(rows[0], CacheList):
+        return CacheList(*(joined([row.caches[i] for row in rows]) for i in range(len(rows[0].caches))))
+    first, *others = (_cut(row, row.offset) if type(row) in _BY_POSITION else row.state for row in rows)
+    state = tree_map(lambda part, *parts: mx.concatenate([part, *parts]) if isinstance(part, mx.array) else part, first, *others)
+    return type(rows[0]).from_state(state)
+
+
+def row_of(cache: Any, row: int, length: int) -> Any:
+    """Return a single-sequence cache with a copy of one row of a batch, cut to `length` positions (lazy)."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(row_of(one, row, length) for one in cache.caches))
+    state = _cut(cache, length) if type(cache) in _BY_POSITION else cache.state
+    return type(cache).from_state(
+        tree_map(lambda part: mx.contiguous(part[row : row + 1]) if isinstance(part, mx.array) else part, state)
+    )
+
+
+def _cut(cache: Any, length: int) -> tuple[Any, ...]:
+    """Return the state of a cache that never wrapped, cut to `length` positions."""
+    keys, values, _, *rest = cache.state
+    keys, values = tree_map(lambda part: part[..., :length, :], (keys, values))
+    return (keys, values, length, *rest[:-1], length) if type(cache) is RotatingKVCache else (keys, values, length, *rest)
+
+
+def _members(cache: Any) -> list[Any]:
+    return [one for member in cache.caches for one in _members(member)] if isinstance(cache, CacheList) else [cache]
