@@ -11,11 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup, dispatch
-from tandem.errors import BatchDesync
+from tandem.errors import BatchDesync, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
+from tandem.loading.weights import MLX_ERRORS
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
@@ -178,6 +180,18 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
 
+    def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
+        """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
+        index = order.adapter.index
+        try:
+            if order.unload:
+                self.stage.adapters.unload(index)
+            else:
+                self.stage.adapters.load(index, order.directory or order.adapter.path)
+        except (UsageError, OSError, *MLX_ERRORS) as error:
+            return AdapterLoaded(rank, index, order.unload, str(error) or type(error).__name__)
+        return AdapterLoaded(rank, index, order.unload)
+
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
         caches, length = micro_batch.caches(op.key)
@@ -206,6 +220,7 @@ class Runner:
             self._verify(plan, plan.spec_decode_plan, micro_batch, pending)
             return
         tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
+        self._choose_adapters(micro_batch, ids)
         hidden = self._forward(pending, (len(ids), 1), tokens, micro_batch.store.batch())
         self._sample(pending, hidden[:, -1:], ids)
 
@@ -217,6 +232,7 @@ class Runner:
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        self._choose_adapters(micro_batch, ids)
         hidden = self._forward(pending, (len(ids), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in ids:
@@ -237,6 +253,7 @@ class Runner:
     def _prefill(self, plan: StepPlan, micro_batch: MicroBatchState, op: PrefillOp, pending: PendingStep) -> None:
         chunk, caches = micro_batch.chunk(op)
         tokens = mx.array([chunk], dtype=mx.int32) if self.stage.is_first else None
+        self._choose_adapters(micro_batch, [op.request_id])
         hidden = self._forward(pending, (1, op.count), tokens, caches)
         if op.pooling is not None:
             self._pool(pending, hidden, op)
@@ -256,6 +273,7 @@ class Runner:
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], dtype=mx.int32)
+        self._choose_adapters(micro_batch, [op.request_id for op in ops])
         hidden = self._forward(pending, (len(ops), width), tokens, self.stage.make_caches())
         for row, op in enumerate(ops):
             self._pool(pending, hidden[row : row + 1, : op.count], op)
@@ -291,6 +309,11 @@ class Runner:
             states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
+
+    def _choose_adapters(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
+        """Choose the LoRA adapter of each of `ids` for the next forward pass."""
+        if self.stage.adapters.most:
+            self.stage.adapters.choose([micro_batch.held[one].insert.adapter for one in ids])
 
     def _forward(
         self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None, caches: Sequence[Cache] | Apart

@@ -15,7 +15,9 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from tandem.errors import UnavailableError
+from tandem.crash_guard import start_task
+from tandem.errors import NotFoundError, RequestError, UnavailableError
+from tandem.protocol.adapters import AdapterChanged
 from tandem.protocol.cached_prefixes import CacheReport
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
@@ -88,6 +90,12 @@ class _Merged(Collector):
         return self.families
 
 
+def _adapter_error(answer: AdapterChanged | None) -> RequestError:
+    if answer is None or answer.status == 503:
+        return UnavailableError(answer.message if answer else NOBODY)
+    return RequestError(answer.message, param="lora_path", code="invalid_adapter")
+
+
 class Replicas:
     """All engines of one model, by number. Use only on the event loop that called `start`."""
 
@@ -115,6 +123,8 @@ class Replicas:
         """Replicas that have finished `--warmup-prompts`; only these count as reached. None without such prompts."""
         self.status: EngineStatus | None = None
         """Merged status of the engines that answer, or the last one known; None before the first answer."""
+        self.adapters: dict[str, str] = {}
+        """Directories of the LoRA adapters that requests can name, by name."""
         self._taking = False
         """True while some engine takes requests."""
         self._load = Gauge(
@@ -165,6 +175,7 @@ class Replicas:
         """Update router and merged status after a change of an engine's status or its loss."""
         if index in self._members:
             self._tell_router(index)
+            self._tell_adapters(self._members[index])
         self._merge()
 
     def _tell_router(self, index: int) -> None:
@@ -173,6 +184,42 @@ class Replicas:
         if (status := member.client.status) is not None:
             self._router.set_disk(index, status.kv_store, status.disk_saves, status.kv_reach, status.lent_saves)
             self._router.set_role(index, member.role, status.prompt_tokens_s, status.prefix_room)
+
+    def _tell_adapters(self, member: Member) -> None:
+        """Send an engine that became ready the adapters that it lacks, and take over those that only it has."""
+        status, ready = member.client.status, member.state == "ready"
+        if ready and not member.adapted and status is not None:
+            theirs = {adapter.name: adapter.path for adapter in status.adapters}
+            for name in self.adapters.keys() - theirs.keys():
+                start_task(self._send_adapter(member, name), name="adapter")
+            self.adapters |= theirs
+        member.adapted = ready or (member.adapted and member.client.alive)
+
+    async def _send_adapter(self, member: Member, name: str) -> None:
+        answer = await member.client.change_adapter(name, self.adapters[name])
+        if answer.status != 200:
+            logger.warning("LoRA adapter %s not loaded in a new engine: %s; its requests go to others", name, answer.message)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter in all engines, or in none. Raises RequestError."""
+        clients = [member.client for member in self._members.values() if member.client.alive]
+        answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
+        wrong = next((answer for answer in answers if answer.status != 200), None)
+        if wrong is None and clients:
+            self.adapters[name] = path
+            return
+        loaded = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
+        await asyncio.gather(*(client.change_adapter(name) for client in loaded))
+        raise _adapter_error(wrong)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take no new requests for an adapter, and unload it once the running ones are finished. Raises RequestError."""
+        if self.adapters.pop(name, None) is None:
+            raise NotFoundError(f"The lora adapter '{name[:200]}' cannot be found.", param="lora_name", code="adapter_not_found")
+        clients = [member.client for member in self._members.values() if member.client.alive]
+        answers = await asyncio.gather(*(client.change_adapter(name) for client in clients))
+        if wrong := next((answer for answer in answers if answer.status not in (200, 404)), None):
+            raise _adapter_error(wrong)
 
     def _merge(self) -> None:
         self._taking = why_none(self._members.values()) is None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from tandem.config.several import usable_name
 from tandem.server.acquire import acquire
+from tandem.server.body import parse
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
+from tandem.server.openai.schemas import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from tandem.server.sse import json_response
 
 router = APIRouter()
@@ -24,6 +27,8 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
         "object": "model",
         "created": int(api.started),
         "owned_by": "tandem",
+        "root": served.client.adapters.get(served.adapter, served.base_name),
+        "parent": served.base_name if served.adapter else None,
         "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,
@@ -58,10 +63,10 @@ async def models(http: Request) -> Response:
     """List all models, default first; in Anthropic's format with a header `anthropic-version`."""
     api = get_api(http)
     if _for_anthropic(http):
-        page = [model_info(api, served) for served in api.served]
+        page = [model_info(api, served) for served in api.listed()]
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
-        body = {"object": "list", "data": [model_object(api, served) for served in api.served]}
+        body = {"object": "list", "data": [model_object(api, served) for served in api.listed()]}
     return json_response(body)
 
 
@@ -73,6 +78,32 @@ async def model(http: Request, model_id: str) -> Response:
     if _for_anthropic(http):
         return json_response(model_info(api, served))
     return _answer(api, served)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(http: Request) -> Response:
+    """Load a LoRA adapter beside its base; respond when all engines have it (vLLM)."""
+    body = await parse(http, LoadLoRAAdapterRequest)
+    api, served = get_api(http), await acquire(http, body.base_model_name)
+    if not usable_name(body.lora_name) or body.lora_name in [one.name for one in api.listed()]:
+        raise refused(
+            400,
+            f"The lora adapter '{body.lora_name[:200]}' has already been loaded, or cannot be a model's name; unload it first, or "
+            "choose another name of letters, digits and _.:/@+-.",
+            param="lora_name",
+            code="invalid_adapter",
+        )
+    await served.client.load_adapter(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(http: Request) -> Response:
+    """Unload a LoRA adapter once its running requests are finished; new ones get 404 at once (vLLM)."""
+    body = await parse(http, UnloadLoRAAdapterRequest)
+    served = get_api(http).served
+    await next((one for one in served if body.lora_name in one.client.adapters), served[0]).client.unload_adapter(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.post("/v1/models/{model_id:path}/load")
