@@ -30,6 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2},
     "tp2": {"tensor_parallel_size": 2},
     "tp2,1": {"parallel": (2, 1)},
+    "pp2, files from the head": {"pipeline_parallel_size": 2, "weights_from": "head"},
 }
 PROMPT = [random.Random(3).randrange(3, 500) for _ in range(70)]
 """The same for all: a cached prefix of another adapter would be found by its tokens."""
@@ -86,13 +87,15 @@ def everybody() -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["inline", "speculation", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp2", "tp2", "tp2,1"))]
+    "layout", ["inline", "speculation", *(pytest.param(one, marks=pytest.mark.slow) for one in list(LAYOUTS)[2:])]
 )
-def test_a_batch_gives_the_tokens_of_each_adapter_alone(model, expected, layout):
+def test_a_batch_gives_the_tokens_of_each_adapter_alone(model, expected, layout, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     with LLM(str(model), lora_modules=modules(model), prefill_chunk=32, **LAYOUTS[layout]) as llm:
         assert answered(llm, everybody()) == expected
         assert answered(llm, everybody()) == expected  # now with cached prefixes
         assert ask(llm, Engine.status).prefix_hits > 0
+    assert len(list(tmp_path.glob("adapters/*/adapters.safetensors"))) == (3 if "head" in layout else 0)
 
 
 @pytest.mark.slow

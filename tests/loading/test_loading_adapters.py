@@ -136,9 +136,7 @@ def test_a_quantised_model_keeps_its_weights_and_its_adapter(tmp_path, dequantiz
     assert np.abs(whole - expected).max() < 1e-3 * np.abs(expected).max()
     shards = plan_shards(describe(resolve(str(model))), 2, dequantize=dequantize)
     for got in ThreadGroup(2).run(
-        lambda tp: logits(
-            [adapted(model, range(4), adapter, dequantize=dequantize, shard=shards[tp.rank], tensor_parallel=tp)]
-        )
+        lambda tp: logits([adapted(model, range(4), adapter, dequantize=dequantize, shard=shards[tp.rank], tensor_parallel=tp)])
     ):
         assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
 
@@ -163,9 +161,7 @@ def test_rows_of_one_batch_use_their_own_adapters(tiny, tmp_path, fuse):
         return together, logits(stages)
 
     def over_ranks(tp):
-        return batch(
-            [adapted(model, range(4), tiny / "mlx", other, fuse=fuse, shard=shards[tp.rank], tensor_parallel=tp)]
-        )
+        return batch([adapted(model, range(4), tiny / "mlx", other, fuse=fuse, shard=shards[tp.rank], tensor_parallel=tp)])
 
     over_stages = batch([adapted(model, one, tiny / "mlx", other, fuse=fuse) for one in (range(3), range(3, 4))])
     for together, left in [over_stages, *ThreadGroup(2).run(over_ranks)]:

@@ -50,8 +50,9 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """Return the models in addition to `settings.model`, in order. Raises ConfigError for an invalid or duplicate name."""
     found = [_pair(text, "--extra-models", "model", "small=org/small-model") for text in settings.models.extra_models]
     found += settings.named
-    names = [settings.model.served_name, *lora_modules(settings), *(one.name for one in found)]
-    for one in found:
+    checked = [*_adapters(settings), *found]
+    names = [settings.model.served_name, *(one.name for one in checked)]
+    for one in checked:
         if not usable_name(one.name):
             raise ConfigError(
                 f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
@@ -66,18 +67,12 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
 
 
 def lora_modules(settings: Settings) -> dict[str, str]:
-    """Return the directories of `--lora-modules` by name. Raises ConfigError for an invalid or duplicate name."""
-    found: dict[str, str] = {}
-    for text in settings.model.lora_modules:
-        one = _pair(text, "--lora-modules", "adapter_path", "sql=./adapters")
-        if not usable_name(one.name) or one.name in (settings.model.served_name, *found):
-            raise ConfigError(
-                f"{one.source}: {one.name!r} cannot be an adapter's name; use a name of its own of letters, digits and "
-                "_.:/@+-, and not `default`",
-                param="lora_modules",
-            )
-        found[one.name] = one.values["adapter_path"]
-    return found
+    """Return the directories of `--lora-modules` by name. Raises ConfigError."""
+    return {one.name: one.values["adapter_path"] for one in _adapters(settings)}
+
+
+def _adapters(settings: Settings) -> list[NamedModel]:
+    return [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.model.lora_modules]
 
 
 def usable_name(name: str) -> bool:

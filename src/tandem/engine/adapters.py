@@ -10,7 +10,7 @@ from pathlib import Path
 from tandem.checkpoints.files import fingerprint
 from tandem.config.settings import ModelSettings
 from tandem.engine.recovery import RankGroup
-from tandem.errors import UsageError
+from tandem.errors import NotFoundError, RequestError, UnavailableError, UsageError
 from tandem.models.adapter_files import read_adapter
 from tandem.protocol.adapters import AdapterChanged, AdapterLoaded, AdapterSpec, ChangeAdapter, LoadAdapter
 from tandem.scheduler.scheduler import Scheduler
@@ -32,7 +32,7 @@ class _Change:
     errors: dict[int, str] = field(default_factory=dict)
     """Answers so far by rank; empty texts for success."""
 
-    def end(self, status: int = 200, message: str = "") -> None:
+    def end(self, status: int, message: str = "") -> None:
         self.reply(AdapterChanged(self.query.query_id, status, message))
 
 
@@ -48,20 +48,20 @@ class AdapterManager:
         group = self._rank_group
         try:
             if group.state != "ready":
-                reply(AdapterChanged(query.query_id, 503, REPLACED))
-            elif not query.path and query.name in group.adapters:
-                adapter = group.adapters[query.name]
-                if adapter.index in self._changes:
-                    raise UsageError(f"The lora adapter '{query.name}' is being unloaded already.")
-                self._changes[adapter.index] = _Change(adapter, query, reply, sent=False)
-            elif not query.path:
-                reply(AdapterChanged(query.query_id, 404, f"The lora adapter '{query.name}' cannot be found."))
-            else:
-                adapter = self._checked(query)
-                self._changes[adapter.index] = _Change(adapter, query, reply)
+                raise UnavailableError(REPLACED)
+            adapter = self._checked(query) if query.path else self._leaving(query.name)
+            self._changes[adapter.index] = _Change(adapter, query, reply, sent=bool(query.path))
+            if query.path:
                 group.executor.load_adapter(LoadAdapter(adapter))
-        except (UsageError, OSError) as error:
-            reply(AdapterChanged(query.query_id, 400, str(error)))
+        except (RequestError, UsageError, OSError) as error:
+            reply(AdapterChanged(query.query_id, getattr(error, "status", 400), str(error)))
+
+    def _leaving(self, name: str) -> AdapterSpec:
+        """Return the adapter to unload. Raises RequestError."""
+        adapter = self._rank_group.adapters.get(name)
+        if adapter is None or adapter.index in self._changes:
+            raise NotFoundError(f"The lora adapter '{name[:200]}' cannot be found, or is being unloaded.")
+        return adapter
 
     def _checked(self, query: ChangeAdapter) -> AdapterSpec:
         """Return the adapter to load, after a look at its files' headers. Raises UsageError, OSError."""
@@ -72,10 +72,7 @@ class AdapterManager:
             raise UsageError(f"The lora adapter '{query.name}' has already been loaded; unload it first.")
         rank, most = read_adapter(str(path), group.layout.description).rank, group.layout.ranks[0].max_loras
         if rank > group.layout.lora_rank:
-            raise UsageError(
-                f"LoRA adapter {path}: its rank {rank} is greater than {group.layout.lora_rank}; start the server with "
-                f"--max-lora-rank {rank}"
-            )
+            raise UsageError(f"LoRA adapter {path}: its rank is {rank}; start the server with --max-lora-rank {rank}")
         taken = {one.index for one in group.adapters.values()} | self._changes.keys()
         index = next((i for i in range(1, most + 1) if i not in taken), None)
         if index is None:
@@ -111,4 +108,4 @@ class AdapterManager:
         """End the changes that lost ranks had begun; new ranks get the adapters that were loaded."""
         for change in [change for change in self._changes.values() if change.sent]:
             del self._changes[change.adapter.index]
-            change.end(*((503, REPLACED) if change.query.path else (200, "")))
+            change.end(503 if change.query.path else 200, REPLACED)

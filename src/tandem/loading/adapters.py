@@ -25,25 +25,28 @@ class _Rows:
 
 
 class LoRALinear(Around):
-    """Linear layer plus each row's LoRA adapter: stacks of A [N, I, R] and B [N, R, O], in which index 0 is zeros."""
+    """Linear layer plus each row's LoRA adapter, from stacks of A [N, R, I] and B [N, O, R], in which index 0 is zeros.
+
+    Both are stored transposed: MLX's CUDA kernel gathers only products of one row with such matrices.
+    """
 
     def __init__(self, linear: nn.Module, rows: _Rows, slots: int) -> None:
         """Wrap `linear`. `slots` is N, one more than the most adapters."""
         super().__init__(linear)
-        self.lora_a: mx.array = mx.zeros(0)
-        self.lora_b: mx.array = mx.zeros(0)
         self._rows, self._slots = rows, slots
         self._numbers: frozenset[int] = frozenset()
         """Indices of the adapters that adapt this layer."""
+        self.lora_a: mx.array = mx.zeros(0)
+        self.lora_b: mx.array = mx.zeros(0)
 
     def put(self, number: int, a: mx.array, b: mx.array) -> None:
         """Set the adapter `number` to `a` [I, r] and `b` [r, O]. Smaller ranks are padded with zeros."""
-        held = {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers} | {number: (a, b)}
-        rank = max(one.shape[1] for one, _ in held.values())
-        zeros = mx.zeros((a.shape[0], rank), a.dtype), mx.zeros((rank, b.shape[1]), b.dtype)
+        held = {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers} | {number: (a.T, b.T)}
+        rank = max(one.shape[0] for one, _ in held.values())
+        zeros = mx.zeros((rank, a.shape[0]), a.dtype), mx.zeros((b.shape[1], rank), b.dtype)
         pairs = [held.get(i, zeros) for i in range(self._slots)]
-        self.lora_a = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for one, _ in pairs])
-        self.lora_b = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for _, one in pairs])
+        self.lora_a = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for one, _ in pairs])
+        self.lora_b = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for _, one in pairs])
         mx.eval(self.lora_a, self.lora_b)
         self._numbers = frozenset(held)
 
@@ -59,9 +62,13 @@ class LoRALinear(Around):
         if isinstance(index, int):
             if index not in self._numbers:
                 return outputs
-            return outputs + ((x @ self.lora_a[index]) @ self.lora_b[index]).astype(outputs.dtype)
-        low = mx.gather_mm(x.reshape(index.shape[0], -1, x.shape[-1]), self.lora_a, rhs_indices=index)
-        return outputs + mx.gather_mm(low, self.lora_b, rhs_indices=index).reshape(outputs.shape).astype(outputs.dtype)
+            return outputs + ((x @ self.lora_a[index].T) @ self.lora_b[index].T).astype(outputs.dtype)
+        flat = x.reshape(-1, 1, x.shape[-1])
+        if flat.shape[0] > index.shape[0]:
+            index = mx.repeat(index, flat.shape[0] // index.shape[0])
+        low = mx.gather_mm(flat, self.lora_a.swapaxes(-1, -2), rhs_indices=index)
+        found = mx.gather_mm(low, self.lora_b.swapaxes(-1, -2), rhs_indices=index)
+        return outputs + found.reshape(outputs.shape).astype(outputs.dtype)
 
 
 class _Target(NamedTuple):

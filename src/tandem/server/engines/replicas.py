@@ -16,10 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tandem.crash_guard import start_task
-from tandem.errors import NotFoundError, RequestError, UnavailableError
-from tandem.protocol.adapters import AdapterChanged
+from tandem.errors import UnavailableError
 from tandem.protocol.cached_prefixes import CacheReport
-from tandem.protocol.control import EngineStatus
+from tandem.protocol.control import EngineStatus, Refused
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.server.engines.engine_client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
@@ -88,12 +87,6 @@ class _Merged(Collector):
 
     def collect(self) -> list[Metric]:
         return self.families
-
-
-def _adapter_error(answer: AdapterChanged | None) -> RequestError:
-    if answer is None or answer.status == 503:
-        return UnavailableError(answer.message if answer else NOBODY)
-    return RequestError(answer.message, param="lora_path", code="invalid_adapter")
 
 
 class Replicas:
@@ -191,35 +184,25 @@ class Replicas:
         if ready and not member.adapted and status is not None:
             theirs = {adapter.name: adapter.path for adapter in status.adapters}
             for name in self.adapters.keys() - theirs.keys():
-                start_task(self._send_adapter(member, name), name="adapter")
+                start_task(member.client.change_adapter(name, self.adapters[name]), name="adapter")
             self.adapters |= theirs
         member.adapted = ready or (member.adapted and member.client.alive)
 
-    async def _send_adapter(self, member: Member, name: str) -> None:
-        answer = await member.client.change_adapter(name, self.adapters[name])
-        if answer.status != 200:
-            logger.warning("LoRA adapter %s not loaded in a new engine: %s; its requests go to others", name, answer.message)
+    async def change_adapter(self, name: str, path: str = "") -> None:
+        """Load an adapter in all engines, or in none; without `path` unload it once its running requests are finished.
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter in all engines, or in none. Raises RequestError."""
+        Raises RequestError.
+        """
+        if not path:
+            self.adapters.pop(name, None)  # new requests get 404
         clients = [member.client for member in self._members.values() if member.client.alive]
         answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
-        wrong = next((answer for answer in answers if answer.status != 200), None)
-        if wrong is None and clients:
+        done = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
+        if wrong := next((answer for answer in answers if answer.status != 200 and (path or not done)), None):
+            await asyncio.gather(*(client.change_adapter(name) for client in done))
+            raise Refused("", wrong.status, wrong.message, "adapter_refused", "lora_path" if path else "lora_name").as_error()
+        if path:
             self.adapters[name] = path
-            return
-        loaded = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
-        await asyncio.gather(*(client.change_adapter(name) for client in loaded))
-        raise _adapter_error(wrong)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Take no new requests for an adapter, and unload it once the running ones are finished. Raises RequestError."""
-        if self.adapters.pop(name, None) is None:
-            raise NotFoundError(f"The lora adapter '{name[:200]}' cannot be found.", param="lora_name", code="adapter_not_found")
-        clients = [member.client for member in self._members.values() if member.client.alive]
-        answers = await asyncio.gather(*(client.change_adapter(name) for client in clients))
-        if wrong := next((answer for answer in answers if answer.status not in (200, 404)), None):
-            raise _adapter_error(wrong)
 
     def _merge(self) -> None:
         self._taking = why_none(self._members.values()) is None

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from tandem.config.several import usable_name
+from tandem.errors import RequestError
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
 from tandem.server.context import Api, get_api, unless_gone
@@ -84,16 +85,12 @@ async def model(http: Request, model_id: str) -> Response:
 async def load_lora_adapter(http: Request) -> Response:
     """Load a LoRA adapter beside its base; respond when all engines have it (vLLM)."""
     body = await parse(http, LoadLoRAAdapterRequest)
-    api, served = get_api(http), await acquire(http, body.base_model_name)
-    if not usable_name(body.lora_name) or body.lora_name in [one.name for one in api.listed()]:
-        raise refused(
-            400,
-            f"The lora adapter '{body.lora_name[:200]}' has already been loaded, or cannot be a model's name; unload it first, or "
-            "choose another name of letters, digits and _.:/@+-.",
-            param="lora_name",
-            code="invalid_adapter",
-        )
-    await served.client.load_adapter(body.lora_name, body.lora_path)
+    served, names = await acquire(http, body.base_model_name), [one.name for one in get_api(http).listed()]
+    served.status()
+    if body.lora_name in names or not usable_name(body.lora_name):
+        why = "has already been loaded; unload it first" if body.lora_name in names else "cannot be a model's name"
+        raise RequestError(f"The lora adapter '{body.lora_name[:200]}' {why}.", param="lora_name", code="adapter_refused")
+    await served.client.change_adapter(body.lora_name, body.lora_path)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -102,7 +99,8 @@ async def unload_lora_adapter(http: Request) -> Response:
     """Unload a LoRA adapter once its running requests are finished; new ones get 404 at once (vLLM)."""
     body = await parse(http, UnloadLoRAAdapterRequest)
     served = get_api(http).served
-    await next((one for one in served if body.lora_name in one.client.adapters), served[0]).client.unload_adapter(body.lora_name)
+    base = next((one for one in served if body.lora_name in one.client.adapters), served[0])
+    await base.client.change_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
