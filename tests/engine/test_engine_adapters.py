@@ -14,7 +14,7 @@ from served import wait_until
 from submitted import Killer, ask, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
-from tandem.errors import UsageError
+from tandem.errors import UnavailableError, UsageError
 from tandem.protocol.adapters import AdapterChanged, ChangeAdapter
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
@@ -111,6 +111,29 @@ def test_a_rank_that_dies_comes_back_with_its_adapters(model, expected, layout):
     with LLM(str(model), lora_modules=modules(model), **LAYOUTS[layout]) as llm:
         assert answered(llm, everybody(), Killer(llm, midway)) == expected
         assert llm.engine.restarts == 1
+
+
+@pytest.mark.slow
+def test_an_adapter_whose_files_are_gone_ends_no_other_request(model, expected, tmp_path):
+    told = 0
+
+    def midway(message: object) -> bool:
+        nonlocal told
+        told += 1
+        return told > 20
+
+    gone = tiny_adapter(model, tmp_path / "gone")
+    with LLM(str(model), pipeline_parallel_size=2, lora_modules=(f"gone={gone}", *modules(model)[:1])) as llm:
+        (gone / "adapters.safetensors").unlink()
+        asked = [one for one in everybody() if one.adapter in ("", "plain")]
+        lost = EngineRequest(
+            request_id="lost", prompt=PROMPT, params=SamplingParams(max_tokens=150, ignore_eos=True), adapter="gone"
+        )
+        events: list[object] = []
+        llm._session.engine.submit([lost], events.append).result()
+        assert answered(llm, asked, Killer(llm, midway)) == {one.request_id: expected[one.request_id] for one in asked}
+        assert isinstance(events[-1], UnavailableError) and "not loaded any more" in str(events[-1])
+        assert [one.name for one in ask(llm, Engine.status).adapters] == ["plain"]
 
 
 def change(llm: LLM, name: str, path: Path | str = "") -> AdapterChanged:

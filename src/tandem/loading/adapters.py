@@ -45,10 +45,10 @@ class LoRALinear(Around):
         rank = max(one.shape[0] for one, _ in held.values())
         zeros = mx.zeros((rank, a.shape[0]), a.dtype), mx.zeros((b.shape[1], rank), b.dtype)
         pairs = [held.get(i, zeros) for i in range(self._slots)]
-        self.lora_a = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for one, _ in pairs])
-        self.lora_b = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for _, one in pairs])
-        mx.eval(self.lora_a, self.lora_b)
-        self._numbers = frozenset(held)
+        lora_a = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for one, _ in pairs])
+        lora_b = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for _, one in pairs])
+        mx.eval(lora_a, lora_b)  # before anything changes, as memory may be full
+        self.lora_a, self.lora_b, self._numbers = lora_a, lora_b, frozenset(held)
 
     def drop(self, number: int) -> bool:
         """Drop the adapter `number`; return True if others remain."""
@@ -80,7 +80,7 @@ class _Target(NamedTuple):
     inputs: int
     outputs: int
     part: Slice | None
-    """This rank's part of the weight; None for all of it."""
+    """Part of the weight on this rank; None for all of it."""
 
 
 class Adapters:

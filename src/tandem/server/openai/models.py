@@ -117,6 +117,8 @@ async def unload(http: Request, model_id: str) -> Response:
     """Unload a model after its running requests and respond when done. The next request loads it again."""
     api = get_api(http)
     served = api.find(model_id)
+    if served.adapter:
+        raise refused(409, "This is a LoRA adapter: POST /v1/unload_lora_adapter unloads it.", param="model", code="model_kept")
     if api.model_pool is None:
         raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
     await unless_gone(http, api.model_pool.unload(served))
