@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.config.loading import from_json, load, to_json
-from tandem.config.several import named_models, settings_of, unload_after
+from tandem.config.several import lora_modules, named_models, settings_of, unload_after
 from tandem.errors import ConfigError
 
 FILE = """
@@ -38,17 +38,17 @@ def loaded(tmp_path, text=FILE, **flags):
 def test_each_model_has_settings_of_its_own_and_shares_the_rest(tmp_path):
     settings = loaded(tmp_path, also="third=org/third", lora_modules="sql=/sql", max_batch_size="3")
     models = {one.name: settings_of(settings, one) for one in named_models(settings)}
-    assert list(models) == ["third", "sql", "small", "main:long"]
-    small, long, sql, third = (models[name] for name in ("small", "main:long", "sql", "third"))
+    assert list(models) == ["third", "small", "main:long"] and lora_modules(settings) == {"sql": "/sql"}
+    small, long, third = (models[name] for name in ("small", "main:long", "third"))
     assert (small.model.model, small.model.served_name, small.model.max_context) == ("org/small", "small", None)
     assert small.parallel.tensor_parallel_size == 2 and small.parallel.pipeline_parallel_size == 1
     assert small.parallel.layer_split is None and small.model.adapter_path is None
     assert small.server.tool_parser == "hermes" and settings.server.tool_parser == "auto"
     assert (long.model.model, long.model.max_context, long.parallel.layer_split) == ("org/main", 8192, (20, 16))
-    assert (sql.model.model, sql.model.adapter_path) == ("org/main", "/sql")
+    assert not any(one.model.lora_modules for one in models.values())
     assert third.parallel.pipeline_parallel_size == 2 and third.parallel.layer_split is None
     assert all(one.scheduler.max_batch_size == 3 for one in models.values())
-    assert [unload_after(settings, one) for one in named_models(settings)] == [60.0, 60.0, 5.0, 60.0]
+    assert [unload_after(settings, one) for one in named_models(settings)] == [60.0, 5.0, 60.0]
 
 
 def test_children_get_it_as_it_is(tmp_path):
@@ -71,7 +71,8 @@ def test_children_get_it_as_it_is(tmp_path):
         ('[models."a b"]\nmodel = "x"', ("'a b' cannot be",)),
         ('[models]\nextra_models = ["a=x", "a=y"]', ("two models of the name a",)),
         ('[models]\nextra_models = ["a"]', ("--extra-models a", "NAME=MODEL")),
-        ('[models]\nlora_modules = ["=x"]\n[model]\nmodel = "m"', ("'' cannot be",)),
+        ('[model]\nlora_modules = ["=x"]\nmodel = "m"', ("'' cannot be",)),
+        ('[model]\nlora_modules = ["a=x"]\nmodel = "m"\n[models.a]\nmax_context = 9', ("two models of the name a",)),
         ('[model]\nmodel = "m"\nserved_name = "a"\n[models]\nextra_models = ["a=x"]', ("two models of the name a",)),
     ],
 )

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from adapters import tiny_adapter
 from tandem.checkpoints.resolve import resolve
 from tandem.loading import fusion
 from tandem.loading.fusion import FusedPart, fuse_projections
 from tandem.loading.stage import StageModel, load_stage
-from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
@@ -98,26 +96,6 @@ def test_ranks_and_stages(family, sizes, dequantize, tmp_path):
         return logits(stages)
 
     for got in ThreadGroup(sizes[0]).run(work):
-        assert_alike(got, want)
-
-
-def test_a_projection_with_an_adapter_stays_by_itself(tmp_path):
-    tiny_model(
-        tmp_path / "model",
-        dtype="float32",
-        config={"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 96},
-    )
-    tiny_adapter(tmp_path / "model", tmp_path / "mlx", layers=2, keys=("self_attn.v_proj", "mlp.up_proj"))
-    adapter = read_adapter(str(tmp_path / "mlx"), describe(resolve(str(tmp_path / "model"))))
-    want, without = logits([load(tmp_path / "model", adapter=adapter)]), logits([load(tmp_path / "model")])
-    assert np.abs(want - without).max() > 0.1, "the adapter does something"
-    stage = load(tmp_path / "model", adapter=adapter, fuse=True)
-    assert [parts(stage, i) for i in (0, 3)] == [DENSE, {"self_attn.q_proj", "self_attn.k_proj"}]
-    assert_alike(logits([stage]), want)
-    shards = plan_shards(describe(resolve(str(tmp_path / "model"))), 2)
-    for got in ThreadGroup(2).run(
-        lambda tp: logits([load(tmp_path / "model", adapter=adapter, fuse=True, shard=shards[tp.rank], tensor_parallel=tp)])
-    ):
         assert_alike(got, want)
 
 

@@ -104,15 +104,16 @@ def read_tensors(files: ModelFiles) -> dict[str, TensorInfo]:
     return {name: info for header in read_headers(files).values() for name, info in header.items()}
 
 
-def fingerprint(*directories: Path) -> str:
-    """Return 24 hex digits that identify a model directory's config.json and weights, and further directories (adapters).
+def fingerprint(*directories: Path, model: bool = True) -> str:
+    """Return 24 hex digits that identify a model directory's config.json and weights, and further directories (adapters; all with
+    `model` False).
 
     Hashed are sizes, samples, and modification times, since samples do not cover every change. Reads under 1 MiB per
     file. Raise `BrokenModel` for a model without weights, and OSError.
     """
     digest = hashlib.blake2b(digest_size=12)
     for number, directory in enumerate(directories):
-        weights = weight_files(directory) if number == 0 else tuple(sorted(directory.glob("*.safetensors")))
+        weights = weight_files(directory) if model and number == 0 else tuple(sorted(directory.glob("*.safetensors")))
         for path in (*sorted(directory.glob("*config.json")), *weights):
             _add(digest, path)
     return digest.hexdigest()

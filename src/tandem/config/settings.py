@@ -50,8 +50,18 @@ class ModelSettings:
     """Where ranks get their weights. local: from their own machine's copy, or each downloads its part from the hub;
     head: from the engine's machine, each its part, into its cache directory."""
     adapter_path: str | None = None
-    """Directory of a LoRA adapter to apply (mlx-lm's or PEFT's format); ranks on other machines need a copy at the same
-    path."""
+    """Directory of a LoRA adapter to apply to all requests (mlx-lm's or PEFT's format). Ranks on other machines need a copy
+    at the same path, or --weights-from head."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters for MODEL, each as NAME=DIRECTORY, where NAME is what clients ask for. They share batches, and one copy
+    of MODEL."""
+    enable_lora: bool = False
+    """Load and unload LoRA adapters while serving (POST /v1/load_lora_adapter). Whoever has an API key can then have any
+    directory of the server read as an adapter."""
+    max_loras: int = 8
+    """Most LoRA adapters at once with --enable-lora; memory is set aside for so many."""
+    max_lora_rank: int = 16
+    """Largest rank of a LoRA adapter that is loaded while serving."""
     trust_remote_code: bool = False
     """Let the tokenizer run Python code that comes with the model."""
 
@@ -353,8 +363,6 @@ class ModelsSettings:
 
     extra_models: tuple[str, ...] = ()
     """Further models, each as NAME=MODEL, where NAME is what clients ask for."""
-    lora_modules: tuple[str, ...] = ()
-    """LoRA adapters for MODEL, each as NAME=DIRECTORY: served as models of their own, with MODEL's settings."""
     pinned_models: tuple[str, ...] = ()
     """Names of models that are loaded at the start and never unloaded."""
     unload_after: float | None = None

@@ -49,11 +49,11 @@ def check_table(name: str, entries: JsonObject, source: str, warnings: list[str]
 def named_models(settings: Settings) -> tuple[NamedModel, ...]:
     """Return the models in addition to `settings.model`, in order. Raises ConfigError for an invalid or duplicate name."""
     found = [_pair(text, "--extra-models", "model", "small=org/small-model") for text in settings.models.extra_models]
-    found += [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.models.lora_modules]
     found += settings.named
-    names = [settings.model.served_name, *(one.name for one in found)]
-    for one in found:
-        if not _NAME.fullmatch(one.name) or one.name == "default":
+    checked = [*_adapters(settings), *found]
+    names = [settings.model.served_name, *(one.name for one in checked)]
+    for one in checked:
+        if not usable_name(one.name):
             raise ConfigError(
                 f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
                 "and not `default`, which means the first",
@@ -64,6 +64,20 @@ def named_models(settings: Settings) -> tuple[NamedModel, ...]:
         if not (one.values.get("model") or settings.model.model):
             raise ConfigError(f"{one.source}: needs `model`: a directory, a GGUF file, a hub id or demo", param="model")
     return tuple(found)
+
+
+def lora_modules(settings: Settings) -> dict[str, str]:
+    """Return the directories of `--lora-modules` by name. Raises ConfigError."""
+    return {one.name: one.values["adapter_path"] for one in _adapters(settings)}
+
+
+def _adapters(settings: Settings) -> list[NamedModel]:
+    return [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.model.lora_modules]
+
+
+def usable_name(name: str) -> bool:
+    """Return True if `name` can be a model's name; `default` means the first."""
+    return _NAME.fullmatch(name) is not None and name != "default"
 
 
 def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
@@ -84,6 +98,8 @@ def settings_of(settings: Settings, one: NamedModel) -> Settings:
     for option in _allowed():
         if option.name in one.values and option.section in sections:
             sections[option.section][option.name] = option.convert(one.values[option.name], label=one.label(option.name))
+    if one.values and "lora_modules" not in one.values:  # adapters are for the main model, which is listed without values
+        sections["model"]["lora_modules"] = ()
     sections["model"]["served_name"] = one.name
     replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
     return alone(dataclasses.replace(settings, **replaced))

@@ -40,6 +40,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "join_port": (1, 65535),
     "heartbeat_timeout": (2.0, math.inf),
     "max_batch_size": _AT_LEAST_ONE,
+    "max_loras": _AT_LEAST_ONE,
+    "max_lora_rank": _AT_LEAST_ONE,
     "prefill_chunk": _AT_LEAST_ONE,
     "prefill_time_ms": (0.0, math.inf),
     "max_queued_requests": _AT_LEAST_ONE,

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from msgspec import structs
 
-from tandem.checkpoints.files import ModelFiles, fingerprint
+from tandem.checkpoints.files import ModelFiles, fingerprint, read_tensors
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
+from tandem.config.several import lora_modules
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
 from tandem.errors import ConfigError, LayoutError, UnsupportedModel
@@ -24,7 +25,7 @@ from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
 from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
-from tandem.models.adapter_files import read_adapter
+from tandem.models.adapter_files import adapter_elements, read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable, unsupported_role
@@ -32,6 +33,7 @@ from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.planner.profile import Profile, read_profile
+from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling, SamplingDefaults
@@ -59,6 +61,10 @@ class RankGroupLayout:
     """Pooling of embeddings; None if the model needs an unsupported pooling."""
     defaults: SamplingDefaults = SamplingDefaults()
     """Sampling defaults of requests."""
+    adapters: tuple[AdapterSpec, ...] = ()
+    """LoRA adapters to load at the start."""
+    lora_rank: int = 0
+    """Largest rank of an adapter."""
     profile: Profile | None = None
     """Measured speeds of the machines, used to plan layouts over fewer of them."""
 
@@ -103,7 +109,9 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
             dequantize=model.dequantize != "no",
             expert_parallel=parallel.expert_parallel,
         )
-    _check_adapter(model, description)
+    adapters = _adapters(settings)
+    lora_ranks = [read_adapter(one.path, description).rank for one in adapters]
+    lora_rank = max([*lora_ranks, model.max_lora_rank if model.enable_lora else 0])
     _check_gpu_options(parallel, settings.scheduler.wired)
     profile = read_profile(parallel.hardware_profile, "--hardware-profile") if parallel.hardware_profile else None
     defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
@@ -129,9 +137,20 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     draft = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, description, draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
+    if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
+        tensors = read_tensors(files)
+        specs = tuple(
+            structs.replace(
+                spec,
+                max_loras=loras,
+                lora_elements=(loras + 1) * adapter_elements(tensors, description, range(*spec.layers), lora_rank),
+            )
+            for spec in specs
+        )
     return RankGroupLayout(
-        files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults, profile
-    )
+        files, description, specs, context, micro_batches, pooling_of(files.path, model.pooling), defaults,
+        adapters, lora_rank, profile,
+    )  # fmt: skip
 
 
 def _stage_specs(
@@ -174,7 +193,6 @@ def _stage_specs(
             hub=files.hub,
             trust_remote_code=model.trust_remote_code,
             drafts=drafts,
-            adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "",
             expert_parallel=parallel.expert_parallel,
             kv_disk=kv_disk,
@@ -214,17 +232,15 @@ def kv_space(model: ModelSettings, files: ModelFiles) -> str:
     return f"{digest}-{model.dequantize}"
 
 
-def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
-    """Raise UsageError if the adapter directory has no LoRA adapter, or one for another model."""
-    if model.adapter_path is None:
-        return
-    if model.weights_from == "head":
-        raise ConfigError(
-            "--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
-            "every machine, and leave out --weights-from head",
-            param="adapter_path",
-        )
-    read_adapter(model.adapter_path, description)
+def _adapters(settings: Settings) -> tuple[AdapterSpec, ...]:
+    """Return the LoRA adapters to load at the start. Raises UsageError."""
+    named = lora_modules(settings)
+    paths = {"": settings.model.adapter_path, **named} if settings.model.adapter_path else named
+    found = []
+    for index, (name, text) in enumerate(paths.items(), 1):
+        path = Path(str(text)).expanduser().absolute()
+        found.append(AdapterSpec(index, name, str(path), fingerprint(path, model=False) if name else ""))
+    return tuple(found)
 
 
 def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription, draft: ModelFiles | None) -> None:

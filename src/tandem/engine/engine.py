@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 
 from tandem.config.settings import Settings
+from tandem.engine.adapters import AdapterManager
 from tandem.engine.build_layout import RankGroupLayout, make_executor
 from tandem.engine.cache_queries import CacheQueryHandler, Reply
 from tandem.engine.metrics import DrainRate, EngineMetrics
@@ -23,6 +24,7 @@ from tandem.engine.sizing import MemoryGuard
 from tandem.engine.status_report import StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.executor import Executor, Progress, Report, do_nothing
+from tandem.protocol.adapters import AdapterLoaded
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
 from tandem.protocol.keys import ClusterKeys
@@ -88,6 +90,7 @@ class Engine:
         self.rank_group = RankGroup(settings, layout, executor or make_executor(settings, layout, lending), self.metrics)
         self._report = StatusReport(self.rank_group, self.metrics)
         self._cache_queries = CacheQueryHandler(self.rank_group, self._report)
+        self.adapters = AdapterManager(settings.model, self.rank_group)
         self._result_collector = ResultCollector()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
@@ -141,9 +144,12 @@ class Engine:
                 param="model",
                 code="model_cannot_generate",
             )
+        adapter = self.rank_group.adapters.get(request.adapter)
+        if request.adapter and adapter is None:
+            raise UnavailableError(f"The lora adapter '{request.adapter}' is not loaded.", code="adapter_not_loaded")
         seed = request.params.seed
         try:
-            self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
+            self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1), adapter)
         except OverloadedError as error:
             error.retry_after = self._drain_rate.retry_after(self._scheduler.queued_tokens)
             raise
@@ -231,6 +237,7 @@ class Engine:
             self._send_plans()
             self._await_grammars(time.monotonic())
             self._cache_queries.look(self._scheduler)
+            self.adapters.look(self._scheduler)
         except EngineStuck:
             self.rank_group.state = "failed"
             raise
@@ -241,6 +248,7 @@ class Engine:
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
         self._compiling = _Standstill()
         self._cache_queries.give_up()
+        self.adapters.give_up()
         self._result_collector.forget()
         self.rank_group.recover(scheduler, failure, self._out)
 
@@ -298,6 +306,9 @@ class Engine:
     def _take(self, report: Report) -> None:
         if isinstance(report, GrammarReady):
             self.scheduler.compiled(report.request_id)
+            return
+        if isinstance(report, AdapterLoaded):
+            self.adapters.take(report)
             return
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)

@@ -22,6 +22,7 @@ from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
 from tandem.protocol import control
+from tandem.protocol.adapters import AdapterChanged, ChangeAdapter
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.events import History
 from tandem.protocol.keys import ClusterKeys
@@ -146,6 +147,8 @@ class EngineService:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._ipc_server.send, client))
+        elif isinstance(message, ChangeAdapter):
+            self._engine.adapters.ask(message, partial(self._changed, client))
         elif isinstance(message, control.HandOver):
             for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
@@ -156,6 +159,11 @@ class EngineService:
             for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]
                 self._engine.abort(request_id)
+
+    def _changed(self, client: Client, answer: AdapterChanged) -> None:
+        """Answer a change of adapters, after a status that shows it."""
+        self._publish()
+        self._ipc_server.send(client, answer)
 
     def _submit(self, client: Client, request: EngineRequest) -> None:
         try:

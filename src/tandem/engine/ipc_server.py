@@ -16,6 +16,7 @@ from tandem.crash_guard import start_thread
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.protocol import control
+from tandem.protocol.adapters import ChangeAdapter
 from tandem.protocol.cached_prefixes import QueryCache
 from tandem.protocol.codec import Decoder, encode
 from tandem.transport.mailbox import Mailbox
@@ -31,7 +32,14 @@ DOUBT_S = 2.0
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = (
-    control.Submit | control.Abort | control.QuarantineAck | QueryCache | control.HandOver | control.Neighbours | control.Detach
+    control.Submit
+    | control.Abort
+    | control.QuarantineAck
+    | QueryCache
+    | ChangeAdapter
+    | control.HandOver
+    | control.Neighbours
+    | control.Detach
 )
 
 

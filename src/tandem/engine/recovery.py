@@ -25,6 +25,7 @@ from tandem.errors import RankFailure, UnsupportedModel, UsageError
 from tandem.executors.executor import Executor, Progress, do_nothing
 from tandem.launchers.host_addresses import role_of
 from tandem.models.kv_types import unsupported_role
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
@@ -71,6 +72,8 @@ class RankGroup:
         self.restarts = 0
         self.ready: list[Ready] = []
         """`Ready` of each rank, in rank order; empty while none runs."""
+        self.adapters = {adapter.name: adapter for adapter in layout.adapters}
+        """LoRA adapters that the ranks hold, by name."""
         self.history = History(KEPT_EVENTS)
         self.neighbours: list[tuple[str, str]] = []
         """(`Ready.store`, endpoint) of KV directories of other replicas."""
@@ -162,8 +165,35 @@ class RankGroup:
         started = time.monotonic()
         self._refresh_kv_namespace()
         self.ready = self.executor.start(progress)
+        self._load_adapters()
         self.load_s = time.monotonic() - started
         self._metrics.load_seconds.set(self.load_s)
+
+    def _load_adapters(self) -> None:
+        """Load the adapters on new ranks. Raises UsageError at the first start for one that cannot be loaded."""
+        for adapter in self.adapters.values():
+            self.executor.load_adapter(LoadAdapter(adapter))
+        missing = {(rank, one.index) for rank in range(len(self.ready)) for one in self.adapters.values()}
+        until = time.monotonic() + self._settings.scheduler.start_timeout
+        while missing:
+            for report in self.executor.collect(WAIT_S):
+                if isinstance(report, AdapterLoaded):
+                    missing.discard((report.rank, report.index))
+                    if report.error:
+                        self._drop_adapter(report)
+            self.on_wait()
+            if time.monotonic() > until:
+                raise RankFailure(f"ranks have not loaded their LoRA adapters: {sorted(missing)}", cause="start")
+
+    def _drop_adapter(self, report: AdapterLoaded) -> None:
+        """Go on without an adapter whose files no longer load, unless no rank group has served yet or all requests use it."""
+        adapter = next((one for one in self.adapters.values() if one.index == report.index), None)
+        if self.state == "starting" or (adapter is not None and not adapter.name):
+            raise UsageError(f"rank {report.rank}: {report.error}", param="lora_modules")
+        if adapter is not None:
+            log.error("LoRA adapter %s cannot be loaded again: %s; its requests end with an error", adapter.name, report.error)
+            del self.adapters[adapter.name]
+            self.executor.load_adapter(LoadAdapter(adapter, unload=True))
 
     def _refresh_kv_namespace(self) -> None:
         """Set the KV namespace from the model's current files, which ranks are about to load."""
@@ -314,6 +344,7 @@ class RankGroup:
         """Start the next ranks. Return the failure if they could not start, else None."""
         try:
             self._launch()
+            out += scheduler.refuse_without(self.adapters.values())
             layout, halvings = self._limits_for
             if self.layout is not layout or self._memory.halvings != halvings:
                 out += scheduler.resize(self._limits(), FULL if self._memory.halvings != halvings else FEWER)

@@ -159,6 +159,7 @@ class StatusReport:
             ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in rank_group.ready],
             num_layers=layout.description.num_layers,
+            adapters=[adapter for name, adapter in self._rank_group.adapters.items() if name],
             events=rank_group.history.after(),
         )
 

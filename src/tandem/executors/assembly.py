@@ -22,7 +22,6 @@ from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
 from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, on_metal, peak_bytes, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
-from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import dequantizes, kv_bytes_per_token, rank_weights, token_bytes
 from tandem.models.shard import Shard, plan_shards
@@ -66,7 +65,7 @@ def load_slice(
         tensor_parallel=group,
         kv_dtype=spec.kv_dtype,
         fuse=_fuses(spec),
-        adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None,
+        max_loras=spec.max_loras,
     )
     log.info("Sharded model loaded successfully")
     log.info("computing on %s", device_name())
@@ -202,7 +201,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
     per_token = sum(stage.cache_bytes.position for stage in stages)
     return Ready(
         rank=spec.rank,
-        weight_bytes=sum(stage.nbytes for stage in stages),
+        weight_bytes=sum(stage.nbytes for stage in stages) + spec.lora_elements * runner.stage.dtype.size,
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
         memory_bytes=memory_bytes(),

@@ -20,9 +20,10 @@ from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, 
 from tandem.executors.executor import Executor, Progress, Report
 from tandem.executors.failure_cause import rank_failure
 from tandem.executors.watchdog import SILENT_S, Watchdog
-from tandem.executors.weight_source import serve_model
+from tandem.executors.weight_source import serve_adapter, serve_model
 from tandem.launchers.base import Launcher, Place, ProcessGroup, RankProcess
 from tandem.log import Seldom
+from tandem.protocol.adapters import LoadAdapter
 from tandem.protocol.control import (
     Begin,
     Connect,
@@ -111,6 +112,10 @@ class ClusterExecutor(Executor):
         self._bus: EngineBus | None = None
         self._process_groups: list[ProcessGroup] = []
         self._blobs: BlobServer | None = None
+        self._keys = ClusterKeys.generate()
+        """Keys of the rank group."""
+        self._adapter_files: dict[int, BlobServer] = {}
+        """Servers of LoRA adapters' files, by index."""
         self._generation = ""
         self._connected = False
         """True once all ranks have sent `Hello` and can be pinged."""
@@ -124,7 +129,7 @@ class ClusterExecutor(Executor):
         self._generation = secrets.token_hex(8)
         self._connected = self._failed = False
         self._watchdog.begin(time.monotonic())
-        keys = ClusterKeys.generate()
+        keys = self._keys = ClusterKeys.generate()
         try:
             deadline = time.monotonic() + self._start_timeout
             soon = min(deadline, time.monotonic() + self._rejoin_timeout) if self._started else deadline
@@ -170,6 +175,17 @@ class ClusterExecutor(Executor):
         """Have the launcher start standby processes, if configured."""
         for spec in self._specs if self._standbys else ():
             self._launcher.keep_standby(spec.rank, len(self._specs), msgspec.json.encode(spec))
+
+    def load_adapter(self, order: LoadAdapter) -> None:
+        """Send the order to every rank; with `weights_from` head, serve the adapter's files until it is unloaded."""
+        index = order.adapter.index
+        if (old := self._adapter_files.pop(index, None)) is not None:
+            old.close()
+        if not order.unload and self._specs[0].weights_from == "head":
+            self._adapter_files[index] = serve_adapter(order.adapter.path, self._keys, self._launcher.bus_host)
+        server = self._adapter_files.get(index)
+        for spec, place in zip(self._specs, self._recruited, strict=True):
+            self._send(spec.rank, replace(order, weights_endpoint=seen_from(place, server.endpoint)) if server else order)
 
     def _stop_serving(self) -> None:
         if self._blobs is not None:
@@ -461,6 +477,8 @@ class ClusterExecutor(Executor):
         self._wait_for_ends(KILL_S)
         self._processes = []
         self._stop_serving()
+        while self._adapter_files:
+            self._adapter_files.popitem()[1].close()
         if self._bus is not None:
             self._bus.close()
             self._bus = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady, StepPlan
 
-Report = Stepped | GrammarReady | Fetched | Written | Surveyed
+Report = Stepped | GrammarReady | AdapterLoaded | Fetched | Written | Surveyed
 """Messages that ranks send while serving."""
 Progress = Callable[[int, int, int, str], None]
 """Callback for loading progress: (rank, bytes done, total bytes, phase), with the phases of `LoadProgress`."""
@@ -37,6 +38,10 @@ class Executor(ABC):
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Send an order about disks to all ranks: fetch a prefix, use remote stores, or list disk blocks. Raises RankFailure."""
+        raise NotImplementedError
+
+    def load_adapter(self, order: LoadAdapter) -> None:
+        """Send an order to load or unload a LoRA adapter to all ranks, which answer with `AdapterLoaded`. Raises RankFailure."""
         raise NotImplementedError
 
     @abstractmethod

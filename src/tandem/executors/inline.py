@@ -19,6 +19,7 @@ from tandem.executors.rank_loop import Report as LoadReport
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weight_source import obtain_files
 from tandem.loading.memory import choose_device, memory_use
+from tandem.protocol.adapters import LoadAdapter
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
@@ -83,6 +84,10 @@ class InlineExecutor(Executor):
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Pass an order to the disk thread."""
         self._started()[0].fetch(order)
+
+    def load_adapter(self, order: LoadAdapter) -> None:
+        """Queue the order for the thread that owns the device."""
+        self._started()[0].submit(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Return finished steps and other reports; wait up to `timeout_s` seconds for the first. Raises EngineStuck."""

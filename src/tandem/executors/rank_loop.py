@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from tandem.crash_guard import start_thread
 from tandem.executors.lent_threads import LentThread
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan
@@ -30,7 +31,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Exception
+Event = Loaded | Ready | Stepped | GrammarReady | AdapterLoaded | Fetched | Written | Surveyed | Exception
 Report = Callable[[str, int, int], None]
 """Callback for loading progress: (phase, bytes done, total bytes)."""
 Build = Callable[[Report], tuple[Runner, Ready]]
@@ -46,7 +47,7 @@ class RankLoop:
         self._build = build
         self._mailbox = mailbox
         self._memory = memory
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | LoadAdapter | None] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._finished_at = 0.0
         self._runner: Runner | None = None
@@ -56,8 +57,8 @@ class RankLoop:
             start_thread(self._report, name="results"),
         )
 
-    def submit(self, plan: StepPlan) -> None:
-        """Queue a plan and return at once."""
+    def submit(self, plan: StepPlan | LoadAdapter) -> None:
+        """Queue a plan, or an order to carry out between plans, and return at once."""
         self._plans.put(plan)
 
     def fetch(self, order: Fetch | UseRemoteStores | Survey) -> None:
@@ -85,6 +86,9 @@ class RankLoop:
             self._runner = runner
             self._mailbox.put(ready)
             while (plan := self._plans.get()) is not None:
+                if isinstance(plan, LoadAdapter):
+                    self._mailbox.put(runner.adapt(plan, self._rank))
+                    continue
                 self._begun = plan.step_id
                 self._steps.put(runner.execute(plan))
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides

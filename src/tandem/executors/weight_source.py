@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tandem.checkpoints.files import METADATA, ModelFiles, read_headers, weight_files
 from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.errors import RankFailure, TransportError
 from tandem.models.description import describe
-from tandem.models.slice_cache import fetch_slice
+from tandem.models.slice_cache import fetch_files, fetch_slice
 from tandem.models.slices import owned_files
+from tandem.protocol.adapters import LoadAdapter
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
@@ -29,6 +31,21 @@ def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
     """Serve config, tokenizer and weights of a model directory to clients with `keys`. Raises `BrokenModel`."""
     whole = [path for pattern in METADATA for path in directory.glob(pattern) if path.is_file() and not path.name.startswith(".")]
     return BlobServer({*whole, *weight_files(directory)}, keys, host)
+
+
+def serve_adapter(directory: str, keys: ClusterKeys, host: str) -> BlobServer:
+    """Serve config and weights of a LoRA adapter's directory to clients with `keys`."""
+    return BlobServer([*Path(directory).glob("adapter*.json"), *Path(directory).glob("adapter*.safetensors")], keys, host)
+
+
+def obtain_adapter(order: LoadAdapter, keys: ClusterKeys) -> LoadAdapter:
+    """Fetch the adapter's files from the engine's machine; return the order with their directory. Raises UsageError and
+    TransportError."""
+    client = BlobClient(order.weights_endpoint, keys)
+    try:
+        return replace(order, directory=str(fetch_files(client, "adapters")))
+    finally:
+        client.close()
 
 
 def obtain_files(

@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tandem.comm.blas import preload_blas
-from tandem.crash_guard import own_process
+from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.env import set_variables
-from tandem.errors import RankFailure
-from tandem.executors.weight_source import Head, obtain_files
+from tandem.errors import RankFailure, TandemError
+from tandem.executors.weight_source import Head, obtain_adapter, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.kv_blocks import Fetch, Survey, UseRemoteStores
 from tandem.protocol.layout import StageSpec
@@ -166,11 +167,22 @@ class Worker:
                     loop.submit(command.plan)
                 elif isinstance(command, Fetch | UseRemoteStores | Survey):
                     loop.fetch(command)
+                elif isinstance(command, LoadAdapter) and command.weights_endpoint:
+                    start_thread(partial(self._fetch_adapter, command, loop, mailbox), name="adapter")
+                elif isinstance(command, LoadAdapter):
+                    loop.submit(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")
                     log.info("BatchGenerator created, entering StepPlan loop")
                 elif isinstance(command, Ping):
                     self._bus.send(Pong(self._spec.rank, command.number, *loop.where()))
+
+    def _fetch_adapter(self, order: LoadAdapter, loop: RankLoop, mailbox: Mailbox[Event]) -> None:
+        """Fetch an adapter's files beside the computation, then queue the order."""
+        try:
+            loop.submit(obtain_adapter(order, self._payload.keys))
+        except TandemError as error:
+            mailbox.put(AdapterLoaded(self._spec.rank, order.adapter.index, error=str(error)))
 
 
 def main(*words: str) -> None:

@@ -53,6 +53,10 @@ class Seeking(Protocol):
     """True once ranks were asked to look for its KV, written by another engine, on their disks."""
 
     @property
+    def salt(self) -> bytes:
+        """Start of its block hashes."""
+
+    @property
     def whole(self) -> bool:
         """True if it needs the hidden states of all positions, so it cannot use cached prefixes."""
 
@@ -202,7 +206,7 @@ class DiskTier:
         sequence.fetched = 0
         if not self.on or sequence.whole or sequence.quarantine_record.suspect:
             return
-        hashes = block_hashes(sequence.tokens[:-1])
+        hashes = block_hashes(sequence.tokens[:-1], sequence.salt)
         every = disk_block_names(hashes)
         names = self._disk_blocks.leading(every)
         told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE

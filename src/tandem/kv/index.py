@@ -93,13 +93,13 @@ class PrefixIndex:
         """Raise the budget; a smaller one is ignored."""
         self._budget = self._room = max(budget, self._budget)
 
-    def lookup(self, tokens: Sequence[int]) -> Hit | None:
+    def lookup(self, tokens: Sequence[int], salt: bytes = b"") -> Hit | None:
         """Return the longest cached prefix of `tokens` that leaves at least one token to compute; None without one."""
         if not self.enabled:
             return None
         self.queries += 1
         best: Hit | None = None
-        hashes = block_hashes(tokens[:-1])
+        hashes = block_hashes(tokens[:-1], salt)
         self._remember(hashes[:FIRST_BLOCKS])
         for i, digest in enumerate(hashes):
             keys = self._by_hash.get(digest)
@@ -133,7 +133,7 @@ class PrefixIndex:
         block boundary that leaves one token to compute."""
         return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE
 
-    def save(self, tokens: Sequence[int]) -> CachedPrefix | None:
+    def save(self, tokens: Sequence[int], salt: bytes = b"") -> CachedPrefix | None:
         """Add the prefix `tokens`, cut to whole blocks. Return None if it is cached already or does not fit.
 
         The caller must make the ranks save it, and evict the prefixes in `take_evicted`.
@@ -141,7 +141,7 @@ class PrefixIndex:
         length = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
         if not self._fits(length):
             return None
-        hashes = block_hashes(tokens[:length])
+        hashes = block_hashes(tokens[:length], salt)
         if known := self._by_hash.get(hashes[-1]):
             self._cached_prefixes.move_to_end(next(reversed(known)))
             return None
@@ -185,9 +185,9 @@ class PrefixIndex:
         """Return the cached prefixes, most recently used first."""
         return list(reversed(self._cached_prefixes.values()))
 
-    def holding(self, tokens: Sequence[int]) -> str | None:
+    def holding(self, tokens: Sequence[int], salt: bytes = b"") -> str | None:
         """Return the key of a cached prefix with all whole blocks of `tokens`; None without one."""
-        hashes = block_hashes(tokens)
+        hashes = block_hashes(tokens, salt)
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
@@ -269,10 +269,11 @@ class PrefixIndex:
         self.positions = 0
 
 
-def block_hashes(tokens: Sequence[int]) -> list[bytes]:
-    """Return 16-byte hashes of the whole blocks of `tokens`; each also covers all tokens before its block."""
+def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    """Return 16-byte hashes of the whole blocks of `tokens`; each also covers all tokens before its block, and `salt` (the
+    LoRA adapter)."""
     hashes: list[bytes] = []
-    digest = b""
+    digest = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
         block = ",".join(map(str, tokens[start : start + BLOCK_SIZE])).encode()
         digest = hashlib.blake2b(digest + block, digest_size=16).digest()

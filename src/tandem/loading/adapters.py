@@ -1,109 +1,184 @@
-"""LoRA adapters in a model's modules: whole, or a rank's part of them (mlx)."""
+"""LoRA adapters in a stage's modules: several beside one copy of the base, chosen row by row (mlx)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from tandem.errors import BrokenModel, UnsupportedModel
-from tandem.loading.shard_modules import Slice, layer_cutter, take
+from tandem.loading.shard_modules import Around, Slice, SumOverRanks, TakesSum, at, layer_cutter, put, take
 from tandem.loading.weights import load_file
-from tandem.models.adapter_files import Adapter
+from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription
 from tandem.models.shard import Shard
 
 
-class Adapted(nn.Module):
-    """A linear layer plus a LoRA adapter's output; bit for bit equal to mlx-lm's LoRALinear."""
+@dataclass
+class _Rows:
+    """Adapters of the rows of the next forward pass, shared by all layers of a stage."""
 
-    def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, scale: float) -> None:
-        super().__init__()
-        self.linear = linear
-        self.lora_a = a
-        self.lora_b = b
-        self._scale = scale
+    index: int | mx.array = 0
+    """Index of the adapter of all rows, 0 for none; int32 [B] if rows differ."""
+
+
+class LoRALinear(Around):
+    """Linear layer plus each row's LoRA adapter, from stacks of A [N, R, I] and B [N, O, R], in which index 0 is zeros.
+
+    Both are stored transposed: MLX's CUDA kernel gathers only products of one row with such matrices.
+    """
+
+    def __init__(self, linear: nn.Module, rows: _Rows, slots: int) -> None:
+        """Wrap `linear`. `slots` is N, one more than the most adapters."""
+        super().__init__(linear)
+        self._rows, self._slots = rows, slots
+        self._numbers: frozenset[int] = frozenset()
+        """Indices of the adapters that adapt this layer."""
+        self.lora_a: mx.array = mx.zeros(0)
+        self.lora_b: mx.array = mx.zeros(0)
+
+    def put(self, number: int, a: mx.array, b: mx.array) -> None:
+        """Set the adapter `number` to `a` [I, r] and `b` [r, O]. Smaller ranks are padded with zeros."""
+        held = {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers} | {number: (a.T, b.T)}
+        rank = max(one.shape[0] for one, _ in held.values())
+        zeros = mx.zeros((rank, a.shape[0]), a.dtype), mx.zeros((b.shape[1], rank), b.dtype)
+        pairs = [held.get(i, zeros) for i in range(self._slots)]
+        lora_a = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for one, _ in pairs])
+        lora_b = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for _, one in pairs])
+        mx.eval(lora_a, lora_b)  # before anything changes, as memory may be full
+        self.lora_a, self.lora_b, self._numbers = lora_a, lora_b, frozenset(held)
+
+    def drop(self, number: int) -> bool:
+        """Drop the adapter `number`; return True if others remain."""
+        self._numbers -= {number}
+        return bool(self._numbers)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Map inputs [..., I] to outputs [..., O]."""
-        z = (x @ self.lora_a) @ self.lora_b
-        outputs: mx.array = self.linear(x) + (self._scale * z).astype(x.dtype)
-        return outputs
+        """Map inputs [B, ..., I] to outputs [B, ..., O]."""
+        outputs: mx.array = self.module(x)
+        index = self._rows.index
+        if isinstance(index, int):
+            if index not in self._numbers:
+                return outputs
+            return outputs + ((x @ self.lora_a[index].T) @ self.lora_b[index].T).astype(outputs.dtype)
+        flat = x.reshape(-1, 1, x.shape[-1])
+        if flat.shape[0] > index.shape[0]:
+            index = mx.repeat(index, flat.shape[0] // index.shape[0])
+        low = mx.gather_mm(flat, self.lora_a.swapaxes(-1, -2), rhs_indices=index)
+        found = mx.gather_mm(low, self.lora_b.swapaxes(-1, -2), rhs_indices=index)
+        return outputs + found.reshape(outputs.shape).astype(outputs.dtype)
 
 
-class AdapterLoader:
-    """Applies an adapter's weights to the layers of one stage or rank."""
+class _Target(NamedTuple):
+    """Linear layer that adapters may name, as it was loaded: cut, and not yet fused or wrapped."""
 
-    def __init__(self, adapter: Adapter, layers: str, description: ModelDescription, shard: Shard | None) -> None:
-        """Open the adapter's file; only headers are read. `layers` is the path of the layer list in the model. Raise
-        `BrokenModel`."""
-        self._adapter = adapter
-        self._layers = layers
-        self._description = description
-        self._shard = shard
-        self._weights: dict[str, mx.array] = load_file(adapter.path)
+    holder: nn.Module
+    """Module or list that holds it."""
+    name: str
+    inputs: int
+    outputs: int
+    part: Slice | None
+    """Part of the weight on this rank; None for all of it."""
 
-    def apply(self, number: int, layer: nn.Module) -> int:
-        """Adapt decoder layer `number`, already loaded and cut; return the bytes of A and B added.
 
-        Raise `BrokenModel` for weights of the wrong shape, `UnsupportedModel` for a module that is not a linear layer.
+class Adapters:
+    """LoRA adapters of one stage or rank, by index."""
+
+    def __init__(self, root: str, description: ModelDescription, shard: Shard | None, dtype: mx.Dtype, most: int) -> None:
+        """Hold at most `most` adapters, with indices from 1. `root` is the path of the layer list in the model; A and B are
+        cast to `dtype`."""
+        self._root, self._description, self._shard, self._dtype = root, description, shard, dtype
+        self._targets: dict[int, dict[str, _Target]] = {}
+        self._rows = _Rows()
+        self.most = most
+        self.chosen: list[int] = []
+        """Adapter of each row of the next forward pass."""
+
+    def note(self, number: int, layer: nn.Module) -> None:
+        """Record the linear layers of decoder layer `number`, which is loaded and cut."""
+        root = f"{self._root}.{number}"
+        cutter = layer_cutter(root, layer, self._shard, self._description) if self._shard is not None else None
+        self._targets[number] = {}
+        for path, module in layer.named_modules():
+            if isinstance(module, nn.Linear | nn.QuantizedLinear):
+                parent, _, name = path.rpartition(".")
+                part = cutter.slice_of(f"{path}.weight") if cutter is not None else None
+                self._targets[number][f"{root}.{path}"] = _Target(at(layer, parent), name, *_dimensions(module), part)
+
+    def load(self, number: int, directory: str) -> None:
+        """Load the adapter in `directory` as index `number`, or raise and change nothing.
+
+        Raise `BrokenModel` for weights of the wrong shape or that are not finite, `UnsupportedModel` for a module that is
+        not a linear layer.
         """
-        root = f"{self._layers}.{number}."
-        modules = dict(layer.named_modules())
-        adapted = []
-        for path, names in self._adapter.modules.items():
-            if not path.startswith(root):
-                continue
-            module = modules.get(path.removeprefix(root))
-            if not isinstance(module, nn.Linear | nn.QuantizedLinear):
-                what = "is no linear layer" if module is not None else "is not in the model"
+        adapter = read_adapter(directory, self._description)
+        weights = load_file(adapter.path)
+        found: dict[str, tuple[_Target, mx.array, mx.array]] = {}
+        for path, names in adapter.modules.items():
+            targets = self._targets.get(int(path[len(self._root) + 1 :].partition(".")[0]))
+            if targets is None:
+                continue  # of another stage
+            if (target := targets.get(path)) is None:
                 raise UnsupportedModel(
-                    f"{self._adapter.path}: {path} {what}, so it cannot be adapted; fuse the adapter into the model instead",
+                    f"{adapter.path}: {path} is not in the model or no linear layer, so it cannot be adapted; is this an "
+                    "adapter for another model? Else fuse it into the model instead",
                     param="adapter_path",
                 )
-            a, b = self._pair(path, path.removeprefix(root), names, layer)
-            inputs, outputs = _dimensions(module)
-            if (a.shape[0], b.shape[1]) != (inputs, outputs):
-                raise self._misfit(path, a, b, inputs, outputs)
-            mx.eval(a, b)
-            adapted.append((path.removeprefix(root), Adapted(module, a, b, self._adapter.scale)))
-        if adapted:
-            layer.update_modules(tree_unflatten(adapted))
-        return sum(one.lora_a.nbytes + one.lora_b.nbytes for _, one in adapted)
+            a, b = (weights[name].T if adapter.transposed else weights[name] for name in names)
+            a, b = self._cut(f"{adapter.path}: {path}", target, a, b)
+            found[path] = target, a.astype(self._dtype), (adapter.scale * b).astype(self._dtype)
+        for path, (_, a, b) in found.items():
+            if not (mx.isfinite(a).all() & mx.isfinite(b).all()).item():
+                raise BrokenModel(
+                    f"{adapter.path}: the weights of {path} are not all finite numbers; train or save the adapter again",
+                    param="adapter_path",
+                )
+        for target, a, b in found.values():
+            holder, name, module = _place(target)
+            if not isinstance(module, LoRALinear):
+                module = LoRALinear(module, self._rows, self.most + 1)
+                put(holder, name, module)
+            module.put(number, a, b)
 
-    def _pair(self, path: str, inner: str, names: tuple[str, str], layer: nn.Module) -> tuple[mx.array, mx.array]:
+    def unload(self, number: int) -> None:
+        """Drop the adapter `number`, if it is loaded."""
+        for target in (target for targets in self._targets.values() for target in targets.values()):
+            holder, name, module = _place(target)
+            if isinstance(module, LoRALinear) and not module.drop(number):
+                put(holder, name, module.module)
+
+    def choose(self, rows: list[int]) -> None:
+        """Set the adapter of each row of the next forward pass, 0 for none."""
+        self.chosen = rows
+        self._rows.index = mx.array(rows, mx.int32) if len(set(rows)) > 1 else next(iter(rows), 0)
+
+    def _cut(self, what: str, target: _Target, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
         """Return A [inputs, rank] and B [rank, outputs], cut like the module's weight."""
-        a, b = (self._weights[name] for name in names)
-        if self._adapter.transposed:
-            a, b = a.T, b.T
-        if self._shard is None:
-            return a, b
-        root = path.removesuffix(f".{inner}")
-        part = layer_cutter(root, layer, self._shard, self._description).slice_of(f"{inner}.weight")
-        if part is None:
-            return a, b
-        if part.axis == -1:  # inputs are split
-            return self._cut(path, a, replace(part, axis=-2)), b
-        return a, self._cut(path, b, replace(part, axis=-1))
-
-    def _cut(self, path: str, array: mx.array, part: Slice) -> mx.array:
-        size, total = array.shape[part.axis], part.part.total
-        if size != total and (part.exact or size % total):
+        if target.part is not None:
+            axis, total = target.part.axis, target.part.part.total
+            size = a.shape[0] if axis == -1 else b.shape[1]
+            if size == total or not (target.part.exact or size % total):
+                if axis == -1:  # inputs are split
+                    a = take(a, replace(target.part, axis=-2), what)
+                else:
+                    b = take(b, replace(target.part, axis=-1), what)
+        if (a.shape[0], b.shape[1]) != (target.inputs, target.outputs):
             raise BrokenModel(
-                f"{self._adapter.path}: {path} has {size} of what the model has {total} of; is this an "
-                "adapter for another model?",
+                f"{what} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the model's has {target.inputs} and "
+                f"{target.outputs}{' on this rank' if self._shard else ''}; is this an adapter for another model?",
                 param="adapter_path",
             )
-        return take(array, part, path)
+        return a, b
 
-    def _misfit(self, path: str, a: mx.array, b: mx.array, inputs: int, outputs: int) -> BrokenModel:
-        return BrokenModel(
-            f"{self._adapter.path}: {path} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the "
-            f"model's has {inputs} and {outputs}; is this an adapter for another model?",
-            param="adapter_path",
-        )
+
+def _place(target: _Target) -> tuple[nn.Module, str, nn.Module]:
+    """Return the module of a target as it is now, within what sums over ranks, with its holder and name there."""
+    holder, name, module = target.holder, target.name, at(target.holder, target.name)
+    while isinstance(module, SumOverRanks | TakesSum):
+        holder, name, module = module, "module", module.module
+    return holder, name, module
 
 
 def _dimensions(module: nn.Module) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Projections are found by tracing a lazy forward pass, not by name. Fused are those of one module that get the same
 arrays, once each, and have weights of equal form. This works for every family, for a rank's part of the heads, and for
-packed weights. A projection with an adapter is not fused.
+packed weights. LoRA adapters are added to the parts of a product.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
-from tandem.loading.adapters import AdapterLoader
+from tandem.loading.adapters import Adapters
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.pipeline_model import PipelineModel
@@ -39,7 +39,6 @@ from tandem.loading.shard_modules import (
     sum_outputs,
 )
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
-from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of, module_of
 from tandem.models.kv_types import KV_BITS
@@ -78,6 +77,7 @@ class StageModel:
         description: ModelDescription,
         dtype: mx.Dtype,
         nbytes: int,
+        adapters: Adapters,
         shard: Shard | None = None,
     ) -> None:
         self.layers = pipeline_model.own
@@ -95,6 +95,8 @@ class StageModel:
         """Reason why sequences of a batch run one at a time; empty if they run together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
+        self.adapters = adapters
+        """LoRA adapters of the layers."""
         self.modules = modules
         """Loaded modules: layers by number, others by path."""
         self._pipeline_model = pipeline_model
@@ -106,7 +108,11 @@ class StageModel:
         `x` is tokens [B, L] (int32) on the first stage, elsewhere the previous stage's output.
         """
         if isinstance(caches, Apart):
-            return mx.concatenate([self.forward(x[i : i + 1], own) for i, own in enumerate(caches)])
+            rows, parts = self.adapters.chosen, []
+            for i, own in enumerate(caches):
+                self.adapters.choose(rows[i : i + 1])
+                parts.append(self.forward(x[i : i + 1], own))
+            return mx.concatenate(parts)
         h = self._pipeline_model.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
 
@@ -221,7 +227,7 @@ def load_stage(
     progress: Progress | None = None,
     shard: Shard | None = None,
     tensor_parallel: TensorParallel | None = None,
-    adapter: Adapter | None = None,
+    max_loras: int = 0,
     kv_dtype: str = "auto",
     fuse: bool = False,
 ) -> StageModel:
@@ -230,7 +236,7 @@ def load_stage(
     `dtype` is the type of computation: float32, bfloat16, float16, or auto (as stored on a GPU, float32 on a CPU). With
     `dequantize` packed weights are expanded. `progress` is called with stored bytes done and in all. With `shard` (of
     `plan_shards`) only that part of each layer is loaded, and `tensor_parallel` all-reduces with the other ranks.
-    `adapter` is a LoRA adapter to apply. `kv_dtype` (auto, 8bit, 4bit) is the type of keys and values in caches. With
+    `max_loras` is the most LoRA adapters to hold. `kv_dtype` (auto, 8bit, 4bit) is the type of keys and values in caches. With
     `fuse` projections of the same input become one product, which rounds differently from mlx-lm. Peak memory is the
     weights of this stage (or shard) plus about one tensor.
 
@@ -259,13 +265,13 @@ def load_stage(
     modules = _load_parts(pipeline_model, owned, loader, _cutters(pipeline_model, owned, description, shard))
     nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))
     _share_head(model, modules, description, layers, shard, tensor_parallel)
-    adapters = AdapterLoader(adapter, pipeline_model.path, description, shard) if adapter is not None else None
+    adapters = Adapters(pipeline_model.path, description, shard, compute, max_loras)
     for i in layers:
-        if adapters is not None:
-            nbytes += adapters.apply(i, pipeline_model.layers[i])
+        if max_loras:
+            adapters.note(i, pipeline_model.layers[i])
         if shard is not None:
             divide(pipeline_model.layers[i], shard, description)
-    stage = StageModel(pipeline_model, modules, description, compute, nbytes, shard)
+    stage = StageModel(pipeline_model, modules, description, compute, nbytes, adapters, shard)
     if kv_dtype != "auto":
         stage.quantize_kv(kv_dtype, description.latent_layers)
     if fuse:

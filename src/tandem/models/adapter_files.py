@@ -13,7 +13,7 @@ from tandem.checkpoints.config import read_json
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from tandem.json_types import JsonObject
-from tandem.models.description import ModelDescription
+from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -32,7 +32,8 @@ class Adapter:
     transposed: bool
     """Whether the file stores A as [rank, inputs] and B as [outputs, rank] (PEFT), not [inputs, rank] and [rank,
     outputs]."""
-    nbytes: int
+    rank: int
+    """Largest rank of its modules."""
 
 
 def read_adapter(directory: str, description: ModelDescription) -> Adapter:
@@ -44,7 +45,7 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     path = Path(directory).expanduser()
     if not (path / "adapter_config.json").is_file():
         raise ModelNotFound(
-            f"--adapter-path {directory}: has no adapter_config.json, so it is not the directory of a "
+            f"LoRA adapter {directory}: has no adapter_config.json, so it is not the directory of a "
             "LoRA adapter (one on a hub must be downloaded first)",
             param="adapter_path",
         )
@@ -52,12 +53,22 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     peft = "peft_type" in config
     weights = path / ("adapter_model.safetensors" if peft else "adapters.safetensors")
     if not weights.is_file():
-        raise ModelNotFound(f"--adapter-path {directory}: has no {weights.name}", param="adapter_path")
+        raise ModelNotFound(f"LoRA adapter {directory}: has no {weights.name}", param="adapter_path")
     scale = _peft_scale(config, directory) if peft else _mlx_scale(config, directory)
     tensors = read_header(weights)
     modules = _modules(tensors, _PEFT if peft else _MLX, directory)
     _check_modules(modules, tensors, description, directory, transposed=peft)
-    return Adapter(weights, scale, modules, peft, sum(info.nbytes for info in tensors.values()))
+    return Adapter(weights, scale, modules, peft, max(tensors[a].shape[0 if peft else 1] for a, _ in modules.values()))
+
+
+def adapter_elements(tensors: Mapping[str, TensorInfo], description: ModelDescription, layers: range, rank: int) -> int:
+    """Return the numbers in A and B of an adapter of all linear layers of `layers`, by the headers of the model's files."""
+    count, bits = 0, int((description.quantization or {}).get("bits", 32))
+    for name, info in tensors.items():
+        matrix = name.endswith(".weight") and len(info.shape) == 2 and ".experts." not in name
+        if matrix and part_of_tensor(name, description.num_layers) in layers:
+            count += rank * (info.shape[0] + info.shape[1] * (32 // bits if info.dtype == "U32" else 1))
+    return count
 
 
 def _mlx_scale(config: JsonObject, directory: str) -> float:
@@ -88,14 +99,14 @@ def _peft_scale(config: JsonObject, directory: str) -> float:
         raise _unsupported(directory, f"bias {config['bias']!r}")
     rank, alpha = (_number(config.get(name), name, directory) for name in ("r", "lora_alpha"))
     if rank <= 0:
-        raise BrokenModel(f"--adapter-path {directory}: r must be above 0, is {rank:g}", param="adapter_path")
+        raise BrokenModel(f"LoRA adapter {directory}: r must be above 0, is {rank:g}", param="adapter_path")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _number(value: object, name: str, directory: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise BrokenModel(
-            f"--adapter-path {directory}: {name} in adapter_config.json must be a number, is {value!r}", param="adapter_path"
+            f"LoRA adapter {directory}: {name} in adapter_config.json must be a number, is {value!r}", param="adapter_path"
         )
     return float(value)
 
@@ -109,9 +120,9 @@ def _modules(tensors: Mapping[str, TensorInfo], pattern: re.Pattern[str], direct
         found.setdefault(match["module"], {})[match["side"].lower()] = name
     for module, sides in found.items():
         if len(sides) != 2:
-            raise BrokenModel(f"--adapter-path {directory}: {module[:200]} has lora_{min(sides)} alone", param="adapter_path")
+            raise BrokenModel(f"LoRA adapter {directory}: {module[:200]} has lora_{min(sides)} alone", param="adapter_path")
     if not found:
-        raise BrokenModel(f"--adapter-path {directory}: has no LoRA weights", param="adapter_path")
+        raise BrokenModel(f"LoRA adapter {directory}: has no LoRA weights", param="adapter_path")
     return {module: (sides["a"], sides["b"]) for module, sides in found.items()}
 
 
@@ -131,7 +142,7 @@ def _check_modules(
             raise _unsupported(directory, f"module {module[:200]}, which is in no decoder layer")
         if int(match[1]) >= description.num_layers:
             raise BrokenModel(
-                f"--adapter-path {directory}: {module[:200]}: the model has {description.num_layers} "
+                f"LoRA adapter {directory}: {module[:200]}: the model has {description.num_layers} "
                 "layers; is this an adapter for another model?",
                 param="adapter_path",
             )
@@ -140,13 +151,13 @@ def _check_modules(
             raise _unsupported(directory, f"{module[:200]} with weights of shapes {a} and {b} (experts)")
         if (a[0] if transposed else a[1]) != (b[1] if transposed else b[0]):
             raise BrokenModel(
-                f"--adapter-path {directory}: {module[:200]}: shapes {a} and {b} have no common rank", param="adapter_path"
+                f"LoRA adapter {directory}: {module[:200]}: shapes {a} and {b} have no common rank", param="adapter_path"
             )
 
 
 def _unsupported(directory: str, what: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"--adapter-path {directory}: {what} is not supported, only plain LoRA on linear layers "
+        f"LoRA adapter {directory}: {what} is not supported, only plain LoRA on linear layers "
         "within decoder layers; fuse the adapter into the model instead (mlx_lm.fuse, or PEFT's "
         "merge_and_unload)",
         param="adapter_path",

@@ -80,9 +80,10 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
 
 
 def rank_weights(description: ModelDescription, spec: StageSpec, draft: ModelDescription | None, *, gpu: bool) -> int:
-    """Return the bytes in memory of all weights of a rank, including a draft model's if it holds one."""
+    """Return the bytes in memory of all weights of a rank, with LoRA adapters, and a draft model's if it holds one."""
     expand = dequantizes(spec.dequantize, gpu=gpu)
     own = slice_bytes(description, range(*spec.layers), spec.dtype, expand, spec.share, gpu=gpu)
+    own += spec.lora_elements * compute_item(description, spec.dtype, gpu=gpu)
     if draft is None:
         return own
     return own + slice_bytes(draft, range(draft.num_layers), spec.dtype, expand, 1.0, gpu=gpu)

@@ -61,10 +61,7 @@ def fetch_slice(
     Raise `BrokenModel` for files that are not a model's, UsageError if they cannot be stored here, and the source's
     errors.
     """
-    files = source.files()
-    for file in files:
-        if not file.name or Path(file.name).name != file.name or file.name.startswith(".") or "\0" in file.name:
-            raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model", param="model")
+    files = _checked(source.files(), name)
     weights = [file for file in files if file.name.endswith(".safetensors")]
     root = cache_dir() / "slices" / _fingerprint(weights)
     try:
@@ -78,12 +75,38 @@ def fetch_slice(
         _fetch_parts(source, plans, root / "parts", progress, limit)
         used(root)
     except OSError as error:
-        raise UsageError(
-            f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
-            "TANDEM_CACHE to a directory with enough of it",
-            param="weights_from",
-        ) from error
+        raise _not_kept(root, error) from error
     return replace(here, weights=tuple(root / "parts" / plan.name for plan in plans))
+
+
+def fetch_files(source: Source, kind: str) -> Path:
+    """Fetch all files of a small directory (a LoRA adapter's), and return where they are, below `kind` in the cache.
+
+    Raise UsageError if they cannot be stored here, and the source's errors.
+    """
+    files = _checked(source.files(), kind)
+    root = cache_dir() / kind / _fingerprint(files)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _fetch_whole(source, files, root)
+    except OSError as error:
+        raise _not_kept(root, error) from error
+    return root
+
+
+def _checked(files: list[BlobFile], name: str) -> list[BlobFile]:
+    for file in files:
+        if not file.name or Path(file.name).name != file.name or file.name.startswith(".") or "\0" in file.name:
+            raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model", param="model")
+    return files
+
+
+def _not_kept(root: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
+        "TANDEM_CACHE to a directory with enough of it",
+        param="weights_from",
+    )
 
 
 def _fingerprint(weights: Sequence[BlobFile]) -> str:

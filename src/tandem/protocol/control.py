@@ -16,6 +16,7 @@ from tandem.errors import (
     TooLargeError,
     UnavailableError,
 )
+from tandem.protocol.adapters import AdapterChanged, AdapterLoaded, AdapterSpec, ChangeAdapter, LoadAdapter
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.events import Event
 from tandem.protocol.kv_blocks import Fetch, Fetched, Survey, Surveyed, UseRemoteStores, Written
@@ -228,6 +229,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     loading: list[LoadProgress] = []
     """Loading progress of each rank during the first start."""
     num_layers: int = 0
+    adapters: list[AdapterSpec] = []
+    """LoRA adapters that requests can use."""
     events: list[Event] = []
     """Recent events, oldest first."""
 
@@ -259,8 +262,10 @@ class Neighbours(UseRemoteStores, frozen=True, tag=True):
     """Endpoints of other replicas that serve KV, from the supervisor."""
 
 
-ApiMessage = Submit | Abort | QuarantineAck | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
-EngineMessage = Output | Refused | HandedOver | QuarantineNotice | EngineStatus | MetricsText | CacheReport
+ApiMessage = (
+    Submit | Abort | QuarantineAck | QueryStatus | QueryMetrics | QueryCache | ChangeAdapter | HandOver | Neighbours | Detach
+)
+EngineMessage = Output | Refused | HandedOver | QuarantineNotice | EngineStatus | MetricsText | CacheReport | AdapterChanged
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin | Ping
+RankCommand = Plan | LoadAdapter | Fetch | UseRemoteStores | Survey | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -391,4 +396,6 @@ class Pong(Struct, frozen=True, tag=True):
     """True while blocked on input from the previous stage."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong
+RankMessage = (
+    Hello | LoadProgress | Ready | Stepped | AdapterLoaded | GrammarReady | Fetched | Written | Surveyed | Failure | Pong
+)

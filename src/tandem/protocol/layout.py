@@ -100,8 +100,10 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Directory of the draft model, used by the sampling rank; empty for none."""
     trust_remote_code: bool = False
     """True if the tokenizer, needed for grammars, may run Python code from the model directory."""
-    adapter_path: str = ""
-    """Directory of a LoRA adapter on the rank's machine; empty for none."""
+    max_loras: int = 0
+    """Most LoRA adapters to hold."""
+    lora_elements: int = 0
+    """Numbers in A and B of that many adapters of the largest rank, and of the stacks' zeros; memory is set aside for them."""
     expert_parallel: bool = False
     """True if the stage's ranks divide whole experts among themselves."""
     kv_dtype: str = "auto"

@@ -112,6 +112,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     produced: list[int] = []
     """Output tokens already sent to the client, fewer than `max_tokens`, if another engine began this request. They count as
     output (limits, penalties, random-number position); only later tokens are sent."""
+    adapter: str = ""
+    """Name of the LoRA adapter to use; empty for the base."""
     quarantine_record: QuarantineRecord | None = None
     """Quarantine record of crashes with this request; None without any."""
     pooling: Pooling | None = None

@@ -50,6 +50,8 @@ class InsertOp(Struct, frozen=True, array_like=True):
     prompt_len: int
     """Number of prompt tokens in `tokens`; the rest counts as output (penalties, random-number position)."""
     params: SamplingParams
+    adapter: int = 0
+    """Index of the LoRA adapter that the row uses; 0 for none."""
 
 
 class PrefillOp(Struct, frozen=True, array_like=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,19 @@ class PromptRows:
         window = min((one.max_size for one in kinds if type(one) is RotatingKVCache), default=sys.maxsize)
         return cls(pooled=True, positions=window, padded=all(type(one) in _BY_POSITION for one in kinds))
 
-    def passes(self, prefill: Sequence[PrefillOp]) -> list[list[PrefillOp]]:
-        """Divide a step's chunks into forward passes. Chunks share one if they begin at the same position and their lengths
-        are similar."""
+    def passes(self, prefill: Sequence[PrefillOp], adapters: Mapping[str, int]) -> list[list[PrefillOp]]:
+        """Divide a step's chunks into forward passes. Chunks share one if they begin at the same position, use the same of
+        `adapters` by request id, and are of similar length."""
+
+        def kind(op: PrefillOp) -> tuple[Any, ...]:
+            return only_pooled(op), op.pooling or "", op.start, adapters[op.request_id]
+
         divided: list[list[PrefillOp]] = []
         positions = 0
-        for op in sorted(filter(self._shares, prefill), key=lambda op: (only_pooled(op), op.pooling or "", op.start, op.count)):
+        for op in sorted(filter(self._shares, prefill), key=lambda op: (*kind(op), op.count)):
             positions += op.count
             row = divided[-1] if divided else []
-            if row and self._joins(row, op, positions):
+            if row and kind(row[0]) == kind(op) and self._joins(row, op, positions):
                 row.append(op)
             else:
                 divided.append([op])
@@ -64,10 +68,8 @@ class PromptRows:
 
     def _joins(self, row: Sequence[PrefillOp], op: PrefillOp, positions: int) -> bool:
         """Return True if `op`, not shorter than those in `row`, may be computed with them."""
-        first, rows = row[0], len(row) + 1
-        if (first.start, first.pooling, only_pooled(first)) != (op.start, op.pooling, only_pooled(op)):
-            return False
-        padded = op.count == first.count or self.padded or only_pooled(op)
+        rows = len(row) + 1
+        padded = op.count == row[0].count or self.padded or only_pooled(op)
         return padded and rows * op.count <= PADDING * positions and (not op.start or rows * (op.start + op.count) <= COPIED)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup, dispatch
-from tandem.errors import BatchDesync
+from tandem.errors import BatchDesync, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
+from tandem.loading.weights import MLX_ERRORS
+from tandem.protocol.adapters import AdapterLoaded, LoadAdapter
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
@@ -156,7 +158,8 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        for ops in self._prompt_rows.passes(plan.prefill):
+        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
+        for ops in self._prompt_rows.passes(plan.prefill, adapters):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -177,6 +180,18 @@ class Runner:
         pending.kv_bytes = sum(one.nbytes for one in self._micro_batches) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
+
+    def adapt(self, order: LoadAdapter, rank: int) -> AdapterLoaded:
+        """Load or unload a LoRA adapter. What cannot be loaded is reported, and changes nothing."""
+        index = order.adapter.index
+        try:
+            if order.unload:
+                self.stage.adapters.unload(index)
+            else:
+                self.stage.adapters.load(index, order.directory or order.adapter.path)
+        except (UsageError, OSError, *MLX_ERRORS) as error:
+            return AdapterLoaded(rank, index, order.unload, str(error) or type(error).__name__)
+        return AdapterLoaded(rank, index, order.unload)
 
     def _keep(self, micro_batch: MicroBatchState, op: StoreOp) -> None:
         """Queue disk blocks of a sequence for writing. Raises BatchDesync if they are not computed yet."""
@@ -206,6 +221,7 @@ class Runner:
             self._verify(plan, plan.spec_decode_plan, micro_batch, pending)
             return
         tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
+        self._choose_adapters(micro_batch, ids)
         hidden = self._forward(pending, (len(ids), 1), tokens, micro_batch.store.batch())
         self._sample(pending, hidden[:, -1:], ids)
 
@@ -217,6 +233,7 @@ class Runner:
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        self._choose_adapters(micro_batch, ids)
         hidden = self._forward(pending, (len(ids), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in ids:
@@ -243,6 +260,7 @@ class Runner:
         caches, *others = (own for _, own in chunks)
         if others:
             caches = [joined(rows) for rows in zip(caches, *others, strict=True)] if ops[0].start else self.stage.make_caches()
+        self._choose_adapters(micro_batch, [op.request_id for op in ops])
         hidden = self._forward(pending, (len(ops), width), tokens, caches)
         kept = [caches]
         if others:
@@ -300,6 +318,11 @@ class Runner:
             states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
+
+    def _choose_adapters(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
+        """Choose the LoRA adapter of each of `ids` for the next forward pass."""
+        if self.stage.adapters.most:
+            self.stage.adapters.choose([micro_batch.held[one].insert.adapter for one in ids])
 
     def _forward(
         self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None, caches: Sequence[Cache] | Apart

@@ -52,7 +52,7 @@ class Migrations:
     def enter(self, sequence: Sequence) -> None:
         """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
-            names = disk_block_names(block_hashes(sequence.tokens))
+            names = disk_block_names(block_hashes(sequence.tokens, sequence.salt))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
@@ -104,7 +104,7 @@ class Migrations:
             if sequence.micro_batch != micro_batch.index or room <= 0:
                 continue
             if migration.names is None:
-                migration.names = disk_block_names(block_hashes(sequence.tokens[: sequence.computed]))
+                migration.names = disk_block_names(block_hashes(sequence.tokens[: sequence.computed], sequence.salt))
             disk_blocks = [
                 (number, name)
                 for number, name in self._missing(migration)
@@ -125,7 +125,7 @@ class Migrations:
                 del self._leaving[request_id]
             elif self._may_go(migration):
                 del self._leaving[request_id]
-                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.tokens))))
+                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.tokens, sequence.salt))))
                 self._finish(sequence)
         return gone
 

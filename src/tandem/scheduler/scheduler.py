@@ -8,11 +8,12 @@ scheduler decides which sequences are in a batch and when they end.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count, repeat
 
 from tandem.kv.disk import DiskTier
 from tandem.kv.index import PrefixIndex, block_hashes
+from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -65,10 +66,10 @@ class Scheduler:
 
     # --- requests ---
 
-    def submit(self, request: EngineRequest, seed: int) -> None:
-        """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
+    def submit(self, request: EngineRequest, seed: int, adapter: AdapterSpec | None = None) -> None:
+        """Queue a request that uses `adapter`. Raises RequestError if it can never run, OverloadedError for a full queue."""
         check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
-        sequence = Sequence(request, seed, next(self._arrivals), proposer=self.speculation.proposer(request))
+        sequence = Sequence(request, seed, next(self._arrivals), adapter=adapter, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
@@ -248,7 +249,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             micro_batch.members[sequence.request_id] = sequence
-            hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens)
+            hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens, sequence.salt)
             if hit is not None:
                 restores.append(SavePrefixOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(micro_batch.index, hit.length if hit else 0))
@@ -270,13 +271,13 @@ class Scheduler:
         """Save the prompt's KV, cut to whole blocks, if this chunk reaches its save point; None otherwise."""
         if op.start + op.count != sequence.save_point or self.batches.pressed:
             return None
-        cached_prefix = self.prefixes.save(sequence.tokens[: op.start + op.count])
+        cached_prefix = self.prefixes.save(sequence.tokens[: op.start + op.count], sequence.salt)
         return None if cached_prefix is None else SavePrefixOp(sequence.request_id, cached_prefix.key, cached_prefix.length)
 
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
         """Return the keys of prefixes to write to disk: new ones, and cached ones of warm-up requests."""
         warmed = (micro_batch.members[op.request_id] for op in prefill if op.last)
-        old = (self.prefixes.holding(one.tokens) for one in warmed if one.request.warms and one.request.on_disk)
+        old = (self.prefixes.holding(one.tokens, one.salt) for one in warmed if one.request.warms and one.request.on_disk)
         new = ((save.key, micro_batch.members[save.request_id]) for save in saves)
         return {key for key, one in new if one.request.on_disk and one not in self.migrations} | {*filter(None, old)}
 
@@ -399,7 +400,7 @@ class Scheduler:
         """Fail a sequence with error code `why` in place of a token. Prefixes that gave non-finite logits are discarded,
         since a transient device fault may have damaged them for every request."""
         if why == NOT_FINITE:
-            hashes = block_hashes(sequence.tokens)
+            hashes = block_hashes(sequence.tokens, sequence.salt)
             self.prefixes.discard(hashes)
             self.disk.discard(hashes)
         self._finish(sequence)
@@ -461,6 +462,13 @@ class Scheduler:
                 self._finish(sequence)
                 refused.append(Refused(sequence.request_id, 503, f"{why} for {need} tokens", code="degraded"))
         return refused
+
+    def refuse_without(self, adapters: Collection[AdapterSpec]) -> list[EngineMessage]:
+        """End the waiting sequences that use none of `adapters` nor the base; return their refusals."""
+        lost = [one for one in self.waiting if one.adapter is not None and one.adapter not in adapters]
+        for sequence in lost:
+            self._finish(sequence)
+        return [Refused(one.request_id, 503, "Its LoRA adapter is not loaded any more.", "adapter_not_loaded") for one in lost]
 
     def widen(self, limits: Limits) -> None:
         """Raise the limits while requests run."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from tandem.protocol.adapters import AdapterSpec
 from tandem.protocol.control import Refused
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.quarantine import QuarantineRecord
@@ -64,6 +65,8 @@ class Sequence:
     """True once its api has acknowledged the notice."""
     yields: bool = False
     """True if cleared of suspicion, so that it makes way for the next suspect."""
+    adapter: AdapterSpec | None = None
+    """LoRA adapter that it uses; None for the base."""
     proposer: Proposer | None = None
     """Source of its draft tokens; None without drafts."""
     told: int = 0
@@ -75,6 +78,11 @@ class Sequence:
         self.tokens = [*self.request.prompt, *self.request.produced]
         if self.request.quarantine_record is not None:
             self.quarantine_record = replace(self.request.quarantine_record)
+
+    @property
+    def salt(self) -> bytes:
+        """Start of its block hashes: KV of another adapter is not the same."""
+        return self.adapter.digest.encode() if self.adapter is not None else b""
 
     @property
     def request_id(self) -> str:
@@ -136,7 +144,8 @@ class Sequence:
         self.cached = cached
         self.told = len(self.tokens)
         self.awaits_grammar = self.samples and self.request.params.structured_outputs is not None
-        return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
+        adapter = self.adapter.index if self.adapter is not None else 0
+        return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params, adapter)
 
     @property
     def scores(self) -> bool:

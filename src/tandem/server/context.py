@@ -100,10 +100,17 @@ class Api:
             for served in self.served:
                 if name in names_of(served):
                     return served
-        names = ", ".join(served.name for served in self.served)
+        for served in self.served:
+            if name in served.client.adapters:
+                return served.adapted(name)
+        names = ", ".join(served.name for served in self.listed())
         raise NotFoundError(
             f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model", code="model_not_found"
         )
+
+    def listed(self) -> list[Served]:
+        """Return all models, the default first, each followed by its LoRA adapters."""
+        return [one for served in self.served for one in (served, *map(served.adapted, served.client.adapters))]
 
     def max_context(self, served: Served) -> int | None:
         """Return the context length in tokens, prompt plus output; None while unknown. The model need not be loaded."""

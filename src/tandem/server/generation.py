@@ -79,6 +79,7 @@ class Running(ABC):
                 params=params,
                 group=self.group,
                 weight=self._lease.weight,
+                adapter=served.adapter,
                 **fields,
             )
             for index, (prompt, params) in enumerate(work)

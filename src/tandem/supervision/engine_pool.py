@@ -48,7 +48,7 @@ class _Model:
 
 def several(settings: Settings) -> bool:
     """Return True when the settings name more than one model."""
-    return bool(settings.models.extra_models or settings.models.lora_modules or settings.named)
+    return bool(settings.models.extra_models or settings.named)
 
 
 def with_names(settings: Settings) -> Settings:
@@ -57,7 +57,7 @@ def with_names(settings: Settings) -> Settings:
     if settings.model.model:
         name = settings.model.served_name or name_of(settings.model.model)
         further = (NamedModel(name=name, values={}, source="MODEL"), *further)
-    models = dataclasses.replace(settings.models, extra_models=(), lora_modules=())
+    models = dataclasses.replace(settings.models, extra_models=())
     model = dataclasses.replace(settings.model, served_name=None)
     settings = dataclasses.replace(settings, model=model, models=models, named=further)
     names = [one.name for one in named_models(settings)]

@@ -13,7 +13,6 @@ from tandem.errors import OutOfMemory, UsageError
 from tandem.kv.budget import held_sequences
 from tandem.launchers.host_addresses import hosts_for, told_memory
 from tandem.launchers.registry import LAUNCHERS, launcher_kind
-from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
@@ -152,10 +151,9 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 
 def _weights(layout: RankGroupLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
-    """Return the bytes of a rank's weights and adapter, and of recurrent states for `sequences` sequences."""
-    adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
+    """Return the bytes of a rank's weights and adapters, and of recurrent states for `sequences` sequences."""
     states = rank_states(layout.description, spec, sequences, gpu=gpu)
-    return adapter + states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
+    return states + rank_weights(layout.description, spec, _draft(spec), gpu=gpu)
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:

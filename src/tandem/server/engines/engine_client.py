@@ -22,6 +22,7 @@ from tandem.crash_guard import start_task
 from tandem.errors import RequestError, TransportError, UnavailableError
 from tandem.log import Seldom
 from tandem.protocol import control
+from tandem.protocol.adapters import AdapterChanged, ChangeAdapter
 from tandem.protocol.cached_prefixes import CacheReport, QueryCache
 from tandem.protocol.codec import Decoder
 from tandem.protocol.request import EngineRequest
@@ -41,6 +42,8 @@ REFRESH_S = 0.5
 """Timeout, in seconds, for a fresh status; after it, the last one is used."""
 CACHE_S = 60.0
 """Timeout, in seconds, for a report on cached prefixes: ranks may have to read slow disks."""
+ADAPTER_S = 3600.0
+"""Timeout, in seconds, for a change of adapters: an unload waits for running requests."""
 DRAIN_BATCH = 512
 """Most messages to read per event loop callback."""
 NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
@@ -199,8 +202,13 @@ class EngineClient:
         answer = await self._ask(QueryCache(next(self._queries), list(tokens), drop), timeout)
         return answer if isinstance(answer, CacheReport) else CacheReport(0, trouble="the engine does not answer")
 
+    async def change_adapter(self, name: str, path: str = "") -> AdapterChanged:
+        """Load the LoRA adapter in the directory `path` as `name`; without a path, unload it once its requests are finished."""
+        answer = await self._ask(ChangeAdapter(next(self._queries), name, path), ADAPTER_S)
+        return answer if isinstance(answer, AdapterChanged) else AdapterChanged(0, 503, NOBODY)
+
     async def _ask(
-        self, question: control.QueryMetrics | control.QueryStatus | QueryCache, timeout: float
+        self, question: control.QueryMetrics | control.QueryStatus | QueryCache | ChangeAdapter, timeout: float
     ) -> control.EngineMessage | None:
         if not self.alive:
             return None
@@ -267,7 +275,8 @@ class EngineClient:
         | control.QuarantineNotice
         | control.EngineStatus
         | control.MetricsText
-        | CacheReport,
+        | CacheReport
+        | AdapterChanged,
     ) -> None:
         if isinstance(message, control.EngineStatus):
             if not self.alive:
@@ -275,7 +284,7 @@ class EngineClient:
             self.status, self.alive, self._missed = message, True, 0
             self._on_change()
             self._answered(message)
-        elif isinstance(message, control.MetricsText | CacheReport):
+        elif isinstance(message, control.MetricsText | CacheReport | AdapterChanged):
             self._answered(message)
         elif isinstance(message, control.QuarantineNotice):
             if (sink := self._sinks.get(message.request_id)) is not None:
@@ -284,7 +293,7 @@ class EngineClient:
         elif (sink := self._sinks.pop(message.request_id, None)) is not None:
             sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 
-    def _answered(self, message: control.EngineStatus | control.MetricsText | CacheReport) -> None:
+    def _answered(self, message: control.EngineStatus | control.MetricsText | CacheReport | AdapterChanged) -> None:
         future = self._questions.get(message.query_id)
         if future is not None and not future.done():
             future.set_result(message)
@@ -348,6 +357,8 @@ class Member:
     """Last report of the supervisor; None before the first, or without a supervisor."""
     leaves: bool = False
     """True once the engine was asked to hand over its requests."""
+    adapted: bool = False
+    """True once the engine was sent the adapters that it lacks."""
     without_ranks: float | None = None
     """Event loop time since which the ranks are gone; None while they run."""
 

@@ -156,6 +156,7 @@ class InflightRequest:
             on_disk=request.on_disk,
             may_leave=self.may_leave,
             written=self.written,
+            adapter=request.adapter,
         )
         return self.placement
 

@@ -140,7 +140,7 @@ class ModelPool:
 
         Raises OverloadedError if too many requests wait, UnavailableError if the model fails to load.
         """
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         if self._open(place) and not place.waiting:
             self._begin(place)
             return
@@ -164,14 +164,14 @@ class ModelPool:
 
     def leave(self, served: Served) -> None:
         """End a request that `enter` has counted."""
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         place.users -= 1
         place.idle_at = _now()
         self._changed.set()
 
     def available(self, served: Served) -> bool:
         """Return whether `enter` would return at once."""
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         return self._open(place) and not place.waiting
 
     def _open(self, place: _Place) -> bool:
@@ -202,7 +202,7 @@ class ModelPool:
 
         The state is `loading`, `unloading`, `unloaded`, `failed` or `unknown`; for a loaded model, as of `Served.state`.
         """
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         info, state = place.info, place.state
         if info is None:
             return "unknown", "the supervisor has not answered yet"
@@ -214,7 +214,7 @@ class ModelPool:
 
     def facts(self, served: Served) -> JsonObject:
         """Return a model's memory needs (bytes by machine), pinning, idle timeout (seconds) and number of requests."""
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         info = place.info
         return {
             "needs": info.needs if info else {},
@@ -237,12 +237,12 @@ class ModelPool:
 
     def max_context(self, served: Served) -> int | None:
         """Return the context length in tokens, also before the model is loaded; None while unknown."""
-        info = self._places[served.name].info
+        info = self._places[served.base_name].info
         return info.max_context if info is not None else None
 
     async def unload(self, served: Served) -> None:
         """Unload a model after its running requests, and wait until done. Raises RequestError (409) for a pinned model."""
-        place = self._places[served.name]
+        place = self._places[served.base_name]
         if place.keep:
             raise refused(
                 409, f"Model '{served.name}' is kept (--pinned-models) and never unloaded.", param="model", code="model_kept"

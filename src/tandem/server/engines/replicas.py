@@ -15,9 +15,10 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from tandem.crash_guard import start_task
 from tandem.errors import UnavailableError
 from tandem.protocol.cached_prefixes import CacheReport
-from tandem.protocol.control import EngineStatus
+from tandem.protocol.control import EngineStatus, Refused
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor_messages import ReplicaInfo
 from tandem.server.engines.engine_client import HEARTBEAT_S, NOBODY, EngineClient, Member, ReplicaState, why_none
@@ -115,6 +116,8 @@ class Replicas:
         """Replicas that have finished `--warmup-prompts`; only these count as reached. None without such prompts."""
         self.status: EngineStatus | None = None
         """Merged status of the engines that answer, or the last one known; None before the first answer."""
+        self.adapters: dict[str, str] = {}
+        """Directories of the LoRA adapters that requests can name, by name."""
         self._taking = False
         """True while some engine takes requests."""
         self._load = Gauge(
@@ -165,6 +168,7 @@ class Replicas:
         """Update router and merged status after a change of an engine's status or its loss."""
         if index in self._members:
             self._tell_router(index)
+            self._tell_adapters(self._members[index])
         self._merge()
 
     def _tell_router(self, index: int) -> None:
@@ -173,6 +177,32 @@ class Replicas:
         if (status := member.client.status) is not None:
             self._router.set_disk(index, status.kv_store, status.disk_saves, status.kv_reach, status.lent_saves)
             self._router.set_role(index, member.role, status.prompt_tokens_s, status.prefix_room)
+
+    def _tell_adapters(self, member: Member) -> None:
+        """Send an engine that became ready the adapters that it lacks, and take over those that only it has."""
+        status, ready = member.client.status, member.state == "ready"
+        if ready and not member.adapted and status is not None:
+            theirs = {adapter.name: adapter.path for adapter in status.adapters}
+            for name in self.adapters.keys() - theirs.keys():
+                start_task(member.client.change_adapter(name, self.adapters[name]), name="adapter")
+            self.adapters |= theirs
+        member.adapted = ready or (member.adapted and member.client.alive)
+
+    async def change_adapter(self, name: str, path: str = "") -> None:
+        """Load an adapter in all engines, or in none; without `path` unload it once its running requests are finished.
+
+        Raises RequestError.
+        """
+        if not path:
+            self.adapters.pop(name, None)  # new requests get 404
+        clients = [member.client for member in self._members.values() if member.client.alive]
+        answers = await asyncio.gather(*(client.change_adapter(name, path) for client in clients))
+        done = [client for client, answer in zip(clients, answers, strict=True) if answer.status == 200]
+        if wrong := next((answer for answer in answers if answer.status != 200 and (path or not done)), None):
+            await asyncio.gather(*(client.change_adapter(name) for client in done))
+            raise Refused("", wrong.status, wrong.message, "adapter_refused", "lora_path" if path else "lora_name").as_error()
+        if path:
+            self.adapters[name] = path
 
     def _merge(self) -> None:
         self._taking = why_none(self._members.values()) is None

@@ -48,9 +48,9 @@ _RANK = {"ready": 0, "recovering": 1}
 replica takes none, as its first load may fail."""
 
 
-def prompt_hashes(tokens: Sequence[int]) -> list[bytes]:
+def prompt_hashes(tokens: Sequence[int], adapter: str = "") -> list[bytes]:
     """Return the hashes of the first `MOST_BLOCKS` whole blocks, as the engine's prefix cache computes them."""
-    return block_hashes(tokens[: MOST_BLOCKS * BLOCK_SIZE])
+    return block_hashes(tokens[: MOST_BLOCKS * BLOCK_SIZE], adapter.encode())
 
 
 class SentPrefixes:
@@ -224,19 +224,20 @@ class Router:
         on_disk: bool = True,
         may_leave: bool = False,
         written: Mapping[str, int] | None = None,
+        adapter: str = "",
     ) -> Placement | None:
         """Choose a replica for a request and add it to its load; None if no replica outside `avoid` takes requests.
 
         `tokens`: the prompt, plus the `done` output tokens that another replica has produced. Requests with the same `key`
         go to one replica, unless it has `KEY_TOKENS` more work. `on_disk`: the replica writes the prompt's KV to disk.
         `may_leave`: prefill and decode may run at different replicas. `written`: leading tokens known to be in a KV store,
-        by store.
+        by store. `adapter`: LoRA adapter, whose KV is its own.
         """
         candidates = self._candidates(avoid)
         if not candidates:
             return None
         others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # removed replicas may have written KV
-        hashes = prompt_hashes(tokens) if self._affinity and others else []
+        hashes = prompt_hashes(tokens, adapter) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
         on_disks = {store: sent.matched(hashes) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE for store, sent in stores.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 from tandem.config.settings import Settings
+from tandem.config.several import lora_modules
 from tandem.errors import UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.server.chats.texts import Texts
@@ -18,10 +20,24 @@ class Served:
         self.settings = settings
         self.client = client
         self.texts = Texts(settings.model)
+        self.adapter = ""
+        """Name of the LoRA adapter that requests use; empty for the base."""
+        client.adapters.update(lora_modules(settings))
+
+    def adapted(self, name: str) -> Served:
+        """Return the model with the adapter `name`."""
+        found = copy.copy(self)
+        found.adapter = name
+        return found
 
     @property
     def name(self) -> str:
         """Model name in responses."""
+        return self.adapter or self.base_name
+
+    @property
+    def base_name(self) -> str:
+        """Name of the model without an adapter."""
         return next(self.names(), "default")
 
     def names(self) -> Iterator[str]:

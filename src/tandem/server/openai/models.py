@@ -5,12 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from tandem.config.several import usable_name
+from tandem.errors import RequestError
 from tandem.server.acquire import acquire
+from tandem.server.body import parse
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import refused
+from tandem.server.openai.schemas import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from tandem.server.sse import json_response
 
 router = APIRouter()
@@ -24,6 +28,8 @@ def model_object(api: Api, served: Served) -> dict[str, object]:
         "object": "model",
         "created": int(api.started),
         "owned_by": "tandem",
+        "root": served.client.adapters.get(served.adapter, served.base_name),
+        "parent": served.base_name if served.adapter else None,
         "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,
@@ -58,10 +64,10 @@ async def models(http: Request) -> Response:
     """List all models, default first; in Anthropic's format with a header `anthropic-version`."""
     api = get_api(http)
     if _for_anthropic(http):
-        page = [model_info(api, served) for served in api.served]
+        page = [model_info(api, served) for served in api.listed()]
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
-        body = {"object": "list", "data": [model_object(api, served) for served in api.served]}
+        body = {"object": "list", "data": [model_object(api, served) for served in api.listed()]}
     return json_response(body)
 
 
@@ -73,6 +79,29 @@ async def model(http: Request, model_id: str) -> Response:
     if _for_anthropic(http):
         return json_response(model_info(api, served))
     return _answer(api, served)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(http: Request) -> Response:
+    """Load a LoRA adapter beside its base; respond when all engines have it (vLLM)."""
+    body = await parse(http, LoadLoRAAdapterRequest)
+    served, names = await acquire(http, body.base_model_name), [one.name for one in get_api(http).listed()]
+    served.status()
+    if body.lora_name in names or not usable_name(body.lora_name):
+        why = "has already been loaded; unload it first" if body.lora_name in names else "cannot be a model's name"
+        raise RequestError(f"The lora adapter '{body.lora_name[:200]}' {why}.", param="lora_name", code="adapter_refused")
+    await served.client.change_adapter(body.lora_name, body.lora_path)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(http: Request) -> Response:
+    """Unload a LoRA adapter once its running requests are finished; new ones get 404 at once (vLLM)."""
+    body = await parse(http, UnloadLoRAAdapterRequest)
+    served = get_api(http).served
+    base = next((one for one in served if body.lora_name in one.client.adapters), served[0])
+    await base.client.change_adapter(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.post("/v1/models/{model_id:path}/load")
@@ -88,6 +117,8 @@ async def unload(http: Request, model_id: str) -> Response:
     """Unload a model after its running requests and respond when done. The next request loads it again."""
     api = get_api(http)
     served = api.find(model_id)
+    if served.adapter:
+        raise refused(409, "This is a LoRA adapter: POST /v1/unload_lora_adapter unloads it.", param="model", code="model_kept")
     if api.model_pool is None:
         raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
     await unless_gone(http, api.model_pool.unload(served))

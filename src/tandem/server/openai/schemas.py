@@ -355,3 +355,20 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+class UnloadLoRAAdapterRequest(Strict):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_int_id: int | None = None
+    """Accepted but ignored: the name says which."""
+
+
+class LoadLoRAAdapterRequest(Strict):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    base_model_name: str | None = None
+    """Model that the adapter is for; the default one if absent."""

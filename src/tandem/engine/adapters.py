@@ -1,0 +1,111 @@
+"""Load and unload LoRA adapters while serving: all ranks change, or none does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.checkpoints.files import fingerprint
+from tandem.config.settings import ModelSettings
+from tandem.engine.recovery import RankGroup
+from tandem.errors import NotFoundError, RequestError, UnavailableError, UsageError
+from tandem.models.adapter_files import read_adapter
+from tandem.protocol.adapters import AdapterChanged, AdapterLoaded, AdapterSpec, ChangeAdapter, LoadAdapter
+from tandem.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+Reply = Callable[[AdapterChanged], None]
+REPLACED = "The ranks are being replaced; try again when they are ready."
+
+
+@dataclass(eq=False)
+class _Change:
+    """A change that ranks have not answered yet, or an unload that waits for requests."""
+
+    adapter: AdapterSpec
+    query: ChangeAdapter
+    reply: Reply
+    sent: bool = True
+    errors: dict[int, str] = field(default_factory=dict)
+    """Answers so far by rank; empty texts for success."""
+
+    def end(self, status: int, message: str = "") -> None:
+        self.reply(AdapterChanged(self.query.query_id, status, message))
+
+
+class AdapterManager:
+    """Changes of the adapters of a rank group. Used only by the engine's thread."""
+
+    def __init__(self, settings: ModelSettings, rank_group: RankGroup) -> None:
+        self._settings, self._rank_group = settings, rank_group
+        self._changes: dict[int, _Change] = {}
+
+    def ask(self, query: ChangeAdapter, reply: Reply) -> None:
+        """Begin a change. `reply` is called with the answer, now or during a later `pump`."""
+        group = self._rank_group
+        try:
+            if group.state != "ready":
+                raise UnavailableError(REPLACED)
+            adapter = self._checked(query) if query.path else self._leaving(query.name)
+            self._changes[adapter.index] = _Change(adapter, query, reply, sent=bool(query.path))
+            if query.path:
+                group.executor.load_adapter(LoadAdapter(adapter))
+        except (RequestError, UsageError, OSError) as error:
+            reply(AdapterChanged(query.query_id, getattr(error, "status", 400), str(error)))
+
+    def _leaving(self, name: str) -> AdapterSpec:
+        """Return the adapter to unload. Raises RequestError."""
+        adapter = self._rank_group.adapters.get(name)
+        if adapter is None or adapter.index in self._changes:
+            raise NotFoundError(f"The lora adapter '{name[:200]}' cannot be found, or is being unloaded.")
+        return adapter
+
+    def _checked(self, query: ChangeAdapter) -> AdapterSpec:
+        """Return the adapter to load, after a look at its files' headers. Raises UsageError, OSError."""
+        group, path = self._rank_group, Path(query.path).expanduser().absolute()
+        if not self._settings.enable_lora:
+            raise UsageError("Adapters are loaded while serving only with --enable-lora; start the server with it.")
+        if query.name in group.adapters or any(one.adapter.name == query.name for one in self._changes.values()):
+            raise UsageError(f"The lora adapter '{query.name}' has already been loaded; unload it first.")
+        rank, most = read_adapter(str(path), group.layout.description).rank, group.layout.ranks[0].max_loras
+        if rank > group.layout.lora_rank:
+            raise UsageError(f"LoRA adapter {path}: its rank is {rank}; start the server with --max-lora-rank {rank}")
+        taken = {one.index for one in group.adapters.values()} | self._changes.keys()
+        index = next((i for i in range(1, most + 1) if i not in taken), None)
+        if index is None:
+            raise UsageError(f"{most} LoRA adapters are loaded, the most (--max-loras); unload one first.")
+        return AdapterSpec(index, query.name, str(path), fingerprint(path, model=False))
+
+    def look(self, scheduler: Scheduler) -> None:
+        """Unload the adapters whose requests are finished."""
+        for change in self._changes.values():
+            if not (change.sent or any(one.adapter is change.adapter for one in scheduler.sequences.values())):
+                change.sent = True
+                del self._rank_group.adapters[change.adapter.name]
+                self._rank_group.executor.load_adapter(LoadAdapter(change.adapter, unload=True))
+
+    def take(self, report: AdapterLoaded) -> None:
+        """Take a rank's answer; the last one ends the change. What some rank could not load, all unload again."""
+        change, group = self._changes.get(report.index), self._rank_group
+        if change is None or report.unloaded == bool(change.query.path):
+            return
+        change.errors[report.rank] = report.error
+        if len(change.errors) < len(group.layout.ranks):
+            return
+        del self._changes[report.index]
+        error = next(filter(None, change.errors.values()), "")
+        if change.query.path and error:
+            group.executor.load_adapter(LoadAdapter(change.adapter, unload=True))
+        elif change.query.path:
+            group.adapters[change.adapter.name] = change.adapter
+        log.info("LoRA adapter %s %s", change.adapter.name, error or ("loaded" if change.query.path else "unloaded"))
+        change.end(400 if error else 200, error)
+
+    def give_up(self) -> None:
+        """End the changes that lost ranks had begun; new ranks get the adapters that were loaded."""
+        for change in [change for change in self._changes.values() if change.sent]:
+            del self._changes[change.adapter.index]
+            change.end(503 if change.query.path else 200, REPLACED)
