@@ -16,7 +16,7 @@ def mac_environment(directory: Path, **variables: str) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(FAKE_MAC / "site"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(FAKE_MAC / "site"), os.environ.get("PYTHONPATH")))),
         "FAKE_MAC": str(directory),
         "OPENBLAS_NUM_THREADS": "1",
         **variables,

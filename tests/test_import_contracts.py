@@ -9,7 +9,8 @@ from pathlib import Path
 import tandem
 
 SOURCE = Path(tandem.__file__).parent
-ARRAYS = {"llm", "vllm_plugin", "diagnostics", "engine", "executors", "runner", "kv", "loading", "comm", "testing", "__main__"}
+ARRAYS = {"llm", "vllm_plugin", "diagnostics", "distributed", "engine", "executors", "runner", "kv", "loading", "comm", "testing",
+          "__main__"}  # fmt: skip
 """Packages that hold arrays, or that start what does: they may reach mlx."""
 
 
@@ -47,7 +48,7 @@ def test_each_package_has_its_floor():
 
 def test_the_page_about_the_structure_draws_these_floors():
     page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
-    drawn = page[page.index("\ncli\n") + 1 :].split("\n```")[0].split("\n")
+    drawn = page[page.index("\ndistributed*\n") + 1 :].split("\n```")[0].split("\n")
     assert [{name.strip() for name in floor.split("|")} for floor in drawn] == [
         {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()
     ]

@@ -241,3 +241,22 @@ def test_chips_that_no_mac_is_known_with_are_marked_and_gb10_is_known(tmp_path, 
     assert "host b: the figures" not in said
     assert CHIPS["m5-ultra"].bandwidth == 2 * CHIPS["m5-max"].bandwidth
     assert machine("b", 128 * GIB, "gb10").memory == 128 * GIB  # no Mac's share of it
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "quant"),
+    [
+        ("mlx-community/Qwen3-14B-4bit", "Qwen3-14B", "4bit"),
+        ("mlx-community/DeepSeek-Coder-V2-Lite-Instruct-8bit", "DeepSeek-Coder-V2-Lite-Instruct", "8bit"),
+        ("mlx-community/Llama-3.2-3B-Instruct-4bit", "Llama-3.2-3B-Instruct", "4bit"),
+    ],
+)
+def test_a_copy_by_its_usual_name_is_its_model_in_that_format(name, preset, quant, capsys):
+    hosts = ["--hosts", "a=24GB:m4", "b=24GB:m4", "--json"]
+    assert main(["plan", name, *hosts]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == name
+    assert main(["plan", preset, "--quant", quant, *hosts]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    assert main(["plan", name, "--quant", "6bit", *hosts]) == 2
+    assert "--quant 6bit" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -71,13 +73,45 @@ def test_there_is_a_rank_for_each_host(tmp_path: Path, capsys: pytest.CaptureFix
     assert "--port" in last
 
 
-def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["distributed_launcher", "--model", "M", "--mcp-config", "f"])
     assert "unrecognized arguments: --mcp-config" in capsys.readouterr().err
     assert main(["distributed_launcher", "--hostfile", "nowhere.json", "--", "--model", "M"]) == 2
     assert "nowhere.json: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_by_hand_is_told_the_commands_with_the_host_and_the_number_of_ranks(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = tmp_path / "mlx_ibv_devices.json"
+    devices.write_text(json.dumps([[None, "rdma_en2"], ["rdma_en2", None]]))
+    monkeypatch.setenv("MLX_RANK", str(rank))
+    monkeypatch.setenv("MLX_JACCL_COORDINATOR", "machine-a:12345")
+    monkeypatch.setenv("MLX_IBV_DEVICES", str(devices))
+    assert main(["distributed_launcher", "--model", "my models/M", "--continuous-batching", "--port", "8001"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tandem: MLX_RANK={rank} starts a rank by hand")
+    serve, join = (shlex.split(words) for words in re.findall(r"`tandem ([^`]*)`", line))
+    found = settings(*serve)
+    assert (found.model.model, found.server.port, found.parallel.tensor_parallel_size) == ("my models/M", 8001, 2)
+    assert (found.parallel.chosen_launcher, found.parallel.token_file) == ("manual", "token")
+    joined = build_parser().parse_args(join)
+    assert (joined.command, joined.join, joined.token_file) == ("rank", "machine-a", "token")
+    devices.unlink()
+    assert main(["distributed_launcher", "--model", "M"]) == 2
+    assert "MLX_RANK is" in (said := capsys.readouterr().err) and "No such file" in said
+
+
+def test_a_rank_of_a_ring_by_hand_is_told_the_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("MLX_RANK", "0")
-    assert main(["distributed_launcher", "--model", "M", "--continuous-batching"]) == 2
-    said = capsys.readouterr().err
-    assert "`tandem serve M --launcher manual --token-file token" in said and "`tandem rank --join" in said
+    assert main(["distributed_launcher", "--model", "M"]) == 2
+    assert "--join THAT-MACHINE" in (said := capsys.readouterr().err) and "--tensor-parallel-size N`" in said
+    hosts = tmp_path / "ring.json"
+    hosts.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.2:5000"], ["10.0.0.3:5000"]]))
+    monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
+    assert main(["distributed_launcher", "--model", "M"]) == 2
+    assert "--tensor-parallel-size 3`" in capsys.readouterr().err

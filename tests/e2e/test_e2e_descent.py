@@ -1,4 +1,4 @@
-"""What the ring project and vllm-mlx's distributed mode document (docs/migrating.md), command by command."""
+"""What the ring project documents (docs/migrating.md), command by command."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
 from clients.page import blocks
 from ring_project import DOTENV
-from served import PATIENCE_S, address, end
+from served import PATIENCE_S
 from tandem.config.legacy import COMBINED, MAPPED, NOT_MAPPED
 from tandem.launchers.process_groups import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 
-DOCS = Path(__file__).parents[2] / "docs" / "migrating.md"
 STATELESS = {
     name: value
     for name, value in os.environ.items()
@@ -119,98 +117,3 @@ def test_the_ring_projects_commands(ring: Ring) -> None:
     assert restarted["pid"] != status["pid"]
     assert ring.chat(max_tokens=2)["usage"]["completion_tokens"] <= 2
     assert "default has ended" in ring("down").stdout
-
-
-def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
-    hosts, log = tmp_path / "mlx_hostfile.json", tmp_path / "log"
-    hosts.write_text(
-        json.dumps(
-            {
-                "backend": "ring",
-                "envs": ["MLX_METAL_FAST_SYNCH=1"],
-                "hosts": [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"], "rdma": []}] * 2,
-            }
-        )
-    )
-    words = [
-        "distributed_launcher",
-        "--backend",
-        "ring",
-        "--hostfile",
-        str(hosts),
-        "--",
-        "--model",
-        str(model),
-        "--continuous-batching",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-    ]
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", *words], stdout=subprocess.PIPE, stderr=errors, text=True, env=STATELESS
-        )
-    try:
-        base = address(process, log)
-        said = log.read_text()
-        assert "--model" in said and "--tensor-parallel-size 2`" in said.splitlines()[0]
-        for rank in (0, 1):
-            lines = [
-                said.index(f"[Rank {rank}] {words}")
-                for words in (
-                    "Loading sharded model",
-                    "Sharded model loaded successfully",
-                    "Post-load barrier passed",
-                    "BatchGenerator created, entering StepPlan loop",
-                )
-            ]
-            assert lines == sorted(lines)
-        assert said.count("Uvicorn running on http://127.0.0.1:") == 1
-        assert said.index("Uvicorn running") > said.rindex("Post-load barrier passed")
-        assert httpx.get(f"{base}/health", timeout=PATIENCE_S).json()["model_type"]
-        client = OpenAI(base_url=f"{base}/v1", api_key="not-needed", max_retries=0, timeout=PATIENCE_S)
-        messages: list[Any] = [{"role": "user", "content": "Hello from distributed inference!"}]
-        answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8)
-        assert answer.choices[0].message.content is not None
-        pieces = list(
-            client.chat.completions.create(model="default", messages=messages, max_tokens=8, stream=True, temperature=0.7)
-        )
-        assert pieces[-1].choices[0].finish_reason in ("stop", "length")
-    finally:
-        end(process)
-
-
-FIRST_TEST = """
-result = mx.distributed.all_sum(mx.array(rank), group=group, stream=mx.cpu)
-world_size = group.size()
-print(f"[Rank {rank}] all_sum result = {result.item()} (expected {world_size * (world_size - 1) // 2})", flush=True)
-"""
-"""What vllm-mlx's page has tried before a server is started, in the group that the script before it has made."""
-
-
-def test_the_communicators_operations(tmp_path: Path) -> None:
-    section = DOCS.read_text().split("## vllm-mlx: distributed tensor parallelism\n")[1].split("\n## ")[0]
-    [script] = re.findall(r"```python\n(import mlx.core.*?)```", section, re.DOTALL)
-    (tmp_path / "operations.py").write_text(script + FIRST_TEST)
-    # As mlx.launch would have it.
-    (tmp_path / "ring.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "operations.py"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env={**STATELESS, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(tmp_path / "ring.json")},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for number, text in enumerate(said):
-        assert f"[Rank {number}] 7 [1.5, 2.5] [11, 12] 3 ['gone']" in text
-        assert f"[Rank {number}] all_sum result = 1 (expected 1)" in text

@@ -275,8 +275,10 @@ def test_a_pipeline_over_two_nodes(cluster: Cluster, model: str, expected: str) 
             assert SECRET not in process.environ().values() and SECRET not in process.cmdline()
 
 
-def test_a_killed_server_leaves_nothing_and_frees_the_devices(cluster: Cluster, model: str) -> None:
-    with serving(cluster, model, "-pp", "2") as server:
+def test_a_killed_server_leaves_nothing_and_frees_the_devices(cluster: Cluster, model: str, expected: str) -> None:
+    with serving(cluster, model, "-tp", "2") as server:
+        assert server.stream() == expected
+        assert re.search(r"^\[127\.0\.0\.3.*\[Rank 1\].* part 2/2", server.log, re.M)
         server.end(signal.SIGKILL)
     # Ray notices after a while that nobody has them any more.
     wait_until(lambda: "has 2, 2 of them free" in refused(cluster, model, "-pp", "3"))

@@ -30,7 +30,10 @@ PUBLISHED = {  # billions of parameters in all and active, as their makers say
     "zai-org/GLM-4.6": (355, 32), "zai-org/GLM-4.7": (358, 32),
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": (23.57, None), "zai-org/GLM-4.5-Air": (106, 12),
     "zai-org/GLM-5": (744, 40), "MiniMaxAI/MiniMax-M2.5": (229, 10),
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2), "Qwen/Qwen3-0.6B": (0.6, None), "Qwen/Qwen3-1.7B": (1.72, None),
+    "Qwen/Qwen3-4B": (4.02, None), "Qwen/Qwen3-14B": (14.8, None), "meta-llama/Llama-3.2-1B-Instruct": (1.24, None),
+    "meta-llama/Llama-3.2-3B-Instruct": (3.21, None), "HuggingFaceTB/SmolLM2-135M": (0.135, None),
+    "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct": (15.7, 2.4),
 }  # fmt: skip
 
 
@@ -72,7 +75,7 @@ def test_a_row_counts_what_the_files_have(family, tmp_path):
     assert got.experts == read_experts(files, want)
 
 
-@pytest.mark.parametrize("family", ["minimax_m3_vl", "gemma4", "glm_moe_dsa", "qwen3_next"])
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "gemma4", "glm_moe_dsa", "qwen3_next", "deepseek_v2"])
 def test_a_row_counts_what_each_rank_keeps_of_a_token(family, tmp_path):
     files = resolve(str(tiny_model(tmp_path, family)))
     want = describe(files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,8 +12,9 @@ import pytest
 
 import tandem.vllm_plugin as plugin
 from tandem.errors import ConfigError, TransportError
+from tandem.launchers.process_groups import free_ports
 from tandem.vllm_plugin.params import check, translate
-from tandem.vllm_plugin.rendezvous import Rendezvous, add_keys, listen_port
+from tandem.vllm_plugin.rendezvous import Rendezvous, add_keys, free_port
 from tandem.vllm_plugin.variables import DEVICES, Options, check_devices, read_options
 
 NAMES = (
@@ -188,5 +190,13 @@ def test_an_engine_of_one_rank_has_no_keys() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's range of ports for outgoing connections")
 def test_a_ring_listens_where_no_outgoing_connection_is_put() -> None:
     given = range(*map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()))
-    assert not any(listen_port("127.0.0.1", None) in given for _ in range(20))
-    assert listen_port("127.0.0.1", 5) == 5
+    assert not any(free_port("127.0.0.1", given.start) in given for _ in range(20))
+
+
+def test_a_port_that_firewalls_name_is_taken_where_it_is_free(caplog: pytest.LogCaptureFixture) -> None:
+    [wanted] = free_ports(1, "0.0.0.0")
+    assert free_port("0.0.0.0", wanted) == wanted and not caplog.records
+    with socket.create_server(("0.0.0.0", wanted)):
+        other = free_port("0.0.0.0", wanted)
+    assert other != wanted
+    assert f"Port {wanted} of 0.0.0.0 is in use: listening on {other}, which a firewall must let through" in caplog.text

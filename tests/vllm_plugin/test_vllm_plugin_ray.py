@@ -290,12 +290,41 @@ def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_
         time.sleep(0.2)
 
 
+OVER_TWO_NODES = """
+import json, sys
+import ray
+sys.path.insert(0, sys.argv[1])
+from vllm_helpers import engine, generate
+for address in sys.argv[4:]:
+    ray.init(address=address)
+    try:
+        with engine(sys.argv[2], tensor_parallel_size=2, distributed_executor_backend="ray") as llm:
+            print(json.dumps(generate(llm, [json.loads(sys.argv[3])], 16)))
+    except Exception as error:
+        print(address, error)
+    ray.shutdown()
+"""
+"""The older page's example: a program that joins the cluster, and a model with a rank on each node."""
+
+
+def test_tensor_parallelism_over_two_machines_after_ray_init(two_machines: Cluster, wanted: list[int]) -> None:
+    first, second = (two_machines.machines[name].address for name in ("h0", "h1"))
+    words = [str(Path(__file__).parent), str(two_machines.model), json.dumps(PROMPT), f"ray://{first}:10001", "auto"]
+    done = two_machines.machines.run("h0", [sys.executable, "-c", OVER_TWO_NODES, *words], timeout=2 * START_S)
+    said = done.stdout + done.stderr
+    assert f'ray://{first}:10001 a Ray client (ray://) is no node: on a node use ray.init(address="auto")' in done.stdout
+    assert json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[["))) == [wanted], said[-6000:]
+    assert f"MLX ring of stage 0: {first}:32325, {second}:32326" in said
+
+
 def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
     log = tmp_path / "log"
     with two_machines.serve(block("Ray, two machines, pipeline parallelism", 2), log) as process:
         assert two_machines.complete()["token_ids"] == wanted
         for stage in ("0/2 (is_first=True, is_last=False)", "1/2 (is_first=False, is_last=True)"):
             assert f"Pipeline stage {stage}" in log.read_text()
+        ports = [f"tcp://{two_machines.machines[name].address}:{port}" for name, port in (("h0", 32323), ("h1", 32324))]
+        assert f"stages hand on over {', '.join(ports)}" in log.read_text()
         [victim] = two_machines.workers("h1")
         os.kill(victim, signal.SIGKILL)
         process.wait(240)

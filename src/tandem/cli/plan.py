@@ -23,7 +23,7 @@ from tandem.planner.hardware import GIB, Machine
 from tandem.planner.hosts import Hosts, cluster_of, read_hosts, this_machine
 from tandem.planner.layouts import parse_layout
 from tandem.planner.plan import plan
-from tandem.planner.presets import Planned, find, planned, planned_files, presets
+from tandem.planner.presets import Planned, copied, find, planned, planned_files, presets
 from tandem.planner.profile import Cluster, Profile, measured_machine, read_profile
 from tandem.planner.types import Candidate, LayoutPlan, NothingFits, Prediction, Request, Stage
 
@@ -136,9 +136,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> Planned:
     """Return the model of a preset or of files. Raises ConfigError for --quant with files, whose weights are fixed."""
-    preset = find(arguments.model)
+    name, stored = copied(arguments.model)
+    preset = None if stored and arguments.quant else find(name)
     if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
-        found = planned(*preset, arguments.quant or "native")
+        found = planned(*preset, stored or arguments.quant or "native")
         arguments.model = found.copy or preset[0]  # the hub id, which `tandem serve` accepts
         return found
     if arguments.quant is not None:

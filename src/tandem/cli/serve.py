@@ -26,9 +26,10 @@ from tandem.cli.options import vllm_mlx
 from tandem.cli.processes import prepared
 from tandem.cli.startup import farewell, progress_lines
 from tandem.config.settings import Settings
-from tandem.env import engine_socket_path, variable
+from tandem.env import engine_socket_path
 from tandem.errors import UsageError
 from tandem.launchers.host_addresses import ranks_of
+from tandem.launchers.host_facts import launched_process_group
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
@@ -69,8 +70,8 @@ def run_launcher(arguments: argparse.Namespace) -> int:
     Raises UsageError.
     """
     words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1 :])
-    if arguments.setting_hostfile is None and variable("MLX_RANK") is not None:
-        raise vllm_mlx.by_hand((arguments.setting_model or ["MODEL"])[-1])
+    if arguments.setting_hostfile is None and (group := launched_process_group()).rank is not None:
+        raise vllm_mlx.by_hand(words, group)
     if arguments.setting_hostfile is not None and arguments.setting_tensor_parallel_size is None:
         hosts = str(len(read_hostfile(arguments.setting_hostfile[-1]).hosts))
         arguments.setting_tensor_parallel_size = [hosts]

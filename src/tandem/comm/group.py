@@ -33,19 +33,21 @@ def dispatch(*trees: object) -> None:
     start(*trees)
 
 
-def join_group(backend: str, size: int) -> mx.distributed.Group:
+def join_group(backend: str, size: int | None = None) -> mx.distributed.Group:
     """Join MLX's group of `size` ranks; block until all ranks have joined.
 
-    `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. Raises LayoutError when the group has another size.
+    `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. `size` None takes the environment's group, or this
+    process alone where no launcher has set one. Raises LayoutError when the group has another size.
     """
     # jaccl-ring is MLX's jaccl with an environment variable that prefers a ring over a mesh.
-    group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=True)
-    if group.size() != size:
+    strict = size is not None or variable("MLX_RANK") is not None
+    group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=strict)
+    if size not in (None, group.size()):
         raise LayoutError(
             f"the {backend} group has {group.size()} ranks, the layout {size}; start as many ranks as the layout names"
         )
     hosts = variable("MLX_HOSTFILE")
-    if sys.platform == "linux" and hosts and len(os.sched_getaffinity(0)) < POLLING_CORES * size:
+    if sys.platform == "linux" and hosts and len(os.sched_getaffinity(0)) < POLLING_CORES * group.size():
         _sleep_until_data(hosts)
     return group
 

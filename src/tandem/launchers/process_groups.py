@@ -19,6 +19,8 @@ from tandem.errors import LayoutError
 from tandem.launchers.base import ProcessGroup
 from tandem.processes.leftovers import temporary_prefix
 
+BASE_PORT = 32323
+"""First port of MLX's groups in the documentation of MLX and vllm-metal, hence in firewalls' rules."""
 LOWEST, HIGHEST = 20000, 61000
 """Lower bound, above the ports of most services; first port above Linux's default ephemeral range."""
 OTHERS_FIRST = 29600

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.errors import LayoutError
-from tandem.system.metal import gpu_memory
+from tandem.system.metal import FAST_FENCE_S, FENCE_S, gpu_memory
 
 GIB = 2**30
-METAL_FENCE, FAST_METAL_FENCE = 180e-6, 4e-6
-"""Seconds per collective, beyond the link, that a Mac's GPU synchronisation takes: with MLX's default fences, and with
-its fast ones (mlx#4438)."""
+METAL_FENCE, FAST_METAL_FENCE = FENCE_S, FAST_FENCE_S
 GPU_RUNTIME_OVERHEAD = 60e-6
 """Seconds per layer and step of a GPU for kernel launches."""
 

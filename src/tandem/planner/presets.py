@@ -93,6 +93,9 @@ QUANTS: Mapping[str, Packing | None] = {
 """Values of `--quant`. native: 16 bits, except for experts that are published quantised."""
 
 
+COPIES = "mlx-community/"
+
+
 @dataclass(frozen=True)
 class Planned:
     """A model in the form that the planner needs."""
@@ -120,6 +123,12 @@ def find(name: str) -> tuple[str, Preset] | None:
     return None
 
 
+def copied(name: str) -> tuple[str, str | None]:
+    """Return model and format of a copy's conventional id, mlx-community/NAME-FORMAT; `name` and None for other names."""
+    model, _, quant = name.removeprefix(COPIES).rpartition("-")
+    return (model, quant) if name.startswith(COPIES) and quant in QUANTS and find(model) else (name, None)
+
+
 def planned(name: str, preset: Preset, quant: str) -> Planned:
     """Return the model with weights in format `quant`. Raise ConfigError for an unknown format."""
     if quant not in QUANTS:
@@ -136,7 +145,7 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
         routed += [own] * count
     used = preset.experts[1]
     repacked = packing is not None or (quant == "bf16" and preset.native)
-    copy = f"mlx-community/{name.rpartition('/')[2]}-{quant}" if repacked else ""
+    copy = f"{COPIES}{name.rpartition('/')[2]}-{quant}" if repacked else ""
     return Planned(
         _description(preset, layers, packing, expert),
         Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,

@@ -135,7 +135,10 @@ def check_start(parallel: ParallelConfig, mine: str) -> None:
     resolves it. Raises UsageError.
     """
     import ray
+    from ray.util.client import ray as client
 
+    if client.is_connected() or (variable("RAY_ADDRESS") or "").startswith("ray://"):
+        raise UsageError('a Ray client (ray://) is no node: on a node use ray.init(address="auto") or RAY_ADDRESS=auto')
     joined = ray.is_initialized()
     if joined and ray.get_runtime_context().get_actor_id() is not None:
         return  # the actor's creator has already placed it

@@ -7,6 +7,7 @@ anyone. So the store holds only addresses, each authenticated with keys from vLL
 from __future__ import annotations
 
 import hmac
+import logging
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -17,11 +18,13 @@ import msgspec
 from tandem.errors import TransportError
 from tandem.json_types import JsonObject
 from tandem.launchers.process_groups import free_ports
+from tandem.launchers.ray.nodes import is_loopback
 from tandem.protocol.keys import ClusterKeys
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+log = logging.getLogger("vllm.tandem")
 TIMEOUT = timedelta(minutes=10)
 """Timeout of the store: loading torch and vLLM takes minutes on a slow machine."""
 _KEYS = "tandem_keys"
@@ -88,6 +91,10 @@ class Rendezvous:
         return hmac.digest(self.keys.connect_secret.encode(), f"{key} {rank} {value}".encode(), "sha256").hex()
 
 
-def listen_port(address: str, port: int | None) -> int:
-    """Return `port`, or a free one on `address` outside the system's ephemeral range."""
-    return port if port is not None else free_ports(1, address)[0]
+def free_port(address: str, wanted: int) -> int:
+    """Return a free port of `address`: `wanted`, which firewalls may name, unless it is taken or `address` is loopback."""
+    named = [] if is_loopback(address) else [wanted]
+    [port] = free_ports(1, address, named)
+    if named and port != wanted:
+        log.warning("Port %d of %s is in use: listening on %d, which a firewall must let through", wanted, address, port)
+    return port

@@ -22,7 +22,7 @@ class Options:
     memory_fraction: float | None = None
     """Share of the machine's memory for all of its workers; None for vLLM's --gpu-memory-utilization."""
     base_port: int | None = None
-    """Rank r listens on base_port + r; None for any free port."""
+    """Rank r listens on base_port + r. None for `BASE_PORT` among several machines where it is free, else any free port."""
     blas: str = "auto"
     dtype: str | None = None
     """Computation dtype; None for float32 on a CPU, vLLM's --dtype on a GPU."""

@@ -21,7 +21,7 @@ from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
 from tandem.json_types import JsonObject
 from tandem.launchers.base import ProcessGroup
-from tandem.launchers.process_groups import ring_process_group, written_process_group
+from tandem.launchers.process_groups import BASE_PORT, ring_process_group, written_process_group
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
@@ -29,7 +29,7 @@ from tandem.system.identity import machine_id
 from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import PlanBuilder
-from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
+from tandem.vllm_plugin.rendezvous import Rendezvous, free_port
 from tandem.vllm_plugin.results import NgramDrafter, StepTimes, StepUnderWay
 from tandem.vllm_plugin.variables import read_options
 
@@ -143,15 +143,14 @@ class TandemWorker(WorkerBase):
     def _fraction(self) -> float:
         return self._options.memory_fraction or self.cache_config.gpu_memory_utilization
 
-    def _port(self, block: int) -> int | None:
-        """Return this rank's fixed port, or None for any; block 0 is for channels, block 1 for rings."""
-        base = self._options.base_port
-        return None if base is None else base + block * self.parallel_config.world_size + self.rank
+    def _port(self, block: int) -> int:
+        """Return the port that this rank listens on; block 0 is for channels, block 1 for rings."""
+        base, offset = self._options.base_port, block * self.parallel_config.world_size + self.rank
+        return base + offset if base is not None else free_port(self._address, BASE_PORT + offset)
 
     def _ring(self) -> ProcessGroup:
         assert self._rendezvous is not None
-        port = listen_port(self._address, self._port(1))
-        endpoints = self._rendezvous.gather("ring", f"{self._address}:{port}")
+        endpoints = self._rendezvous.gather("ring", f"{self._address}:{self._port(1)}")
         layout = self._layout
         mine = endpoints[layout.stage * layout.tp_size : (layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))

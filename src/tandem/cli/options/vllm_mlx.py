@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_settings
 from tandem.errors import UsageError
+from tandem.protocol.hosts import MlxProcessGroup
 
 COMMAND = "distributed_launcher"
 
@@ -52,12 +54,14 @@ def add_launcher(parser: Parser) -> None:
     add_settings(parser, SERVE_SECTIONS)
 
 
-def by_hand(model: str) -> UsageError:
-    """Return the error for a manually started rank, with the commands to use instead."""
+def by_hand(words: Sequence[str], group: MlxProcessGroup) -> UsageError:
+    """Return the error for a rank started by hand, with the commands to use instead. `words` are those of `tandem serve`."""
+    head = group.coordinator.rpartition(":")[0] or "THAT-MACHINE"
+    ranks = str(len(group.devices) or len(group.hostfile) or "N")
+    serve = ["tandem", "serve", *words, "--launcher", "manual", "--token-file", "token", "--tensor-parallel-size", ranks]
     return UsageError(
-        "MLX_RANK is set, which starts a rank by hand: ranks join a head here. Run `tandem serve "
-        f"{model} --launcher manual --token-file token --tensor-parallel-size N` on one machine, and `tandem rank "
-        "--join THAT-MACHINE --token-file token` on each, in any order; or give --hostfile, and all is started from "
-        "here",
+        f"MLX_RANK={group.rank} starts a rank by hand, and here ranks join a head. On {head} run `{shlex.join(serve)}`; copy "
+        f"the file token, which that makes, to each machine, and run there, on {head} too, `tandem rank --join {head} "
+        "--token-file token`, in any order; or give --hostfile, and all is started from here",
         param="hostfile",
     )
