@@ -27,7 +27,7 @@ from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
-from tandem.server.openai import chat, completions, embeddings, models, tokens
+from tandem.server.openai import chat, completions, embeddings, models, rerank, tokens
 from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
@@ -73,6 +73,7 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
         page,
         plan,
         idempotency,
+        rerank,
         responses,
         tokens,
     ):

@@ -22,6 +22,8 @@ seldom = Seldom(logger)
 CANCELLED = "request_cancelled"
 """Error code of a cancelled request."""
 ANTHROPIC_PATH = "/v1/messages"
+AUDIO_PATH = "/v1/audio/"
+"""Prefix of paths without a route, whose 404 names a server that has them."""
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
@@ -121,7 +123,10 @@ def internal_error(error: BaseException, where: str) -> ServerError:
 
 def _from_http_exception(error: HTTPException, request: Request) -> RequestError:
     if error.status_code == 404:
-        return NotFoundError(f"Unknown request URL: {request.method} {request.url.path}", code="unknown_url")
+        told = f"Unknown request URL: {request.method} {request.url.path}"
+        if request.url.path.startswith(AUDIO_PATH):
+            told += ". Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models."
+        return NotFoundError(told, code="unknown_url")
     if error.status_code == 405:
         message = f"Method {request.method} is not allowed for {request.url.path}"
         return refused(405, message, code="method_not_allowed")

@@ -158,6 +158,19 @@ EMBEDDING = _together(
     )
 )
 
+JUDGING = _together(
+    (
+        OPENAI,
+        CACHING,
+        _any("OpenAI", "metadata"),
+        _any("vLLM", "priority request_id"),
+        _only("vLLM", "use_activation activation softmax add_special_tokens", True),
+        _only("vLLM", "truncate_prompt_tokens chat_template_kwargs mm_processor_kwargs cache_salt"),
+        _only("Cohere", "max_tokens_per_doc max_chunks_per_doc rank_fields"),
+        _only("Jina", "truncation return_embeddings", False),
+    )
+)
+
 TOKENS = _together(
     (
         OPENAI,
@@ -201,6 +214,8 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "ChatRequest": CHAT,
     "CompletionRequest": COMPLETION,
     "EmbeddingRequest": EMBEDDING,
+    "RerankRequest": JUDGING,
+    "ScoreRequest": JUDGING,
     "ResponsesRequest": RESPONSES,
     "MessagesRequest": MESSAGES,
     "CountRequest": MESSAGES,
@@ -216,6 +231,8 @@ ROUTES = {
     "ResponsesRequest": "/v1/responses",
     "MessagesRequest": "/v1/messages",
     "EmbeddingRequest": "/v1/embeddings",
+    "RerankRequest": "/v1/rerank",
+    "ScoreRequest": "/v1/score",
     "TokenizeRequest": "/tokenize",
 }
 """Routes by the name of the body's schema, for docs/clients.md."""
@@ -226,8 +243,13 @@ RENAMED: Mapping[str, str] = {
     "num_predict": "max_tokens",
     "random_seed": "seed",
     "max_new_tokens": "max_tokens",
+    "queries": "text_1",
+    "data_1": "text_1",
+    "documents": "text_2",
+    "items": "text_2",
+    "data_2": "text_2",
 }
-"""Aliases that llama.cpp, Ollama, Mistral and TGI use, and our names for those fields."""
+"""Aliases that llama.cpp, Ollama, Mistral, TGI and vLLM use, and our names for those fields."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
 """(field, value) pairs with which llama.cpp and Ollama set no limit."""
 

@@ -34,6 +34,8 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
         openai.ChatRequest,
         openai.CompletionRequest,
         openai.EmbeddingRequest,
+        openai.RerankRequest,
+        openai.ScoreRequest,
         openai.TokenizeRequest,
         openai.DetokenizeRequest,
         anthropic.MessagesRequest,
