@@ -70,7 +70,7 @@ class Pooler:
 def label_logprobs(logits: mx.array, labels: Sequence[int]) -> mx.array:
     """Return the log probabilities of the token ids `labels`, float32 [labels], from logits [V]. Dispatched at once."""
     logits = logits.astype(mx.float32)
-    logprobs = logits[mx.array(labels, dtype=mx.int32)] - mx.logsumexp(logits)
+    logprobs = logits[mx.array(list(labels), dtype=mx.int32)] - mx.logsumexp(logits)
     dispatch(logprobs)
     return logprobs
 

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
+from types import ModuleType
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -27,8 +29,10 @@ from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
+from tandem.server.ollama import models as ollama_models
+from tandem.server.ollama import routes as ollama
 from tandem.server.openai import chat, completions, embeddings, models, rerank, tokens
-from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
+from tandem.server.openapi import AnthropicError, Error, OllamaError, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
@@ -61,6 +65,7 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
+    shapes: dict[ModuleType, type[BaseModel]] = {anthropic: AnthropicError, ollama: OllamaError, ollama_models: OllamaError}
     for module in (
         anthropic,
         batch_routes,
@@ -70,6 +75,8 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
         embeddings,
         info,
         models,
+        ollama,
+        ollama_models,
         page,
         plan,
         idempotency,
@@ -77,7 +84,7 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
         responses,
         tokens,
     ):
-        app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
+        app.include_router(module.router, responses=failures(shapes.get(module, Error)))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:

@@ -196,6 +196,23 @@ RESPONSES = _together(
     )
 )
 
+OLLAMA = _together(
+    (
+        _any("Ollama", "keep_alive truncate shift"),
+        _only("Ollama", "logprobs", False),
+        _only("Ollama", "top_logprobs width height steps", 0),
+        _only("Ollama", "template suffix", ""),
+        _only("Ollama", "context", []),
+    )
+)
+OLLAMA_EMBEDDING = _together((_any("Ollama", "keep_alive options"), _only("Ollama", "truncate", False)))
+OLLAMA_OPTIONS = _any(
+    "Ollama",
+    "num_ctx num_keep num_batch num_gpu main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock "
+    "embedding_only repeat_last_n typical_p tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict",
+)
+"""Names in `options` without effect."""
+
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """Context edit of Anthropic's API that removes nothing; agents send it."""
 
@@ -222,6 +239,10 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "TokenizeRequest": TOKENS,
     "DetokenizeRequest": TOKENS,
     "WarmRequest": CHAT,
+    "OllamaChatRequest": OLLAMA,
+    "OllamaGenerateRequest": OLLAMA,
+    "OllamaEmbedRequest": OLLAMA_EMBEDDING,
+    "OllamaOptions": OLLAMA_OPTIONS,
 }
 """Tables by the name of the body's schema."""
 
@@ -234,6 +255,9 @@ ROUTES = {
     "RerankRequest": "/v1/rerank",
     "ScoreRequest": "/v1/score",
     "TokenizeRequest": "/tokenize",
+    "OllamaChatRequest": "/api/chat",
+    "OllamaEmbedRequest": "/api/embed",
+    "OllamaOptions": "`options` of /api",
 }
 """Routes by the name of the body's schema, for docs/clients.md."""
 

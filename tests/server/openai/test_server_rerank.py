@@ -13,7 +13,9 @@ DOCUMENTS = ["a long one about nothing at all", "short", {"text": "not so long"}
 TEXTS = ["a long one about nothing at all", "short", "not so long"]
 
 
-def probability(engine, query, document, instruction="Given a web search query, retrieve relevant passages that answer the query"):
+def probability(
+    engine, query, document, instruction="Given a web search query, retrieve relevant passages that answer the query"
+):
     """Of "yes" against "no", as the engine answers Qwen3-Reranker's prompt."""
     body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     prompt = [token for text in (START, body, END) for token in engine.tokenizer.encode(text, False)]

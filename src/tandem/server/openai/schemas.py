@@ -335,7 +335,9 @@ def _document_text(value: object) -> object:
     return value["text"] if isinstance(value, dict) and value.keys() == {"text"} else value
 
 
-Judged = Annotated[list[Annotated[str, BeforeValidator(_document_text)]], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Judged = Annotated[
+    list[Annotated[str, BeforeValidator(_document_text)]], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+]
 """Texts to judge in one request; a text may also be an object `{"text": ...}`."""
 
 

@@ -25,6 +25,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
+from tandem.server.ollama import schemas as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 
@@ -41,6 +42,9 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
         anthropic.MessagesRequest,
         anthropic.CountRequest,
         responses.ResponsesRequest,
+        ollama.OllamaChatRequest,
+        ollama.OllamaGenerateRequest,
+        ollama.OllamaEmbedRequest,
         WarmRequest,
     )
 }
