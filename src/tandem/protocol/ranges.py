@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.errors import RequestError
@@ -78,7 +77,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         )
     tags = () if thinking is None else (*thinking.tokens.opening, *thinking.tokens.closing, *thinking.message)
     for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias), ("thinking", tags)):
-        _check_ids(name, ids, vocab_size)
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"{name} names token {token}; the model's are 0 to {vocab_size - 1}", param=name)
     if len(params.logit_bias) > MAX_BIASES:
         raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; give at most {MAX_BIASES}", param="logit_bias")
     for token, bias in params.logit_bias.items():
@@ -86,12 +87,6 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"logit_bias of token {token} is {bias}; it must be {BIAS}", param="logit_bias")
     if params.structured_outputs is not None:
         _check_form(params, params.structured_outputs)
-
-
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"{name} names token {token}; the model's are 0 to {vocab_size - 1}", param=name)
 
 
 def check_request(request: EngineRequest, vocab_size: int) -> None:
@@ -109,10 +104,9 @@ def check_request(request: EngineRequest, vocab_size: int) -> None:
             f"max_tokens is {request.params.max_tokens}; it must be 0 with pooling, which yields no tokens", param="max_tokens"
         )
     labels = request.label_token_ids
-    if len(labels) > MAX_LOGPROBS or (labels and request.pooling != "last"):
-        message = f"label_token_ids has {len(labels)} tokens; give at most {MAX_LOGPROBS}, and pooling 'last'"
+    if labels and (request.pooling != "last" or not 0 <= min(labels) <= max(labels) < vocab_size):
+        message = f"label_token_ids is {labels}; it needs pooling 'last', and ids from 0 to {vocab_size - 1}"
         raise RequestError(message, param="label_token_ids")
-    _check_ids("label_token_ids", labels, vocab_size)
 
 
 def _check_form(params: SamplingParams, form: StructuredOutputs) -> None:

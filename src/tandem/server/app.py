@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
-from types import ModuleType
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -32,7 +30,7 @@ from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.ollama import models as ollama_models
 from tandem.server.ollama import routes as ollama
 from tandem.server.openai import chat, completions, embeddings, models, rerank, tokens
-from tandem.server.openapi import AnthropicError, Error, OllamaError, TandemApp, failures
+from tandem.server.openapi import Error, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
@@ -65,7 +63,6 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
-    shapes: dict[ModuleType, type[BaseModel]] = {anthropic: AnthropicError, ollama: OllamaError, ollama_models: OllamaError}
     for module in (
         anthropic,
         batch_routes,
@@ -84,7 +81,7 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
         responses,
         tokens,
     ):
-        app.include_router(module.router, responses=failures(shapes.get(module, Error)))
+        app.include_router(module.router, responses=failures(Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:

@@ -158,19 +158,6 @@ EMBEDDING = _together(
     )
 )
 
-JUDGING = _together(
-    (
-        OPENAI,
-        CACHING,
-        _any("OpenAI", "metadata"),
-        _any("vLLM", "priority request_id"),
-        _only("vLLM", "use_activation activation softmax add_special_tokens", True),
-        _only("vLLM", "truncate_prompt_tokens chat_template_kwargs mm_processor_kwargs cache_salt"),
-        _only("Cohere", "max_tokens_per_doc max_chunks_per_doc rank_fields"),
-        _only("Jina", "truncation return_embeddings", False),
-    )
-)
-
 TOKENS = _together(
     (
         OPENAI,
@@ -196,23 +183,6 @@ RESPONSES = _together(
     )
 )
 
-OLLAMA = _together(
-    (
-        _any("Ollama", "keep_alive truncate shift"),
-        _only("Ollama", "logprobs", False),
-        _only("Ollama", "top_logprobs width height steps", 0),
-        _only("Ollama", "template suffix", ""),
-        _only("Ollama", "context", []),
-    )
-)
-OLLAMA_EMBEDDING = _together((_any("Ollama", "keep_alive options"), _only("Ollama", "truncate", False)))
-OLLAMA_OPTIONS = _any(
-    "Ollama",
-    "num_ctx num_keep num_batch num_gpu main_gpu num_thread numa low_vram f16_kv logits_all vocab_only use_mmap use_mlock "
-    "embedding_only repeat_last_n typical_p tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict",
-)
-"""Names in `options` without effect."""
-
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """Context edit of Anthropic's API that removes nothing; agents send it."""
 
@@ -231,18 +201,17 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "ChatRequest": CHAT,
     "CompletionRequest": COMPLETION,
     "EmbeddingRequest": EMBEDDING,
-    "RerankRequest": JUDGING,
-    "ScoreRequest": JUDGING,
     "ResponsesRequest": RESPONSES,
     "MessagesRequest": MESSAGES,
     "CountRequest": MESSAGES,
     "TokenizeRequest": TOKENS,
     "DetokenizeRequest": TOKENS,
     "WarmRequest": CHAT,
-    "OllamaChatRequest": OLLAMA,
-    "OllamaGenerateRequest": OLLAMA,
-    "OllamaEmbedRequest": OLLAMA_EMBEDDING,
-    "OllamaOptions": OLLAMA_OPTIONS,
+    "RerankRequest": EMBEDDING,
+    "ScoreRequest": EMBEDDING,
+    "OllamaChatRequest": CHAT,
+    "OllamaGenerateRequest": CHAT,
+    "OllamaEmbedRequest": EMBEDDING,
 }
 """Tables by the name of the body's schema."""
 
@@ -252,12 +221,7 @@ ROUTES = {
     "ResponsesRequest": "/v1/responses",
     "MessagesRequest": "/v1/messages",
     "EmbeddingRequest": "/v1/embeddings",
-    "RerankRequest": "/v1/rerank",
-    "ScoreRequest": "/v1/score",
     "TokenizeRequest": "/tokenize",
-    "OllamaChatRequest": "/api/chat",
-    "OllamaEmbedRequest": "/api/embed",
-    "OllamaOptions": "`options` of /api",
 }
 """Routes by the name of the body's schema, for docs/clients.md."""
 
@@ -270,7 +234,6 @@ RENAMED: Mapping[str, str] = {
     "queries": "text_1",
     "data_1": "text_1",
     "documents": "text_2",
-    "items": "text_2",
     "data_2": "text_2",
 }
 """Aliases that llama.cpp, Ollama, Mistral, TGI and vLLM use, and our names for those fields."""

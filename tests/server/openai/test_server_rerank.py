@@ -47,7 +47,7 @@ def test_scores_of_one_with_many_and_of_pairs(judge):
 
     expected = [probability(judge.engine, "q", text) for text in TEXTS]
     assert scores(text_1="q", text_2=TEXTS) == pytest.approx(expected)
-    assert scores(queries="q", items=TEXTS[1]) == pytest.approx(expected[1:2])
+    assert scores(queries="q", documents=TEXTS[1]) == pytest.approx(expected[1:2])
     assert scores(text_1=["q", "r"], text_2=TEXTS[:2]) == pytest.approx([expected[0], probability(judge.engine, "r", TEXTS[1])])
 
 
@@ -56,7 +56,7 @@ def test_scores_of_one_with_many_and_of_pairs(judge):
     [
         ("/v1/rerank", {"query": "q", "documents": ["a"] * 10_000}, "documents", "at most 2048 items"),
         ("/v1/rerank", {"query": "q", "documents": []}, "documents", "at least 1"),
-        ("/v1/rerank", {"query": "q" * 20_000, "documents": ["a"] * 2048}, "documents", "Send fewer"),
+        ("/v1/rerank", {"query": "q" * 20_000, "documents": ["a"] * 2048}, "documents", "send fewer at once"),
         ("/v1/rerank", {"query": "q", "documents": ["a", "b" * 800]}, "documents[1]", "maximum context length"),
         ("/v1/rerank", {"query": "q", "documents": [{"image": "x"}]}, "documents[0]", "string"),
         ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, "top_n", "greater"),

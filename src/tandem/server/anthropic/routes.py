@@ -21,11 +21,11 @@ from tandem.server.chats.plan import plan_chat, start_chat
 from tandem.server.context import new_id, note_ignored
 from tandem.server.failures import anthropic_envelope
 from tandem.server.generation import Delta, Generation
-from tandem.server.openapi import documented
+from tandem.server.openapi import AnthropicError, documented, failures
 from tandem.server.sse import AnswerWriter, json_response, named_event, streamed
 from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event, ReasoningText, merged
 
-router = APIRouter()
+router = APIRouter(responses=failures(AnthropicError))
 
 
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from tandem.server.body import parse
 from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api, head, new_id
+from tandem.server.engines.served_model import Served
 from tandem.server.generation import Prompts
 from tandem.server.openai.schemas import JudgingFields, RerankRequest, ScoreRequest
 from tandem.server.openapi import documented
@@ -65,39 +65,36 @@ async def score(http: Request) -> Response:
 
 
 async def _judged(
-    http: Request, fields: JudgingFields, pairs: Sequence[tuple[str, str]], param: str
+    http: Request, fields: JudgingFields, pairs: list[tuple[str, str]], param: str
 ) -> tuple[str, list[float], JsonObject]:
     """Return the model's name, the probability of "yes" against "no" for each (query, document), and the usage."""
     served, api = await acquire(http, fields.model), get_api(http)
-    status, settings = served.status(), served.settings.model
-    texts = await RequestTexts.of(http, served)
+    status, texts = served.status(), await RequestTexts.of(http, served)
     start, end, *labels = await texts.encode([START, END, *LABELS], param, special=False)
-    named = any("rerank" in name.lower() for name in (*served.names(), status.source))
-    able = status.generates and texts.tokenizer.has_special("<|im_start|>") and all(len(label) == 1 for label in labels)
-    if not able or settings.reranker == "off" or (settings.reranker == "auto" and not named):
-        more = "" if not able else "; if it was trained as Qwen3-Reranker, start the server with --reranker on"
-        message = f"The model '{served.name}' does not rerank: serve one such as Qwen3-Reranker{more}."
-        raise RequestError(message, param="model", code="rerank_unsupported")
+    _check(served, able=texts.tokenizer.has_special("<|im_start|>") and all(len(label) == 1 for label in labels))
     if sum(len(query) + len(document) for query, document in pairs) > api.max_body:
-        message = f"Each of {len(pairs)} documents is read with its query: together more than {api.max_body} characters."
-        raise RequestError(f"{message} Send fewer in one request.", param=param, code="invalid_value")
+        message = f"{len(pairs)} documents, each with its query, have more than {api.max_body} characters; send fewer at once."
+        raise RequestError(message, param=param, code="invalid_value")
     task = INSTRUCTION if fields.instruction is None else fields.instruction
     bodies = [f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}" for query, document in pairs]
     prompts = [[*start, *body, *end] for body in await texts.encode(bodies, param, special=False)]
     for index, prompt in enumerate(prompts):
         if len(prompt) > status.max_context:
             raise too_long(status.max_context, f"{param}[{index}]", len(prompt))
-    outputs = await Prompts(
-        http,
-        served,
-        "rank",
-        prompts,
-        timeout=fields.timeout,
-        pooling="last",
-        label_token_ids=tuple(label for [label] in labels),
-        window=api.settings.server.max_choices,
-    ).outputs()
-    logprobs = [struct.unpack("<2f", output.vector) for output in outputs]
+    ids = tuple(label for [label] in labels)
+    how: JsonObject = {"pooling": "last", "label_token_ids": ids, "window": api.settings.server.max_choices}
+    outputs = await Prompts(http, served, "rank", prompts, timeout=fields.timeout, **how).outputs()
+    scores = [1 / (1 + math.exp(min(no - yes, 700.0))) for yes, no in (struct.unpack("<2f", one.vector) for one in outputs)]
     tokens = sum(map(len, prompts))
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-    return status.model, [1 / (1 + math.exp(min(no - yes, 700.0))) for yes, no in logprobs], usage
+    return status.model, scores, {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+
+
+def _check(served: Served, *, able: bool) -> None:
+    """Raise RequestError unless the model is a reranker. `able`: its tokenizer has what Qwen3-Reranker's prompt needs."""
+    status, wanted = served.status(), served.settings.model.reranker
+    named = any("rerank" in name.lower() for name in (*served.names(), status.source))
+    able = able and status.generates
+    if not able or wanted == "off" or (wanted == "auto" and not named):
+        more = "; if it was trained as Qwen3-Reranker was, start the server with --reranker on" if able else ""
+        message = f"The model '{served.name}' does not rerank: serve one such as Qwen3-Reranker{more}."
+        raise RequestError(message, param="model", code="rerank_unsupported")

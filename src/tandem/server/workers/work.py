@@ -25,7 +25,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
-from tandem.server.ollama import schemas as ollama
+from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 
