@@ -212,6 +212,7 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "OllamaChatRequest": CHAT,
     "OllamaGenerateRequest": CHAT,
     "OllamaEmbedRequest": EMBEDDING,
+    "ModelRequest": _any("Ollama", "insecure verbose"),
 }
 """Tables by the name of the body's schema."""
 

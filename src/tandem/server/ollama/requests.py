@@ -69,7 +69,6 @@ class Turn(Strict):
 class ModelRequest(Strict):
     """Body of POST /api/show and /api/pull, and of DELETE /api/delete."""
 
-    without_effect = frozenset({"verbose", "insecure"})
     model: str = ""
     name: str = ""
     """Older name of `model`."""
