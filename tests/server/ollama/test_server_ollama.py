@@ -120,6 +120,7 @@ def test_results_find_their_calls(family, engine):
         ("/api/chat", {"options": 5}, "'options'"),
         ("/api/chat", {"think": "much"}, "'think'"),
         ("/api/chat", {"messages": [{"role": "robot", "content": "x"}]}, "'messages[0].role'"),
+        ("/api/chat", {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages[1].tool_calls[0]"),
         ("/api/generate", {"prompt": "x", "template": "y"}, "'template'"),
         ("/api/generate", {"prompt": "a " * 600}, "maximum context length"),
         ("/api/embed", {"input": []}, "'input'"),

@@ -38,22 +38,6 @@ def _format(value: object) -> object:
 Images = Annotated[None, BeforeValidator(_no_images)]
 
 
-class CalledFunction(Strict):
-    """Name and arguments of a tool call."""
-
-    without_effect = frozenset({"index", "description"})
-    name: str
-    arguments: JsonObject = {}
-
-
-class ToolCall(Strict):
-    """A tool call in an assistant's message."""
-
-    without_effect = frozenset({"type", "index"})
-    id: str | None = None
-    function: CalledFunction
-
-
 class Turn(Strict):
     """Message of a conversation."""
 
@@ -61,7 +45,7 @@ class Turn(Strict):
     content: str = ""
     thinking: str | None = None
     images: Images = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] = []
+    tool_calls: Annotated[list[JsonObject], Field(max_length=MAX_CALLS, fail_fast=True)] = []
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -147,19 +131,24 @@ def translated_request(fields: OllamaRequest) -> ChatRequest | CompletionRequest
 def _messages(turns: list[Turn]) -> list[JsonObject]:
     """Return chat messages. A tool's result belongs to the first call without one that has its `tool_name`, if any."""
     messages: list[JsonObject] = []
-    waiting: list[tuple[str, str]] = []
+    waiting: list[tuple[object, object]] = []
     for turn in turns:
         message: JsonObject = {"role": turn.role, "content": turn.content, "reasoning_content": turn.thinking}
         if turn.tool_calls:
-            ids = [call.id or f"call_{len(messages)}_{number}" for number, call in enumerate(turn.tool_calls)]
-            waiting = [(call_id, call.function.name) for call_id, call in zip(ids, turn.tool_calls, strict=True)]
-            message["tool_calls"] = [
-                {"id": call_id, "function": {"name": call.function.name, "arguments": json.dumps(call.function.arguments)}}
-                for call_id, call in zip(ids, turn.tool_calls, strict=True)
-            ]
+            calls = [_call(call, f"call_{len(messages)}_{number}") for number, call in enumerate(turn.tool_calls)]
+            waiting = [(call["id"], call["function"]["name"]) for call in calls]
+            message["tool_calls"] = calls
         if turn.role == "tool":
             call = next((call for call in waiting if turn.tool_name in (None, call[1])), ("call", ""))
             waiting = [other for other in waiting if other != call]
             message |= {"name": turn.tool_name, "tool_call_id": turn.tool_call_id or call[0]}
         messages.append(message)
     return messages
+
+
+def _call(call: JsonObject, call_id: str) -> JsonObject:
+    """Return a tool call with its arguments as text. `call_id`: its id if it has none."""
+    function = call.get("function")
+    called: JsonObject = function if isinstance(function, dict) else {}
+    arguments = json.dumps(called.get("arguments", {}))
+    return {"id": call.get("id") or call_id, "function": {"name": called.get("name"), "arguments": arguments}}

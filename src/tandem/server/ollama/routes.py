@@ -20,16 +20,8 @@ from tandem.server.chats.plan import ChatPlan, start_chat
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api, new_id, note_ignored
 from tandem.server.generation import Delta, Generation
+from tandem.server.ollama import requests
 from tandem.server.ollama.models import NDJSON, canonical
-from tandem.server.ollama.requests import (
-    NAMES,
-    OllamaChatRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaRequest,
-    translated_request,
-    without_effect,
-)
 from tandem.server.openai.completions import start_completion
 from tandem.server.openai.embeddings import embed as embedded
 from tandem.server.openai.models import unload
@@ -45,23 +37,23 @@ PLAIN = ChatPlan([], None, None, frozenset(), "stop", hides_reasoning=False, sho
 """Plan of a raw prompt, whose whole answer is content."""
 
 
-@router.post("/api/chat", openapi_extra=documented(OllamaChatRequest, streams=True, stream_type=NDJSON))
+@router.post("/api/chat", openapi_extra=documented(requests.OllamaChatRequest, streams=True, stream_type=NDJSON))
 async def chat(http: Request) -> Response:
     """Answer a conversation, as a stream unless `stream` is false; without messages only load or unload the model."""
-    fields = await parse(http, OllamaChatRequest)
+    fields = await parse(http, requests.OllamaChatRequest)
     return await _answer(http, fields, empty=not fields.messages)
 
 
-@router.post("/api/generate", openapi_extra=documented(OllamaGenerateRequest, streams=True, stream_type=NDJSON))
+@router.post("/api/generate", openapi_extra=documented(requests.OllamaGenerateRequest, streams=True, stream_type=NDJSON))
 async def generate(http: Request) -> Response:
     """Answer a prompt, as a stream unless `stream` is false; without one only load or unload the model."""
-    fields = await parse(http, OllamaGenerateRequest)
+    fields = await parse(http, requests.OllamaGenerateRequest)
     return await _answer(http, fields, empty=not fields.prompt)
 
 
-async def _answer(http: Request, fields: OllamaRequest, *, empty: bool) -> Response:
+async def _answer(http: Request, fields: requests.OllamaRequest, *, empty: bool) -> Response:
     name, started = canonical(http, fields.model), time.monotonic()
-    note_ignored(http, *without_effect(fields, get_api(http).settings.server.unknown_fields))
+    note_ignored(http, *requests.without_effect(fields, get_api(http).settings.server.unknown_fields))
     unloads = empty and str(fields.keep_alive).rstrip("hms") == "0"
     if unloads:
         await unload(http, name)
@@ -70,8 +62,8 @@ async def _answer(http: Request, fields: OllamaRequest, *, empty: bool) -> Respo
     if empty:
         return json_response(_part(fields, {}) | {"done": True, "done_reason": "unload" if unloads else "load"})
     load_s = time.monotonic() - started
-    with in_words(NAMES):
-        request = await translated(http, lambda: translated_request(fields))
+    with in_words(requests.NAMES):
+        request = await translated(http, lambda: requests.translated_request(fields))
         if isinstance(request, CompletionRequest):
             plan, (generation, _) = PLAIN, await start_completion(http, served, request, new_id("ollama"))
         else:
@@ -80,39 +72,30 @@ async def _answer(http: Request, fields: OllamaRequest, *, empty: bool) -> Respo
     return await streamed(generation, writer) if fields.stream else writer.whole((await generation.collect())[0])
 
 
-@router.post("/api/embed", openapi_extra=documented(OllamaEmbedRequest))
+@router.post("/api/embed", openapi_extra=documented(requests.OllamaEmbedRequest))
+@router.post("/api/embeddings", openapi_extra=documented(requests.OllamaEmbedRequest))
 async def embed(http: Request) -> Response:
-    """Return an embedding for each input."""
-    started, fields = time.monotonic(), await parse(http, OllamaEmbedRequest)
-    vectors, tokens = await _embeddings(http, fields, fields.input, "input")
-    spent = {"total_duration": _ns(time.monotonic() - started), "load_duration": 0, "prompt_eval_count": tokens}
-    return json_response({"model": fields.model, "embeddings": vectors, **spent})
-
-
-@router.post("/api/embeddings", openapi_extra=documented(OllamaEmbedRequest))
-async def embeddings(http: Request) -> Response:
-    """Return the embedding of `prompt`."""
-    fields = await parse(http, OllamaEmbedRequest)
-    return json_response({"embedding": (await _embeddings(http, fields, fields.prompt, "prompt"))[0][0]})
-
-
-async def _embeddings(http: Request, fields: OllamaEmbedRequest, given: object, param: str) -> tuple[list[list[float]], int]:
-    """Return the embeddings of `given`, the field named `param`, and its tokens. Raises RequestError."""
-    with in_words({"input": param}):
+    """Return an embedding for each `input`; for `prompt` of the older /api/embeddings, one."""
+    started, fields = time.monotonic(), await parse(http, requests.OllamaEmbedRequest)
+    given, names = (fields.prompt, {"input": "prompt"}) if http.url.path == "/api/embeddings" else (fields.input, {})
+    with in_words(names):
         request = checked({"input": given, "dimensions": fields.dimensions}, EmbeddingRequest)
         vectors, inputs = await embedded(http, await acquire(http, canonical(http, fields.model)), request)
     units = await off_loop(len(vectors) > 16, lambda: [unit_vector(one, request.dimensions).tolist() for one in vectors])
-    return units, sum(map(len, inputs))
+    if names:
+        return json_response({"embedding": units[0]})
+    spent = {"total_duration": _ns(time.monotonic() - started), "prompt_eval_count": sum(map(len, inputs))}
+    return json_response({"model": fields.model, "embeddings": units, "load_duration": 0, **spent})
 
 
 def _ns(seconds: object) -> int:
     return int(float(str(seconds)) * 1e9)
 
 
-def _part(fields: OllamaRequest, piece: JsonObject) -> JsonObject:
+def _part(fields: requests.OllamaRequest, piece: JsonObject) -> JsonObject:
     """Return an object of the answer. `piece`: `content`, `thinking` or `tool_calls` of a message."""
     said: JsonObject = {"message": {"role": "assistant", "content": "", **piece}}
-    if isinstance(fields, OllamaGenerateRequest):
+    if isinstance(fields, requests.OllamaGenerateRequest):
         said = {"response": "", **{name.replace("content", "response"): value for name, value in piece.items()}}
     return {"model": fields.model, "created_at": datetime.now(UTC).isoformat(), **said, "done": False}
 
@@ -122,7 +105,7 @@ class LineWriter(AnswerWriter):
 
     headers = [(b"content-type", NDJSON.encode()), *HEADERS[1:]]
 
-    def __init__(self, generation: Generation, reply: Reply, fields: OllamaRequest, load_s: float) -> None:
+    def __init__(self, generation: Generation, reply: Reply, fields: requests.OllamaRequest, load_s: float) -> None:
         """`load_s`: seconds until the model was loaded."""
         self._generation, self._reply, self._fields, self._load_s = generation, reply, fields, load_s
         self._call: JsonObject | None = None
