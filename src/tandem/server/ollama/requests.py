@@ -98,12 +98,12 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 def without_effect(fields: OllamaRequest, unknown: Unknown) -> list[str]:
-    """Return the names of fields without effect. `unknown`: value of --unknown-fields. Raises RequestError."""
+    """Return the names of options without effect. `unknown`: value of --unknown-fields. Raises RequestError."""
     left_out = [name for name in fields.options if name not in OPTIONS]
     strangers = [name for name in left_out if name not in GENERATING]
     if strangers and unknown == "refuse":
         raise unknown_field(f"options.{strangers[0]}", OPTIONS)
-    return [f"options.{name}" for name in left_out] + ["keep_alive"] * (fields.keep_alive is not None)
+    return [f"options.{name}" for name in left_out]
 
 
 def translated_request(fields: OllamaRequest) -> ChatRequest | CompletionRequest:
@@ -150,5 +150,5 @@ def _call(call: JsonObject, call_id: str) -> JsonObject:
     """Return a tool call with its arguments as text. `call_id`: its id if it has none."""
     function = call.get("function")
     called: JsonObject = function if isinstance(function, dict) else {}
-    arguments = json.dumps(called.get("arguments", {}))
+    arguments = json.dumps(called.get("arguments", {}), ensure_ascii=False)
     return {"id": call.get("id") or call_id, "function": {"name": called.get("name"), "arguments": arguments}}
