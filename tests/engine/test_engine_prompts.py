@@ -43,6 +43,7 @@ BESIDE = SamplingParams(
     max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=3, repetition_penalty=1.5, logit_bias={7: 5.0}
 )
 """What changes the answer does not change what is said of the prompt."""
+LABELS = (9, 400, 3)
 
 
 def prompts() -> list[list[int]]:
@@ -94,6 +95,16 @@ def near(vectors: list[list[float]]) -> list[object]:
 
 def embedding(name: str, tokens: list[int], pooling: Any) -> EngineRequest:
     return EngineRequest(request_id=name, prompt=tokens, params=SamplingParams(max_tokens=0), pooling=pooling)
+
+
+def labelled(model: Path, name: str, tokens: list[int]) -> tuple[EngineRequest, object]:
+    """A request for the log probabilities of `LABELS`, and mlx-lm's own."""
+    logits = loaded(model)(mx.array([tokens]))[0, -1]
+    expected = (logits - mx.logsumexp(logits))[mx.array(LABELS)].tolist()
+    request = EngineRequest(
+        request_id=name, prompt=tokens, params=SamplingParams(max_tokens=0), pooling="last", label_token_ids=LABELS
+    )
+    return request, pytest.approx(expected, abs=1e-4)
 
 
 def unit(message: object) -> list[float]:
@@ -283,6 +294,38 @@ def test_texts_that_share_a_pass(llm: LLM, model: Path, pooling: Any) -> None:
     asked = [embedding(f"v{i}", text, pooling) for i, text in enumerate(texts)]
     vectors = {message.request_id: unit(message) for message in submitted(llm, asked)}
     assert [vectors[f"v{i}"] for i in range(len(texts))] == near(pooled(model, pooling, texts))
+
+
+@pytest.mark.slow
+def test_labels_have_mlx_lms_log_probabilities_also_when_a_rank_dies(llm: LLM, model: Path) -> None:
+    rng = random.Random(3)
+    texts = [*prompts(), *([rng.randrange(3, 500) for _ in range(12)] for _ in range(6))]
+    asked = [labelled(model, f"l{i}", text) for i, text in enumerate(texts)]
+    beside = [EngineRequest(request_id="t", prompt=texts[2], params=GREEDY), embedding("v", texts[6], "last")]
+    killer = Killer(llm) if len(llm.engine.executor.pids) == 2 else (lambda _: None)
+    found = {message.request_id: message for message in submitted(llm, [*(one for one, _ in asked), *beside], killer)}
+    for request, expected in asked:
+        message = found[request.request_id]
+        assert (message.tokens, message.finish_reason) == ([], "stop")
+        assert np.frombuffer(message.vector, "<f4").tolist() == expected
+    assert unit(found["v"]) == near(pooled(model, "last", [texts[6]]))[0]
+
+
+def test_labels_that_cannot_be(model: Path) -> None:
+    with LLM(str(model)) as llm:
+        request, expected = labelled(model, "a", prompts()[2])
+        [message] = submitted(llm, [request])
+        assert np.frombuffer(message.vector, "<f4").tolist() == expected
+        for pooling, labels, words in (
+            ("mean", (5,), "pooling 'last'"),
+            ("last", (512,), "names token 512"),
+            ("last", (1,) * 21, "20"),
+        ):
+            wrong = EngineRequest(
+                request_id="b", prompt=[5], params=SamplingParams(max_tokens=0), pooling=pooling, label_token_ids=labels
+            )
+            with pytest.raises(RequestError, match=words):
+                list(submitted(llm, [wrong]))
 
 
 def test_dimensions_and_what_cannot_be(model: Path) -> None:

@@ -22,6 +22,7 @@ import openai
 import pytest
 import uvicorn.server
 import zmq
+from tokenizers import Tokenizer
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ProcessSettings, ServerSettings, Settings
@@ -97,7 +98,9 @@ class Sequence:
     def __init__(self, identity: bytes, request: EngineRequest, engine: FakeEngine) -> None:
         self.identity, self.request, self.due = identity, request, time.monotonic()
         if request.pooling is not None:
-            self.outputs = deque([Output(request.request_id, finish_reason="stop", vector=vector_of(request.prompt))])
+            labels = len(request.label_token_ids)
+            vector = engine.labels_of(request.prompt, labels) if labels else vector_of(request.prompt)
+            self.outputs = deque([Output(request.request_id, finish_reason="stop", vector=vector)])
             return
         params, limit = request.params, request.params.max_tokens
         reply = list(itertools.islice(itertools.cycle(engine.reply), limit)) if params.ignore_eos else engine.reply
@@ -189,6 +192,10 @@ class FakeEngine:
 
     def set_status(self, **changes) -> None:
         self.status = msgspec.structs.replace(self.status, **changes)
+
+    def labels_of(self, prompt: list[int], count: int) -> bytes:
+        """What it answers for labels: of the first the less the longer the prompt, of the others always the same."""
+        return struct.pack(f"<{count}f", -len(prompt) / 128, *[-1.0] * (count - 1))
 
     @property
     def last(self) -> EngineRequest:
@@ -428,6 +435,19 @@ def family(serve, engine, tmp_path):
         return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
 
     return start
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A server with its `engine`, whose model has "yes" and "no" as tokens and is called a reranker."""
+    path = tmp_path_factory.mktemp("judge")
+    write_tokenizer(path, 510)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    model = ModelSettings(model="org/Tiny-Reranker", served_name="judge")
+    with running_engine(path, model="judge", max_context=512) as fake, running_server(model, fake, max_choices=4) as live:
+        yield live
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,9 @@ class ModelSettings:
     pooling: Literal["auto", "last", "mean"] = "auto"
     """How /v1/embeddings makes one vector of a text: last: the final hidden state of its last token; mean: the mean of
     all. auto: as the model's 1_Pooling/config.json says, else last."""
+    reranker: Literal["auto", "on", "off"] = "auto"
+    """Whether /v1/rerank and /v1/score ask the model, with Qwen3-Reranker's prompt, if a document answers a query. auto: if
+    its name or path contains "rerank"."""
     weights_from: Literal["local", "head"] = "local"
     """Where ranks get their weights. local: from their own machine's copy, or each downloads its part from the hub;
     head: from the engine's machine, each its part, into its cache directory."""

@@ -138,7 +138,7 @@ class Engine:
         """Queue a request. Raises RequestError (bad request, queue full, draining)."""
         if self._scheduler is None or self.state in ("draining", "failed"):
             raise UnavailableError(f"the engine is {self.state}: {self.rank_group.detail or 'try again later'}")
-        if request.pooling is None and not self.layout.description.generates:
+        if (request.pooling is None or request.label_token_ids) and not self.layout.description.generates:
             raise RequestError(
                 f"{self.layout.served_name} has no output projection, so it only embeds; use /v1/embeddings",
                 param="model",

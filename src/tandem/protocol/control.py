@@ -84,7 +84,8 @@ class Output(Struct, frozen=True, tag=True):
     disk_tokens: int = 0
     """Part of `cached_tokens` that was read from disk for this request."""
     vector: bytes = b""
-    """Pooled hidden state for a request with `pooling`: float32, little-endian; else empty."""
+    """Pooled hidden state, or log probabilities of its labels, for a request with `pooling`: float32, little-endian; else
+    empty."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of all prompt tokens but the first, if requested. Sent with the first token or at the end."""
 

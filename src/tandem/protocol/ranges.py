@@ -103,6 +103,10 @@ def check_request(request: EngineRequest, vocab_size: int) -> None:
         raise RequestError(
             f"max_tokens is {request.params.max_tokens}; it must be 0 with pooling, which yields no tokens", param="max_tokens"
         )
+    labels = request.label_token_ids
+    if labels and (request.pooling != "last" or not 0 <= min(labels) <= max(labels) < vocab_size):
+        message = f"label_token_ids is {labels}; it needs pooling 'last', and ids from 0 to {vocab_size - 1}"
+        raise RequestError(message, param="label_token_ids")
 
 
 def _check_form(params: SamplingParams, form: StructuredOutputs) -> None:

@@ -118,6 +118,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Quarantine record of crashes with this request; None without any."""
     pooling: Pooling | None = None
     """Pooling of an embedding request: it ends with its prompt and yields a vector in place of tokens."""
+    label_token_ids: tuple[int, ...] = ()
+    """With `pooling` "last": the vector holds the log probabilities of these tokens after the prompt, in this order."""
     cache_key: str = ""
     """Routing key: requests with equal keys prefer the same replica."""
     on_disk: bool = True

@@ -69,6 +69,8 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     prompt_logprobs: int | None = None
     """k >= 0: return log probabilities of the prompt tokens after each position of the chunk, and of the k most likely ones
     there. None for no log probabilities. The position after the prompt is left out."""
+    label_token_ids: tuple[int, ...] = ()
+    """With `pooling`: the vector holds the log probabilities of these tokens after the last chunk."""
 
 
 class SavePrefixOp(Struct, frozen=True, array_like=True):

@@ -38,6 +38,14 @@ class Pooler:
         self._sums.pop(request_id, None)
 
 
+def label_logprobs(logits: mx.array, labels: Sequence[int]) -> mx.array:
+    """Return the log probabilities of the token ids `labels`, float32 [labels], from logits [V]. Dispatched at once."""
+    logits = logits.astype(mx.float32)
+    logprobs = logits[mx.array(list(labels), dtype=mx.int32)] - mx.logsumexp(logits)
+    dispatch(logprobs)
+    return logprobs
+
+
 def vector_bytes(vector: mx.array) -> bytes:
     """Return float32 [H] as little-endian bytes; empty if not finite. Waits for the device."""
     values = np.array(vector)

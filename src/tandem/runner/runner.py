@@ -26,7 +26,7 @@ from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
-from tandem.runner.pooler import Pooler, vector_bytes
+from tandem.runner.pooler import Pooler, label_logprobs, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, only_pooled, row_of
 from tandem.runner.prompt_scorer import Scores, score
@@ -314,7 +314,9 @@ class Runner:
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
         """Pool a chunk of a prompt: all of its positions for `mean`, else only the prompt's last one."""
-        if self.stage.is_last and (op.last or op.pooling == "mean"):
+        if self.stage.is_last and op.last and op.label_token_ids:
+            pending.vectors.append((op.request_id, label_logprobs(self.stage.head(hidden[:, -1:])[0, 0], op.label_token_ids)))
+        elif self.stage.is_last and (op.last or op.pooling == "mean"):
             states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))

@@ -123,6 +123,7 @@ class MicroBatch:
                     request.pooling,
                     sequence.samples,
                     request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None,
+                    request.label_token_ids,
                 )
             )
             sequence.skipped = 0

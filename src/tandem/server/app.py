@@ -27,8 +27,10 @@ from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
 from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
-from tandem.server.openai import chat, completions, embeddings, models, tokens
-from tandem.server.openapi import AnthropicError, Error, TandemApp, failures
+from tandem.server.ollama import models as ollama_models
+from tandem.server.ollama import routes as ollama
+from tandem.server.openai import chat, completions, embeddings, models, rerank, tokens
+from tandem.server.openapi import Error, TandemApp, failures
 from tandem.server.quotas import RATE_HEADERS
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
@@ -70,13 +72,16 @@ def create_app(settings: Settings, client: Replicas | ModelPool, keys: Mapping[s
         embeddings,
         info,
         models,
+        ollama,
+        ollama_models,
         page,
         plan,
         idempotency,
+        rerank,
         responses,
         tokens,
     ):
-        app.include_router(module.router, responses=failures(AnthropicError if module is anthropic else Error))
+        app.include_router(module.router, responses=failures(Error))
     app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:

@@ -1,4 +1,5 @@
-"""Errors as HTTP responses, in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}` or in Anthropic's."""
+"""Errors as HTTP responses, in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}`, in Anthropic's, or in
+Ollama's."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ seldom = Seldom(logger)
 CANCELLED = "request_cancelled"
 """Error code of a cancelled request."""
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATH = "/api/"
+AUDIO_PATH = "/v1/audio/"
+"""Prefix of paths without a route, whose 404 names a server that has them."""
 _ANTHROPIC = {
     401: "authentication_error",
     403: "permission_error",
@@ -79,7 +83,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 def error_response(error: RequestError, scope: Scope | None = None) -> Response:
-    """Return the HTTP response for `error`, in Anthropic's format if `scope` asks for it, else in OpenAI's.
+    """Return the HTTP response for `error`, in Anthropic's or Ollama's format if `scope` asks for it, else OpenAI's.
 
     Overload and unavailability get a Retry-After header.
     """
@@ -90,6 +94,8 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not read
+    if scope is not None and scope["path"].startswith(OLLAMA_PATH):
+        return Response(msgspec.json.encode({"error": error.message}), error.status, headers, "application/json")
     if scope is None or not speaks_anthropic(scope):
         return Response(msgspec.json.encode(envelope(error)), error.status, headers, "application/json")
     body = {**anthropic_envelope(error), "request_id": scope.get("tandem.request_id")}
@@ -121,7 +127,10 @@ def internal_error(error: BaseException, where: str) -> ServerError:
 
 def _from_http_exception(error: HTTPException, request: Request) -> RequestError:
     if error.status_code == 404:
-        return NotFoundError(f"Unknown request URL: {request.method} {request.url.path}", code="unknown_url")
+        told = f"Unknown request URL: {request.method} {request.url.path}"
+        if request.url.path.startswith(AUDIO_PATH):
+            told += ". Tandem serves text; mlx-audio (python -m mlx_audio.server) serves /v1/audio of speech models."
+        return NotFoundError(told, code="unknown_url")
     if error.status_code == 405:
         message = f"Method {request.method} is not allowed for {request.url.path}"
         return refused(405, message, code="method_not_allowed")

@@ -207,6 +207,12 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "TokenizeRequest": TOKENS,
     "DetokenizeRequest": TOKENS,
     "WarmRequest": CHAT,
+    "RerankRequest": EMBEDDING,
+    "ScoreRequest": EMBEDDING,
+    "OllamaChatRequest": CHAT,
+    "OllamaGenerateRequest": CHAT,
+    "OllamaEmbedRequest": EMBEDDING,
+    "ModelRequest": _any("Ollama", "insecure verbose"),
 }
 """Tables by the name of the body's schema."""
 
@@ -226,8 +232,12 @@ RENAMED: Mapping[str, str] = {
     "num_predict": "max_tokens",
     "random_seed": "seed",
     "max_new_tokens": "max_tokens",
+    "queries": "text_1",
+    "data_1": "text_1",
+    "documents": "text_2",
+    "data_2": "text_2",
 }
-"""Aliases that llama.cpp, Ollama, Mistral and TGI use, and our names for those fields."""
+"""Aliases that llama.cpp, Ollama, Mistral, TGI and vLLM use, and our names for those fields."""
 UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
 """(field, value) pairs with which llama.cpp and Ollama set no limit."""
 

@@ -43,15 +43,21 @@ class AnthropicError(BaseModel, extra="forbid"):
     request_id: str | None = None
 
 
-_described: list[type[BaseModel]] = [Error, AnthropicError]
+class OllamaError(BaseModel, extra="forbid"):
+    """Error in Ollama's shape."""
+
+    error: str
 
 
-def documented(model: type[BaseModel], *, streams: bool = False) -> JsonObject:
-    """Return the `openapi_extra` of a route whose JSON body is `model`; `streams`: it may answer with server-sent events."""
+_described: list[type[BaseModel]] = [Error, AnthropicError, OllamaError]
+
+
+def documented(model: type[BaseModel], *, streams: bool = False, stream_type: str = "text/event-stream") -> JsonObject:
+    """Return the `openapi_extra` of a route whose JSON body is `model`; `streams`: it may answer with a stream."""
     _described.append(model)
     extra: JsonObject = {"requestBody": {"required": True, "content": _json(model)}}
     if streams:
-        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+        extra["responses"] = {"200": {"content": {stream_type: {"schema": {"type": "string"}}}}}
     return extra
 
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 from tandem.config.validation import is_loopback
 from tandem.errors import RequestError
-from tandem.server.failures import refused
+from tandem.server.failures import AUDIO_PATH, refused
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".home")
 """Domain suffixes absent from public DNS (RFC 6761, 6762 and 8375, ICANN's .internal; .lan and .home, which many routers
@@ -83,7 +83,7 @@ class Origins:
 def check_content_type(method: str, headers: Headers, path: str = "") -> None:
     """Raise RequestError (415) unless a body is uncompressed and declared as JSON.
 
-    A web page may send other types to any host without a CORS preflight. Exceptions: file uploads (forms), no
+    A web page may send other types to any host without a CORS preflight. Exceptions: forms for files and audio, no
     content type, and the default of `curl -d`, unless a page sent it.
     """
     content_type = headers.get("content-type")
@@ -102,7 +102,7 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
         return
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
-    if kind == UPLOAD and path == UPLOAD_PATH:
+    if kind == UPLOAD and (path == UPLOAD_PATH or path.startswith(AUDIO_PATH)):
         return
     if kind == FORM and "origin" not in headers:
         return

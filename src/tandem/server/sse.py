@@ -1,10 +1,10 @@
-"""Responses from a generation: one JSON body, or a stream of server-sent events."""
+"""Responses from a generation: one JSON body, or a stream of server-sent events (of lines, as its writer has it)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -46,6 +46,12 @@ def json_response(body: Mapping[str, object], status: int = 200) -> Response:
 
 class AnswerWriter(Protocol):
     """Encoder of one endpoint's stream; each method returns complete events."""
+
+    headers: ClassVar[list[tuple[bytes, bytes]]] = HEADERS
+
+    def keep_alive(self) -> bytes:
+        """Return what is sent when there was no text for the heartbeat interval."""
+        return KEEP_ALIVE
 
     def head(self) -> bytes:
         """Return the events before the first text."""
@@ -120,12 +126,14 @@ class ChunkWriter(AnswerWriter):
         return self._envelope.without_choice({"usage": usage, **extras})
 
 
-async def start_stream(scope: Scope, send: Send, error: Callable[[RequestError], bytes]) -> None:
+async def start_stream(
+    scope: Scope, send: Send, error: Callable[[RequestError], bytes], headers: list[tuple[bytes, bytes]] = HEADERS
+) -> None:
     """Send the headers of a stream unless sent; `error` encodes any later failure (see `Gate`)."""
     begun = "tandem.stream" in scope
     scope["tandem.stream"] = error
     if not begun:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def streamed(generation: Generation, writer: AnswerWriter, *, include_usage: bool = True) -> Response:
@@ -159,7 +167,7 @@ class EventStream(Response):
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
         try:
-            await start_stream(scope, send, self._writer.error)
+            await start_stream(scope, send, self._writer.error, self._writer.headers)
             await self._run(send)
         finally:
             self._timer.cancel()
@@ -173,7 +181,7 @@ class EventStream(Response):
             if deltas:
                 body += await self._write(deltas)
             elif deltas is None and not body:
-                body = KEEP_ALIVE
+                body = self._writer.keep_alive()
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 self._sent_at = self._loop.time()

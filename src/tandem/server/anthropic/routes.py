@@ -6,7 +6,6 @@ import base64
 import hashlib
 
 from fastapi import APIRouter, Request
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError
@@ -16,17 +15,17 @@ from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import NAMES, chat_request
 from tandem.server.body import parse, translated
 from tandem.server.body_validation import in_words
-from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.answer_message import Reply, arguments_object
 from tandem.server.chats.budgets import SENT_TO_ALL
 from tandem.server.chats.plan import plan_chat, start_chat
 from tandem.server.context import new_id, note_ignored
 from tandem.server.failures import anthropic_envelope
 from tandem.server.generation import Delta, Generation
-from tandem.server.openapi import documented
+from tandem.server.openapi import AnthropicError, documented, failures
 from tandem.server.sse import AnswerWriter, json_response, named_event, streamed
 from tandem.server.tools.deltas import CallArguments, CallStart, Content, Event, ReasoningText, merged
 
-router = APIRouter()
+router = APIRouter(responses=failures(AnthropicError))
 
 
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
@@ -88,7 +87,7 @@ def _whole_blocks(reply: Reply, text: str) -> list[JsonObject]:
     blocks: list[JsonObject] = []
     for event in merged(reply.read(text, last=True)):
         if isinstance(event, CallArguments):
-            blocks[-1]["input"] = _object(event.text)
+            blocks[-1]["input"] = arguments_object(event.text)
         else:
             blocks.append(_block(reply, event))
             if not isinstance(event, CallStart):
@@ -114,15 +113,6 @@ def _block(reply: Reply, event: Event) -> JsonObject:
     if isinstance(event, ReasoningText):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": "", "citations": None}
-
-
-def _object(text: str) -> JsonObject:
-    """Return a call's arguments as an object, as far as complete: the output limit may have cut them off."""
-    try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def failed_message(error: RequestError) -> bytes:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
+from pydantic_core import from_json
+
 from tandem.json_types import JsonObject
 from tandem.server.chats.plan import ChatPlan
 from tandem.server.tools.deltas import CallStart, Content, Event, ReasoningText
 from tandem.server.tools.scan import StreamParser
+
+
+def arguments_object(text: str) -> JsonObject:
+    """Return a call's arguments as an object, as far as complete: the output limit may have cut them off."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Reply:

@@ -16,6 +16,7 @@ from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import response_format_of
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import head, new_id
+from tandem.server.engines.served_model import Served
 from tandem.server.generation import Delta, Generation
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, check_token_ids, sequences_of
@@ -31,7 +32,34 @@ router = APIRouter()
 async def completions(http: Request) -> Response:
     """Continue prompts, in one piece or as a stream. Choices are numbered prompt by prompt."""
     fields = await parse(http, CompletionRequest)
-    served = await acquire(http, fields.model, stream=fields.stream)
+    served, n = await acquire(http, fields.model, stream=fields.stream), fields.n or 1
+    generation, choices = await start_completion(http, served, fields, new_id("cmpl"))
+    if fields.stream:
+        return await streamed(generation, CompletionWriter(fields, generation, choices), include_usage=fields.include_usage)
+    answers = await generation.collect()
+    for index, answer in enumerate(answers):
+        answer.prompt = answers[index - index % n].prompt  # only the first choice of each prompt has them
+
+    def body() -> bytes:
+        whole = [{"index": answer.index, **choice.whole(answer)} for choice, answer in zip(choices, answers, strict=True)]
+        return encode_json(
+            {
+                **head("text_completion", generation.request_id, generation.model),
+                "choices": whole,
+                "usage": generation.usage(),
+                "performance": generation.performance(),
+            }
+        )
+
+    asked = _asked_of_prompt(fields)
+    size = generation.prompt_tokens * n * (asked + 1) if asked else 0
+    return Response(await off_loop(size > LARGE, body), media_type="application/json")
+
+
+async def start_completion(
+    http: Request, served: Served, fields: CompletionRequest, request_id: str
+) -> tuple[Generation, list[_Writing]]:
+    """Check the request and submit it to the engine; the caller must close the generation. Raises RequestError."""
     n = fields.n or 1
     check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt), echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
@@ -63,31 +91,13 @@ async def completions(http: Request) -> Response:
         fields,
         work,
         texts.tokenizer,
-        request_id=new_id("cmpl"),
+        request_id=request_id,
         prompt_tokens=tokens,
         continues=True,
         logs_end=_echoes_logprobs(fields),
     )
     choices = [_Writing(fields, echo, prompt, texts.tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
-    if fields.stream:
-        return await streamed(generation, CompletionWriter(fields, generation, choices), include_usage=fields.include_usage)
-    answers = await generation.collect()
-    for index, answer in enumerate(answers):
-        answer.prompt = answers[index - index % n].prompt  # only the first choice of each prompt has them
-
-    def body() -> bytes:
-        whole = [{"index": answer.index, **choice.whole(answer)} for choice, answer in zip(choices, answers, strict=True)]
-        return encode_json(
-            {
-                **head("text_completion", generation.request_id, generation.model),
-                "choices": whole,
-                "usage": generation.usage(),
-                "performance": generation.performance(),
-            }
-        )
-
-    size = tokens * n * (asked + 1) if asked else 0
-    return Response(await off_loop(size > LARGE, body), media_type="application/json")
+    return generation, choices
 
 
 def _echoes_logprobs(fields: CompletionRequest) -> bool:

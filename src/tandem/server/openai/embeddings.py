@@ -15,6 +15,7 @@ from tandem.server.body import parse
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api
+from tandem.server.engines.served_model import Served
 from tandem.server.generation import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.schemas import MAX_INPUTS, EmbeddingRequest
@@ -29,6 +30,14 @@ async def embeddings(http: Request) -> Response:
     """Return an embedding, normalized to length 1, for each input."""
     fields = await parse(http, EmbeddingRequest)
     served = await acquire(http, fields.model)
+    vectors, inputs = await embed(http, served, fields)
+    return Response(
+        await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, served.name)), media_type="application/json"
+    )
+
+
+async def embed(http: Request, served: Served, fields: EmbeddingRequest) -> tuple[list[bytes], list[list[int]]]:
+    """Return the pooled hidden state and the token ids of each input. Raises RequestError."""
     status = served.status()
     _check(fields, status)
     inputs = await encode_prompts(await RequestTexts.of(http, served), fields.input, "input", closed=True)
@@ -41,10 +50,7 @@ async def embeddings(http: Request) -> Response:
         pooling=status.pooling,
         window=get_api(http).settings.server.max_choices,
     ).outputs()
-    vectors = [output.vector for output in outputs]
-    return Response(
-        await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)), media_type="application/json"
-    )
+    return [output.vector for output in outputs], inputs
 
 
 def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:

@@ -331,6 +331,48 @@ class EmbeddingRequest(Strict):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
+def _document_text(value: object) -> object:
+    return value["text"] if isinstance(value, dict) and value.keys() == {"text"} else value
+
+
+Judged = Annotated[
+    list[Annotated[str, BeforeValidator(_document_text)]], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+]
+"""Texts to judge in one request; a text may also be an object `{"text": ...}`."""
+
+
+class JudgingFields(Strict):
+    """Fields shared by /v1/rerank and /v1/score."""
+
+    model: str | None = None
+    instruction: str | None = None
+    """The task, in words; None for a web search."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class RerankRequest(JudgingFields):
+    """Body of POST /v1/rerank."""
+
+    query: str
+    documents: Judged
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """Most results; 0 (vLLM) for all."""
+    return_documents: bool | None = None
+    """False leaves the documents' texts out of the results."""
+
+
+class ScoreRequest(JudgingFields):
+    """Body of POST /v1/score."""
+
+    text_1: Judged
+    text_2: Judged
+
+    @field_validator("text_1", "text_2", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return value if isinstance(value, list) else [value]
+
+
 class TokenizeRequest(Strict):
     """Body of POST /tokenize: a prompt or a conversation."""
 

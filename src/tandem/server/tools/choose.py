@@ -100,6 +100,11 @@ def _first(seen: Callable[[str], bool]) -> str | None:
     return next((name for name, wanted in signs if all(map(seen, wanted))), None)
 
 
+def thinks(reasoning: str, template: str) -> bool:
+    """Return whether the reasoning of a model with this chat template is separated. `reasoning`: --reasoning-parser."""
+    return (_shown(template)[1] if reasoning == "auto" else reasoning) != "none"
+
+
 def knows_tools(template: str) -> bool:
     """Return whether the chat template supports tools."""
     return "tools" in template

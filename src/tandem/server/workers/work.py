@@ -25,6 +25,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.prompt import encode_fitting, rendered
 from tandem.server.chats.texts import FILES_AWAY, TextsOf, tokenizer_of
 from tandem.server.fields import Unknown
+from tandem.server.ollama import requests as ollama
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 
@@ -34,11 +35,16 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
         openai.ChatRequest,
         openai.CompletionRequest,
         openai.EmbeddingRequest,
+        openai.RerankRequest,
+        openai.ScoreRequest,
         openai.TokenizeRequest,
         openai.DetokenizeRequest,
         anthropic.MessagesRequest,
         anthropic.CountRequest,
         responses.ResponsesRequest,
+        ollama.OllamaChatRequest,
+        ollama.OllamaGenerateRequest,
+        ollama.OllamaEmbedRequest,
         WarmRequest,
     )
 }

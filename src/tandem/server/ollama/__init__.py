@@ -1,0 +1,1 @@
+"""Ollama's API, translated to chat, completion and embedding requests."""
