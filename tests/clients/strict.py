@@ -8,12 +8,14 @@ that it made; an answer that does not have the library's types ends it with a tr
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Any
 
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 HELLO: list[Any] = [{"role": "user", "content": "Name a colour."}]
+LINE = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HELLO}})
 
 
 def with_openai(url: str) -> list[str]:
@@ -70,9 +72,6 @@ def with_openai(url: str) -> list[str]:
         except openai.APIStatusError as error:
             did(f"error {error.status_code}", error.request_id)
     return [f"openai {openai.__version__}", *dict.fromkeys(done)]
-
-
-LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "a"}]}}'
 
 
 def with_anthropic(url: str) -> list[str]:
