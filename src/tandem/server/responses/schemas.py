@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, FunctionSpec, Strict, Tagged, at_most
+from tandem.server.openai.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ClientTool,
+    FunctionSpec,
+    Strict,
+    Tagged,
+    at_most,
+    without_images,
+)
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
 MAX_METADATA = 64
@@ -67,7 +76,8 @@ class Item(Tagged):
     encrypted_content: str | None = None
     """Accepted but ignored: only the server that made it can decrypt it."""
 
-    _texts = field_validator("content", "output", mode="before")(as_parts)
+    _texts = field_validator("content", mode="before")(as_parts)
+    _result = field_validator("output", mode="before")(lambda value: without_images(as_parts(value), "input_text"))
 
     @model_validator(mode="before")
     @classmethod
