@@ -245,5 +245,5 @@ def _judge(request: Request, budget: int, said: str, sentence: int, got: Outcome
     found.closed += CLOSING in tokens
     spent = tokens.index(CLOSING) if CLOSING in tokens else len(tokens)
     found.most = max(found.most, spent - budget)
-    if spent > budget + sentence or len(tokens) != NEW or OPENING in tokens:
+    if spent > budget + sentence or len(tokens) != NEW or OPENING in tokens[spent:]:
         found.over.append(f"{request.name}: {spent} of {len(tokens)} tokens for a budget of {budget} and {sentence}")
