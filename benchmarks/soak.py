@@ -29,6 +29,7 @@ from pathlib import Path
 
 from harness import table
 from soak_bad_clients import KINDS
+from soak_budgets import budgets, thinking_model
 from soak_measure import flat, good_client
 from soak_round import Known, Models, Pace, Result, play
 from soak_schedule import LAYOUTS, Round, allowed_pairs, chosen, rounds, rounds_to_meet
@@ -208,6 +209,13 @@ def main() -> int:
         action="store_true",
         help="in place of a storm: a good client's latency beside bad ones, within --minutes",
     )
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        metavar="N",
+        help="in place of a storm: N answers with thinking budgets over all layouts, with kills: none thinks for longer, and "
+        "all are as undisturbed",
+    )
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="of --flat and --good-client (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
@@ -220,6 +228,8 @@ def main() -> int:
             return 0
         folder = args.evidence or Path(tempfile.mkdtemp(prefix="tandem-soak-evidence-"))
         folder.mkdir(parents=True, exist_ok=True)
+        if args.budgets:
+            return 0 if budgets(thinking_model(Path(directory)), args.budgets, args.seed, args.device, folder) else 1
         return 0 if storm(args, offered, folder) else 1
 
 

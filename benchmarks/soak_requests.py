@@ -207,14 +207,22 @@ def _choice(choice: dict[str, Any], answer: dict[str, Any], part: str) -> None:
     number = choice["index"]
     said = choice if part == "text" else choice[part]
     _add(answer, f"text {number}", said.get("text") or said.get("content"))
+    _add(answer, f"thought {number}", said.get("reasoning_content"))
     for call in said.get("tool_calls") or ():
         _add(answer, f"call {number}", call["function"].get("name"))
         _add(answer, f"arguments {number}", call["function"].get("arguments"))
     if logprobs := choice.get("logprobs"):
         found = logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
         answer.setdefault(f"logprobs {number}", []).extend(found)
+        tokens = [bytes(one["bytes"]) for one in logprobs.get("content") or ()] or map(_bytes, logprobs.get("tokens") or ())
+        _add(answer, f"tokens {number}", "".join(f"{json.dumps(token.decode('latin-1'))}\n" for token in tokens))
     if choice.get("finish_reason"):
         answer[f"finish {number}"] = choice["finish_reason"]
+
+
+def _bytes(token: str) -> bytes:
+    """Return a token's bytes from its name in log probabilities of completions."""
+    return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", "")) if token.startswith("bytes:") else token.encode()
 
 
 def _completion(event: dict[str, Any], answer: dict[str, Any]) -> None:

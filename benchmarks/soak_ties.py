@@ -8,7 +8,7 @@ logits are moved by as much as rounding does: answers that follow from these tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ NOISE = 1e-5
 """Logits of float32 in another order of sums differ by about so much (standard deviation)."""
 DRAWS = 64
 """Moved logits that are tried for each token."""
+NAMES = [str(number) for number in range(DRAWS)]
 MOST = 8
 """Answers that are followed at most."""
 FIELDS = {
@@ -68,6 +69,42 @@ def _texts(stage: StageModel, tokenizer: Tokenizer, prompt: list[int], params: S
     return texts
 
 
+def right(model: Path, prompt: str | list[dict[str, str]], params: SamplingParams, tokens: Sequence[bytes]) -> bool:
+    """Return whether an answer of these tokens (each as its bytes) follows from a prompt or messages, as ties have it."""
+    stage, tokenizer = _loaded(model)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.render_chat(prompt)
+    assert isinstance(ids, list)
+    mx.random.seed(0)
+    caches, fed, output = stage.make_caches(), ids, list[int]()
+    sampler = _sampler(stage, params, ids, output)
+    for wanted in tokens:
+        drawn = _drawn(stage.head(stage.forward(mx.array([fed]), caches)[:, -1:])[:, -1], sampler)
+        token = next((token for token in set(drawn) if tokenizer.token_bytes(token) == wanted), None)
+        if token is None:
+            return False
+        output.append(token)
+        if set(drawn) != {token}:
+            sampler = _sampler(stage, params, ids, output)
+        fed = [token]
+    return True
+
+
+def _sampler(stage: StageModel, params: SamplingParams, prompt: list[int], output: list[int]) -> Sampler:
+    """Return a sampler each of whose rows follows this output."""
+    sampler = Sampler(stage.vocab_size, ())
+    for name in NAMES:
+        sampler.add(name, params, params.seed or 0, prompt + output, len(prompt))
+    return sampler
+
+
+def _drawn(logits: mx.array, sampler: Sampler) -> list[int]:
+    """Return tokens drawn from logits [1, V] that are moved by noise, but for the first."""
+    noise = NOISE * mx.random.normal((len(NAMES), logits.shape[-1]))
+    noise[0] = 0.0
+    drawn: list[int] = sampler.sample(logits + noise, NAMES, {}).tokens.tolist()
+    return drawn
+
+
 @lru_cache(1)
 def _loaded(model: Path) -> tuple[StageModel, Tokenizer]:
     files = resolve(str(model))
@@ -78,24 +115,16 @@ def _loaded(model: Path) -> tuple[StageModel, Tokenizer]:
 def _follow(stage: StageModel, prompt: list[int], forced: list[int], params: SamplingParams) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of an answer that begins with `forced`, and beginnings of others that part from it at a tie."""
     mx.random.seed(0)
-    sampler = Sampler(stage.vocab_size, ())
-    names = [str(number) for number in range(DRAWS)]
-    for name in names:
-        sampler.add(name, params, params.seed or 0, prompt, len(prompt))
+    sampler = _sampler(stage, params, prompt, [])
     caches, fed, tokens = stage.make_caches(), prompt, list[int]()
     others: list[list[int]] = []
     while len(tokens) < params.max_tokens:
-        logits = stage.head(stage.forward(mx.array([fed]), caches)[:, -1:])[:, -1]
-        noise = NOISE * mx.random.normal((len(names), logits.shape[-1]))
-        noise[0] = 0.0
-        drawn: list[int] = sampler.sample(logits + noise, names, {}).tokens.tolist()
+        drawn = _drawn(stage.head(stage.forward(mx.array([fed]), caches)[:, -1:])[:, -1], sampler)
         at = len(tokens)
         tokens.append(forced[at] if at < len(forced) else drawn[0])
         if at >= len(forced):
             others += [[*tokens[:at], token] for token in sorted(set(drawn) - {drawn[0]})]
         if set(drawn) != {tokens[at]}:
-            for name in names:
-                sampler.remove(name)
-                sampler.add(name, params, params.seed or 0, prompt + tokens, len(prompt))
+            sampler = _sampler(stage, params, prompt, tokens)
         fed = tokens[-1:]
     return tokens, others

@@ -23,7 +23,8 @@ COUNTS = Counter[str]()
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = tiny_model(tmp_path_factory.mktemp("model"), config={"max_position_embeddings": CONTEXT})
     (model / "generation_config.json").write_text('{"temperature": 0}')  # a random model says something else each time
-    with served(str(model), "--max-context", str(CONTEXT), "--default-max-tokens", "32") as address:
+    journal = str(tmp_path_factory.mktemp("journal"))
+    with served(str(model), "--max-context", str(CONTEXT), "--default-max-tokens", "32", "--journal", journal) as address:
         yield address
 
 

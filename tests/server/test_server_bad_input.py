@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
+from fastapi import Request
+
+from tandem.errors import TooLargeError
+from tandem.server.body import read_body
 
 OK = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -203,3 +208,17 @@ def test_an_adapter_is_asked_for_by_the_name_of_a_model(shared, name):
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == name and "--lora-modules" in error["message"]
+
+
+@pytest.mark.parametrize("length", ["\u00b2", "9" * 5000, "1e9", "-1", ""])
+def test_an_odd_content_length_is_no_fault_of_the_server(length):
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-length", length.encode("latin-1"))]}
+    reading = read_body(Request(scope, receive), 10)
+    if length.startswith("9"):
+        with pytest.raises(TooLargeError):
+            asyncio.run(reading)
+    else:
+        assert asyncio.run(reading) == b"{}"

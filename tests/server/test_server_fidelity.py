@@ -271,3 +271,37 @@ def test_no_client_can_have_its_own_tool_left_out(server, engine):
         assert "tools.look" not in sent.headers.get(IGNORED, "")
         assert (sent.status_code, "hosted" in sent.json()["error"]["message"]) == (400, True)
     assert '"hosted"' not in json.dumps(server.http.get("/openapi.json").json())
+
+
+@pytest.mark.parametrize("route", [MESSAGES, CHAT, RESPONSES])
+def test_an_image_in_a_tools_result_is_told_to_be_left_out(server, route):
+    url = "data:image/png;base64,AAAA"
+    text = {"type": "text", "text": "seen: "}
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    if route == MESSAGES:
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": [text, {"type": "image", "source": source}]}
+        used = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        talk = {"messages": [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]}
+    elif route == CHAT:
+        result = {"role": "tool", "tool_call_id": "t1", "content": [text, {"type": "image_url", "image_url": {"url": url}}]}
+        talk = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}, result]}
+    else:
+        output = [{"type": "input_text", "text": "seen: "}, {"type": "input_image", "image_url": url, "detail": "auto"}]
+        called = {"type": "function_call", "call_id": "t1", "name": "look", "arguments": "{}"}
+        talk = {"input": [*HELLO, called, {"type": "function_call_output", "call_id": "t1", "output": output}]}
+    sent = post(server, route, **talk)
+    assert sent.status_code == 200, sent.text
+    prompt = prompt_of(server)
+    assert prompt.count("[image omitted: this model does not see]") == 1 and "AAAA" not in prompt and "seen: " in prompt
+    asks = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    assert post(server, CHAT, messages=[asks]).status_code == 400, "a question about an image has no answer"
+
+
+def test_the_older_name_of_the_form_of_an_answer_is_taken(server, engine):
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
+    assert post(server, MESSAGES, output_format=form).status_code == 200
+    [request] = engine.submitted.values()
+    assert request.params.structured_outputs is not None
+    sent = post(server, MESSAGES, output_format=form, output_config={"format": form})
+    assert sent.status_code == 400 and "older name of 'output_config.format'" in sent.json()["error"]["message"]

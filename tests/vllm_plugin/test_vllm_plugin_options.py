@@ -132,7 +132,8 @@ def test_sampling_parameters_keep_their_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("prompt_logprobs", 0), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("logprobs", -1)]
+    ("name", "value"),
+    [("prompt_logprobs", 0), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("logprobs", -1), ("thinking_token_budget", 0)],
 )
 def test_what_is_not_supported_is_refused(name: str, value: object) -> None:
     check(vllm_params())

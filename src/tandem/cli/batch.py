@@ -162,7 +162,7 @@ def _ask(asking: Asking, line: Line) -> Answer:
             if status == 401:
                 return status, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
             after = headers.get("retry-after", "")
-            wait = min(float(after), LONGEST_WAIT_S) if after.isdigit() else wait
+            wait = min(float(after), LONGEST_WAIT_S) if after.isdecimal() else wait
         except (OSError, HTTPException, ValueError) as error:
             why = f"{line.custom_id}: {error}"
         if attempt < asking.retries:

@@ -57,6 +57,6 @@ def _endpoint(text: str) -> str:
     from tandem.config.settings import ParallelSettings
 
     host, colon, port = text.partition(":")
-    if not host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
+    if not host or (colon and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise ConfigError(f"--join: {text!r} is not HOST or HOST:PORT", param="join")
     return f"{host}:{port or ParallelSettings().join_port}"

@@ -110,7 +110,7 @@ def split_by_part(
     for name in list(weights):
         if name.startswith(layers + "."):
             number, _, rest = name[len(layers) + 1 :].partition(".")
-            if number.isdigit() and int(number) < description.num_layers:
+            if number.isdecimal() and int(number) < description.num_layers:
                 parts[int(number)][rest] = weights.pop(name)
                 continue
         base, _, rest = name.rpartition(".")

@@ -279,7 +279,7 @@ class _ChunksOnDisk:
         except (FileNotFoundError, ValueError):
             return {}
         entries = [line.split() for line in lines] if first == key else []
-        return {int(entry[0]): entry[1] for entry in entries if len(entry) == 2 and entry[0].isdigit()}
+        return {int(entry[0]): entry[1] for entry in entries if len(entry) == 2 and entry[0].isdecimal()}
 
     def note(self, span: Span, digest: bytes) -> None:
         """Record that `span` has been written."""

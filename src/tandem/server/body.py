@@ -29,7 +29,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raises RequestError (408) after `BODY_TIMEOUT_S`, and ClientGone on disconnect.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
     chunks = bytearray()
     try:

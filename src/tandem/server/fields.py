@@ -138,9 +138,6 @@ COMPLETION = _together(
         _only("OpenAI", "tool_choice", "none", "auto"),
         _only("OpenAI", "suffix", ""),
         _only("vLLM", "add_special_tokens", True),
-        _only("vLLM", "thinking_token_budget"),
-        _only("llama.cpp", "reasoning_budget reasoning_budget_tokens thinking_budget_tokens", -1),
-        _only("Qwen", "thinking_budget"),
     )
 )
 

@@ -14,7 +14,7 @@ UNSUPPORTED = {
     "logprob_token_ids": "log probabilities of named tokens (logprob_token_ids)",
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
-    "thinking_token_budget": "thinking_token_budget",
+    "thinking_token_budget": "a thinking budget (thinking_token_budget; `tandem serve` has one)",
     "watermarking": "watermarking",
 }
 """Unsupported fields of vLLM's SamplingParams -> name for error messages."""
@@ -23,10 +23,9 @@ UNSUPPORTED = {
 def check(params: VllmParams) -> None:
     """Raise ValueError if the parameters use an unsupported feature."""
     for name, words in UNSUPPORTED.items():
-        if getattr(params, name, None):
+        value = getattr(params, name, None)
+        if value or type(value) is int:  # 0 asks for something too
             raise ValueError(f"{words} is not supported by Tandem's platform; leave it out")
-    if getattr(params, "prompt_logprobs", None) is not None:
-        raise ValueError(f"{UNSUPPORTED['prompt_logprobs']} is not supported by Tandem's platform; leave it out")
     if params.logprobs is not None and params.logprobs < 0:
         raise ValueError("logprobs=-1 (the whole vocabulary) is not supported by Tandem's platform; give a number")
 

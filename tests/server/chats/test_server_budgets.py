@@ -148,6 +148,10 @@ def test_anthropic_and_responses_have_their_own_fields(thinking, engine):
     body = {"model": "tiny", "max_tokens": 100, "messages": HELLO}
     sent = server.http.post("/v1/messages", json={**body, "thinking": {"type": "enabled", "budget_tokens": 64}})
     assert (sent.status_code, budget_in(engine).limit) == (200, 64)
+    thought = {"thinking_tokens": len(engine.tokenizer.encode("abcd"))}
+    assert sent.json()["usage"]["output_tokens_details"] == thought
+    *_, end, _ = server.http.post("/v1/messages", json={**body, "stream": True}).text.strip().split("\n\n")
+    assert json.loads(end.partition("data: ")[2])["usage"]["output_tokens_details"] == thought
     body["thinking"] = {"type": "enabled", "budget_tokens": 101}
     error = fault(server.http.post("/v1/messages", json=body))
     assert "'thinking.budget_tokens' (101) must not be more than the output limit (100)" in error["message"]
@@ -194,6 +198,35 @@ def test_a_model_without_tokens_around_reasoning_has_no_budget(thinking, engine,
         json={"model": "tiny", "max_tokens": 100, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 64}},
     )
     assert (sent.status_code, sent.headers[HEADER]) == (200, "thinking.budget_tokens")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("hi", False),
+        ("hi<think>so", True),
+        ("hi<think>so</think>", False),
+        ("<think>a</think>b<think>c", True),
+        ([5, OPEN, 6], True),
+    ],
+)
+def test_a_budget_of_a_completion_counts_from_an_open_tag_of_the_prompt(thinking, engine, prompt, begun):
+    server = thinking(thinking_message="So:", thinking_budget=99)
+    fields = {"prompt": prompt, "max_tokens": 50}
+    message = tuple(engine.tokenizer.encode("Now", False))
+    sent = server.http.post(
+        "/v1/completions", json={**fields, "thinking_token_budget": 9, "reasoning_budget_message": "Now", "n": 2}
+    )
+    assert sent.status_code == 200, sent.text
+    asked = [request.params.thinking for request in engine.submitted.values()]
+    assert asked == [ThinkingBudget(9, ThinkingTokens((OPEN,), (CLOSE,), begun=begun), message)] * 2
+    server.http.post("/v1/completions", json=fields)
+    assert budget_in(engine) is None, "the server's budget is for chats"
+    error = fault(server.http.post("/v1/completions", json={**fields, "thinking_budget": 51}))
+    assert (error["param"], "output limit (50)" in error["message"]) == ("thinking_budget", True)
+    server = thinking(CHAT_TEMPLATE)
+    error = fault(server.http.post("/v1/completions", json={**fields, "reasoning_budget": 5}))
+    assert (error["param"], "does not think" in error["message"]) == ("reasoning_budget", True)
 
 
 def test_forced_forms_and_budgets_go_together(thinking, engine):

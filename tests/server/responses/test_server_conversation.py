@@ -149,12 +149,60 @@ def test_it_survives_another_start_and_is_nobody_elses(keeps, engine):
     assert prompt(engine) == "[user One?][assistant Blue.][user Two?]"
 
 
+def test_responses_are_stored_by_default_where_there_is_a_journal(keeps, engine):
+    server = keeps(journal_max_gb=20_000 / 2**30)
+    client = server.openai()
+    first = client.responses.create(model="tiny", input="One?")
+    assert first.to_dict()["store"] is True
+    client.responses.create(model="tiny", input="Two?", previous_response_id=first.id)
+    assert prompt(engine) == "[user One?][assistant Blue.][user Two?]"
+    large = client.responses.create(model="tiny", input="x" * 12_000)
+    assert (large.status, large.to_dict()["store"]) == ("completed", False), "more than half of the journal"
+    assert client.responses.retrieve(first.id) == first
+
+
+def test_items_are_referred_to_by_their_ids(keeps, engine, wait_until):
+    server = keeps("{# </think> #}{% for m in messages %}[{{ m.role }} {{ m.reasoning_content }}|{{ m.content }}]{% endfor %}")
+    client = server.openai()
+    engine.reply = engine.tokenizer.encode("<think>Hm.</think>Blue.")
+    first = ask(client, "One?", store=None)
+    [asked] = client.responses.input_items.list(first.id)
+    later = ask(client, "Two?", background=True)
+    wait_until(lambda: client.responses.retrieve(later.id).status == "completed")
+    thought, answer = client.responses.retrieve(later.id).output
+    items = [asked, *first.output, thought, answer]
+    assert len({item.id for item in items}) == 5
+    named = [{"type": "item_reference", "id": asked.id}, *({"id": item.id} for item in items[1:])]
+    third = ask(client, [*named, {"role": "user", "content": "Three?"}])
+    assert prompt(engine) == "[user |One?][assistant Hm.\nHm.|Blue.\nBlue.][user |Three?]"
+    for response in (first, later):
+        client.responses.delete(response.id)
+    ask(client, [{"type": "item_reference", "id": third.output[1].id}, {"role": "user", "content": "Four?"}], third.id)
+    assert prompt(engine).endswith("[user |Three?][assistant Hm.|Blue.\nBlue.][user |Four?]"), "it holds them all"
+
+
+def test_items_that_are_not_there(keeps):
+    server = keeps(api_key=("a", "b"), max_body_mb=0.01)
+    item = ask(server.openai(api_key="a"), "x" * 4000).output[0]
+    [asked] = server.openai(api_key="a").responses.input_items.list(f"resp_{item.id[4:36]}")
+    for key, name in (("b", item.id), ("a", item.id[:-1] + "9"), ("a", "rs_"), ("a", "x" * 10_000), ("a", "msg_%")):
+        with pytest.raises(openai.NotFoundError, match="not found. Items are not persisted when 'store' is false") as refused:
+            ask(server.openai(api_key=key), [{"role": "user", "content": "a"}, {"type": "item_reference", "id": name}])
+        assert (refused.value.param, refused.value.code) == ("input[1]", "item_not_found")
+    with pytest.raises(openai.BadRequestError, match="--max-body-mb"):
+        ask(server.openai(api_key="a"), [{"type": "item_reference", "id": asked.id}] * 3)
+    with pytest.raises(openai.BadRequestError, match="a item_reference item needs 'id'"):
+        ask(server.openai(api_key="a"), [{"type": "item_reference"}])
+
+
 def test_the_remedy_without_a_journal(shared, serve):
     for fields in ({"store": True}, {"previous_response_id": "resp_x"}):
         response = shared.http.post("/v1/responses", json={"input": "hi", **fields})
         assert code_of(response) == "unsupported_parameter"
         assert response.json()["error"]["param"] in fields
         assert "--journal DIR" in response.json()["error"]["message"]
+    response = shared.http.post("/v1/responses", json={"input": [{"type": "item_reference", "id": "msg_x"}]})
+    assert code_of(response) == "unsupported_parameter" and "--journal DIR" in response.json()["error"]["message"]
     soft = serve(unknown_fields="ignore")
     response = soft.http.post("/v1/responses", json={"input": "hi", "store": True})
     assert (response.json()["store"], response.headers["x-tandem-ignored-fields"]) == (False, "store")

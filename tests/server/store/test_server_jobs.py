@@ -158,11 +158,12 @@ def test_in_the_background(serve, engine, place, wait_until):
 def test_background_requests_outlast_overload_and_tell_failures(serve, engine, place, wait_until):
     server = serve(journal=place)
     engine.refusal = (429, "full", "overloaded", 0.1)
-    name = ask(server, prefer="respond-async").json()["id"]
+    name = ask(server, "k", prefer="respond-async").json()["id"]
     wait_until(lambda: engine.submitted)
-    assert status(server, name) == "in_progress"
+    assert status(server, name) == ask(server, "k", prefer="respond-async").json()["status"] == "in_progress"
     engine.refusal = (500, "it kills ranks", "rank_failure", None)
     wait_until(lambda: status(server, name) == "failed")
+    assert ask(server, "k", prefer="respond-async").json() == {"id": name, "object": "request", "status": "failed"}
     failed = retrieve(server, name).json()
     assert failed["status_code"] == 500 and failed["response"]["error"]["code"] == "rank_failure"
 

@@ -316,7 +316,7 @@ def _reason(error: ray.exceptions.RayError) -> str:
 def _check_answers(address: str) -> None:
     """Raise UsageError if nothing listens at the head's `address`; Ray itself would retry for much longer."""
     host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
+    if "://" in address or not host or not port.isdecimal():
         raise UsageError(
             f"--ray-address {address}: must be HOST:PORT of the cluster's head, auto or new; ray:// "
             "addresses are not supported, since ranks must be able to connect to this machine"

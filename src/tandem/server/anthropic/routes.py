@@ -73,12 +73,13 @@ def _message(generation: Generation) -> JsonObject:
 def _usage(generation: Generation) -> JsonObject:
     """Return the usage so far. Cached prompt tokens are not included in `input_tokens`, as at Anthropic."""
     counted = generation.usage()
-    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    cached, details = counted["prompt_tokens_details"]["cached_tokens"], counted.get("completion_tokens_details")
     return {
         "input_tokens": counted["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": counted["completion_tokens"],
+        **({"output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]}} if details else {}),
     }
 
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, Strict, Tagged, without_images
 
 _ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 SCHEMA = {"type": "object"}
@@ -72,7 +72,7 @@ class Block(Marked, Tagged):
     """Accepted but not checked."""
     data: str | None = None
 
-    _texts = field_validator("content", mode="before")(as_blocks)
+    _texts = field_validator("content", mode="before")(lambda value: without_images(as_blocks(value)))
 
 
 class Turn(Strict):
@@ -162,8 +162,16 @@ class CountRequest(Strict):
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Format | None = None
+    """Older name of `output_config.format`."""
 
     _texts = field_validator("system", mode="before")(as_blocks)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> CountRequest:
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise PydanticCustomError("one_of", "'output_format' is the older name of 'output_config.format'; give one of them")
+        return self
 
 
 class MessagesRequest(CountRequest):

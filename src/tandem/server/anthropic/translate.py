@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from itertools import groupby
 
-from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
+from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, OutputConfig, TextBlock, Tool
 from tandem.server.body_validation import checked
 from tandem.server.openai.schemas import ChatRequest
 
@@ -35,12 +35,11 @@ def chat_request(fields: CountRequest) -> ChatRequest:
     if fields.thinking is not None:
         data["enable_thinking"] = fields.thinking.type != "disabled"
         data["thinking_token_budget"] = fields.thinking.budget_tokens
-    if (output := fields.output_config) is not None:
-        if output.effort is not None:
-            data["reasoning_effort"] = output.effort
-        if output.format is not None:
-            schema = {"name": "output", "schema": output.format.schema_}
-            data["response_format"] = {"type": "json_schema", "json_schema": schema}
+    output = fields.output_config or OutputConfig()
+    if output.effort is not None:
+        data["reasoning_effort"] = output.effort
+    if (form := output.format or fields.output_format) is not None:
+        data["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
     if isinstance(fields, MessagesRequest):
         same = {name: getattr(fields, name) for name in ("max_tokens", "stream", "temperature", "top_p")}
         data |= same | {"top_k": fields.top_k or None, "stop": fields.stop_sequences}

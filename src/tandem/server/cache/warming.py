@@ -12,7 +12,7 @@ from fastapi import Request
 from tandem.errors import RequestError, UnavailableError
 from tandem.json_types import JsonObject
 from tandem.server.cache.schemas import WarmRequest
-from tandem.server.chats.plan import callable_tools, template_variables
+from tandem.server.chats.plan import callable_tools, effort_of, template_variables
 from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import note_ignored
@@ -108,7 +108,7 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
     A conversation that ends with a user or tool message is rendered as it is. Others, and those with `unfinished`, are
     rendered with two continuations, and the common prefix is used: what templates put after a message depends on the next.
     """
-    variables, vain = template_variables(fields, texts.tokenizer)
+    variables, vain = template_variables(fields, effort_of(fields), texts.tokenizer)
     if vain:
         note_ignored(texts.http, *vain)
     tools = callable_tools(fields, fields.tool_choice or ToolChoice(mode="auto"))

@@ -9,7 +9,6 @@ from tandem.errors import RequestError
 from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import note_ignored
-from tandem.server.openai.schemas import ChatRequest
 
 SHARES = {"minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95}
 """Share of a thinking budget by reasoning effort, as at OpenRouter; `max` is all of it."""
@@ -19,7 +18,7 @@ SENT_TO_ALL = "tandem.budget_sent_to_all"
 
 def budget_of(
     http: Request,
-    fields: ChatRequest,
+    message: str | None,
     asked: tuple[str, int | None, str | None],
     tokens: ThinkingTokens | None,
     texts: RequestTexts,
@@ -30,19 +29,20 @@ def budget_of(
 ) -> ThinkingBudget | None:
     """Return the thinking budget of an answer; None for no limit.
 
-    `asked`: budget field, budget in tokens, effort. `tokens`: token ids around reasoning. `most`: output limit in tokens;
-    `left`: tokens left in the context. Raises RequestError naming the field.
+    `message`: text to insert before the closing tag (None: the server's). `asked`: budget field, budget in tokens, effort.
+    `tokens`: token ids around reasoning. `most`: output limit in tokens; `left`: tokens left in the context. Raises
+    RequestError naming the field.
     """
     field, limit, effort = asked
     if limit is not None and most is not None and limit > most:
-        message = f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that."
-        raise RequestError(message, param=field, code="invalid_value")
+        why = f"'{field}' ({limit}) must not be more than the output limit ({most}): it is a part of that."
+        raise RequestError(why, param=field, code="invalid_value")
     if tokens is None:
         if limit and SENT_TO_ALL not in http.scope:
-            message = (
+            why = (
                 f"'{field}' is not supported with this model: it does not think, or not between tokens of its own. Leave it out."
             )
-            raise RequestError(message, param=field, code="unsupported_parameter")
+            raise RequestError(why, param=field, code="unsupported_parameter")
         if limit:
             note_ignored(http, http.scope[SENT_TO_ALL])
         return None
@@ -54,5 +54,5 @@ def budget_of(
             return None
         limit = int(limit * (share or 1))
     limit = min(limit, left)
-    said = fields.reasoning_budget_message or server.thinking_message
+    said = message or server.thinking_message
     return ThinkingBudget(limit, tokens, tuple(texts.tokenizer.encode(said, False)) if said else ())

@@ -9,9 +9,10 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request
 
+from tandem.config.settings import ServerSettings
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
-from tandem.protocol.thinking import ThinkingTokens
+from tandem.protocol.thinking import ThinkingBudget, ThinkingTokens, begin, follow
 from tandem.server.chats.budgets import budget_of
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import accepted, described
@@ -21,7 +22,7 @@ from tandem.server.engines.served_model import Served
 from tandem.server.generation import Generation
 from tandem.server.openai.messages import Message, ToolChoice
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, sequences_of
-from tandem.server.openai.schemas import BUDGETS, ChatRequest
+from tandem.server.openai.schemas import BUDGETS, ChatRequest, CompletionRequest
 from tandem.server.tools.choose import ANSWERS, THINKING, OutputFormat, OutputParser, output_parser, thinking_tokens, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
@@ -64,6 +65,8 @@ class ChatPlan:
     """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
     marked: bool
     """True if the model puts tags around its reasoning."""
+    effort: ReasoningEffort
+    """Thinking settings of the request."""
 
 
 async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
@@ -71,7 +74,8 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     check_sizes(fields, most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     tokenizer, settings = texts.tokenizer, served.settings.server
-    variables, vain = template_variables(fields, tokenizer)
+    effort = effort_of(fields)
+    variables, vain = template_variables(fields, effort, tokenizer)
     choice = fields.tool_choice or _AUTO
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -115,6 +119,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         short_ids=own.format == "mistral",
         thinking=thinking,
         marked=how is not None and how.thinking is not None,
+        effort=effort,
     )
     return plan, texts
 
@@ -135,11 +140,11 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
     )
-    effort, server = effort_of(fields), served.settings.server
+    effort, server = plan.effort, served.settings.server
     if effort.budget is not None or effort.effort is not None or server.thinking_budget is not None:
         budget = budget_of(
             http,
-            fields,
+            fields.reasoning_budget_message,
             (effort.budget_field, effort.budget, effort.effort),
             plan.thinking,
             texts,
@@ -161,6 +166,29 @@ async def start_chat(http: Request, served: Served, fields: ChatRequest, request
         thinking=plan.thinking or (None if plan.marked else NO_THINKING),
     )
     return plan, generation
+
+
+def prompt_budget(
+    http: Request, fields: CompletionRequest, texts: RequestTexts, server: ServerSettings, prompt: list[int]
+) -> ThinkingBudget | None:
+    """Return the thinking budget of the answer to a prompt without a chat template; None for no limit.
+
+    Reasoning has begun if the prompt has an opening tag that is not closed. Raises RequestError naming the field.
+    """
+    field, limit = _only("", {name: getattr(fields, name) for name in BUDGETS})
+    if limit is None or limit < 0:
+        return None
+    tokenizer = texts.tokenizer
+    own = told_formats("none", server.reasoning_parser, tokenizer.chat_template, "", None, tokenizer.has_special)
+    parser = output_parser(own, tokenizer.has_special)
+    tags = thinking_tokens(parser.thinking if parser is not None else None, tokenizer)
+    if tags is not None:
+        tags = msgspec.structs.replace(
+            tags, begun=follow(msgspec.structs.replace(tags, again=True), begin(tags), prompt).thinking
+        )
+    left = texts.status.max_context - len(prompt)
+    said = fields.reasoning_budget_message
+    return budget_of(http, said, (field, limit, None), tags, texts, server, most=fields.max_tokens, left=left)
 
 
 def _unfinished(fields: ChatRequest, *, formed: bool) -> tuple[list[Message], str]:
@@ -222,10 +250,10 @@ async def _form(
 # (DeepSeek V3.1, Kimi, Granite), or several of these.
 
 
-def template_variables(fields: ChatRequest, tokenizer: Tokenizer) -> tuple[dict[str, object], list[str]]:
+def template_variables(fields: ChatRequest, effort: ReasoningEffort, tokenizer: Tokenizer) -> tuple[dict[str, object], list[str]]:
     """Return the chat template's variables, and the request fields that have no effect on it. Raises RequestError."""
     variables = _template_kwargs(fields)
-    return variables, add_thinking(effort_of(fields), tokenizer, variables)
+    return variables, add_thinking(effort, tokenizer, variables)
 
 
 def _template_kwargs(fields: ChatRequest) -> dict[str, object]:

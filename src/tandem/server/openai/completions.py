@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
+from msgspec.structs import replace
 from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.server.acquire import acquire
 from tandem.server.body import parse
+from tandem.server.chats.plan import prompt_budget
 from tandem.server.chats.prompt import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.response_formats import response_format_of
@@ -69,10 +71,12 @@ async def start_completion(
         if param != "logprobs" or fields.echo:
             check_prompt_logprobs(param, count, tokens, n)
     form, asked = await response_format_of(texts, fields), _asked_of_prompt(fields)
+    settings = served.settings.server
+    budgets = await off_loop(tokens > LARGE, lambda: [prompt_budget(http, fields, texts, settings, prompt) for prompt in prompts])
     work = [
-        sequence
-        for prompt in prompts
-        for sequence in sequences_of(
+        (sequence, replace(params, thinking=budget))
+        for prompt, budget in zip(prompts, budgets, strict=True)
+        for sequence, params in sequences_of(
             prompt,
             fields,
             served,

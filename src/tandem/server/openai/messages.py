@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,6 +16,8 @@ TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "objec
 """JSON schema of `tool_choice`."""
 
 
+IMAGES = ("image", "image_url", "input_image")
+"""Types of content parts with an image."""
 MAX_FIELDS = 64
 """Most fields of one object, as pydantic reports each unknown one as an error."""
 MAX_MESSAGES = 8192
@@ -107,6 +109,14 @@ def only_type(kind: str, data: object) -> object:
     return data
 
 
+def without_images(parts: Any, kind: str = "text") -> Any:
+    """Return the content parts of a tool's result with a text of type `kind` in place of each image: no model here sees."""
+    if not isinstance(parts, list):
+        return parts
+    omitted = {"type": kind, "text": "[image omitted: this model does not see]"}
+    return [omitted if isinstance(part, dict) and part.get("type") in IMAGES else part for part in parts]
+
+
 class ClientTool(Strict):
     """Tool that runs at the client, or one that only the API's vendor runs (`hosted`), which is ignored here."""
 
@@ -178,7 +188,7 @@ class Message(Strict):
         for key in sorted(unsupported & data.keys()):
             raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
         if isinstance(data.get("content"), list):
-            parts = data["content"]
+            parts = without_images(data["content"]) if data.get("role") == "tool" else data["content"]
             if len(parts) > MAX_PARTS:
                 context = {"limit": MAX_PARTS, "count": len(parts)}
                 raise PydanticCustomError("too_many_parts", "at most {limit} content parts, not {count}", context)

@@ -158,6 +158,13 @@ class SamplingFields(Strict):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
+    reasoning_budget: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
+    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
+    reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
+    """Text inserted before reasoning is ended by the budget."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -235,13 +242,6 @@ class ChatRequest(SamplingFields):
     reasoning: Reasoning | None = None
     thinking: ThinkingSwitch | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
-    thinking_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] | None = None
-    reasoning_budget: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
-    reasoning_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=MOST_BUDGET)] | None = None
-    reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
-    """Text inserted before reasoning is ended by the budget."""
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     continue_final_message: bool | None = None
     """Continue the last message, which is the assistant's (vLLM)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 
 from starlette.responses import Response
@@ -167,10 +166,10 @@ class Answering(AnswerWriter):
 class OutputItems:
     """Builder of output items. Methods return events as dictionaries without `sequence_number`."""
 
-    def __init__(self, reply: Reply, tools: Iterable[Function] = (), ids: Callable[[], str] | None = None) -> None:
-        """`tools`: tools that may be called. `ids` returns 32 hex digits for each item id; random by default."""
+    def __init__(self, reply: Reply, tools: Iterable[Function], response_id: str) -> None:
+        """`tools`: tools that may be called. Item ids are numbered within the response, and so name it."""
         self._spaces = {qualified(tool.namespace, tool.name): tool for tool in tools if tool.namespace}
-        self._ids = ids or (lambda: uuid.uuid4().hex)
+        self._response = response_id.partition("_")[2]
         self.items: list[JsonObject] = []
         self.reasoning = ""
         """Whole reasoning text so far."""
@@ -216,7 +215,7 @@ class OutputItems:
 
     def _start(self, event: Event) -> list[JsonObject]:
         events = self.close()
-        fresh = self._ids()
+        fresh = f"{self._response}{len(self.items):04x}"
         part: JsonObject | None = None
         item: JsonObject
         if isinstance(event, CallStart):

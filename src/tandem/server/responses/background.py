@@ -29,6 +29,8 @@ from tandem.server.store.journal import Entry
 
 ROUTE = "/v1/responses"
 _PREFIX, _JOB_PREFIX = "resp_", "req-"
+ID_DIGITS = 32
+"""Hex digits of a response's id, with which the ids of its items begin."""
 
 
 class Ids:
@@ -47,6 +49,11 @@ class Ids:
 def response_id(entry: Entry) -> str:
     """Return the id of a response from its journal entry."""
     return _PREFIX + entry.id.removeprefix(_JOB_PREFIX)
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response that an item belongs to, by the item's id."""
+    return _PREFIX + item_id.partition("_")[2][:ID_DIGITS]
 
 
 def job_id(response_id: str) -> str:

@@ -6,7 +6,6 @@ deleted.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 
@@ -14,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from tandem.errors import RequestError, UnavailableError
+from tandem.errors import NotFoundError, RequestError, TooLargeError, UnavailableError
 from tandem.json_types import JsonObject
 from tandem.server.acquire import acquire
 from tandem.server.body import read_body, translated, understood
@@ -28,7 +27,7 @@ from tandem.server.lists import page
 from tandem.server.openapi import documented
 from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, OutputItems, error_event
-from tandem.server.responses.schemas import ResponsesRequest, as_parts
+from tandem.server.responses.schemas import ResponsesRequest, as_parts, implied_type
 from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import encode_json, json_response, named_event, streamed
 from tandem.server.store.jobs import Job, get_jobs, request_digest
@@ -49,7 +48,7 @@ async def responses(http: Request) -> Response:
     kept = None
     if job is None:  # a job's body includes the earlier conversation
         stores = _keeps(http, fields)
-        fields, raw = await _with_past(http, fields, raw)
+        fields, raw = await _in_full(http, fields, raw)
         kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
@@ -79,7 +78,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
         plan, generation = await start_chat(http, served, chat, response_id)
     if hosted := [f"tools.{tool.name}" for tool in fields.tools or () if tool.hosted]:
         note_ignored(http, *hosted)
-    output = OutputItems(Reply(plan, ids), fields.functions, ids)
+    output = OutputItems(Reply(plan, ids), fields.functions, response_id)
     return Answering(fields, generation, generation.model, output, int(created))
 
 
@@ -115,13 +114,62 @@ async def input_items(http: Request, response_id: str) -> Response:
     return json_response(page(items, http, newest_first=True))
 
 
-async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple[ResponsesRequest, bytes]:
-    """Return request and body with the conversation of `previous_response_id` before their input. Raises RequestError."""
+async def _in_full(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple[ResponsesRequest, bytes]:
+    """Return request and body with the conversation of `previous_response_id` before their input, and items in place of
+    references to them. Raises RequestError.
+    """
     previous = fields.previous_response_id
-    if not previous:
+    references = [(f"input[{n}]", item.id or "") for n, item in enumerate(fields.input) if item.type == "item_reference"]
+    if not previous and not references:
         return fields, raw
     if get_jobs(http) is None:
-        raise _needs_journal("previous_response_id", "send the whole conversation in 'input'")
+        name, param = ("previous_response_id",) * 2 if previous else ("item_reference", references[0][0])
+        raise _needs_journal(name, "send the whole conversation in 'input'", param)
+    limit, past, output = get_api(http).max_body, b"", list[JsonObject]()
+    items = await _referenced(http, references, limit)
+    if previous:
+        past, output = await _past(http, previous)
+    whole = await off_loop(len(past) + len(raw) > LARGE or bool(items), _joined, past, output, items, raw)
+    if len(whole) > limit:
+        raise _outgrown("previous_response_id" if previous else "input", limit)
+    http.scope.pop("tandem.ignored", None)  # the fields are parsed again
+    return await understood(http, whole, ResponsesRequest), whole
+
+
+def _outgrown(param: str, limit: int) -> RequestError:
+    message = f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb)."
+    return RequestError(message, param=param, code="context_length_exceeded")
+
+
+async def _referenced(http: Request, references: list[tuple[str, str]], limit: int) -> dict[str, JsonObject]:
+    """Return stored items by id. Raises RequestError if one is missing or all together exceed `limit` bytes.
+
+    `references`: place in the request and id of each.
+    """
+    items, sizes = dict[str, JsonObject](), dict[str, int]()
+    for place, name in references:
+        if name not in items:
+            stored = await background.kept(http, background.response_of(name))
+            found = [] if stored is None else (await stored.response(http))["output"]
+            if stored is not None and all(item["id"] != name for item in found):
+                body = await stored.request()
+                found = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
+            item = next((item for item in found if item["id"] == name), None)
+            if item is None:
+                raise NotFoundError(
+                    f"Item with id '{name[:100]}' not found. Items are not persisted when 'store' is false, and are kept for "
+                    "--journal-keep-hours; send the item itself, or leave it out.",
+                    param=place,
+                    code="item_not_found",
+                )
+            items[name], sizes[name] = item, len(encode_json(item))
+    if sum(sizes[name] for _, name in references) > limit:
+        raise _outgrown("input", limit)
+    return items
+
+
+async def _past(http: Request, previous: str) -> tuple[bytes, list[JsonObject]]:
+    """Return body and output of the response that a request continues. Raises RequestError."""
     stored = await background.kept(http, previous)
     if stored is None:
         raise RequestError(
@@ -138,23 +186,15 @@ async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tup
             param="previous_response_id",
             code="invalid_value",
         )
-    past = await stored.request()
-    large = len(past) + len(raw) > LARGE
-    whole = await off_loop(large, _joined, past, response["output"], raw)
-    limit = get_api(http).max_body
-    if len(whole) > limit:
-        raise RequestError(
-            f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb).",
-            param="previous_response_id",
-            code="context_length_exceeded",
-        )
-    http.scope.pop("tandem.ignored", None)  # the fields are parsed again
-    return await understood(http, whole, ResponsesRequest), whole
+    return await stored.request(), response["output"]
 
 
-def _joined(past: bytes, output: list[JsonObject], raw: bytes) -> bytes:
+def _joined(past: bytes, output: list[JsonObject], items: dict[str, JsonObject], raw: bytes) -> bytes:
+    """Return the body `raw` with the conversation before its input, and `items` (by id) in place of references."""
     body: JsonObject = from_json(raw)
-    body["input"] = [*_items(from_json(past)["input"]), *output, *_items(body["input"])]
+    before = _items(from_json(past)["input"]) if past else []
+    fresh = [items[item["id"]] if implied_type(item) == "item_reference" else item for item in _items(body["input"])]
+    body["input"] = [*before, *output, *fresh]
     return encode_json(body)
 
 
@@ -163,20 +203,20 @@ def _items(content: str | list[JsonObject]) -> list[JsonObject]:
 
 
 def _keeps(http: Request, fields: ResponsesRequest) -> bool:
-    """Return whether to store the response (`store`). Raises RequestError without a journal."""
-    if not fields.store or fields.background:
+    """Return whether to store the response: by default if there is a journal. Raises RequestError for `store` without one."""
+    if fields.store is False or fields.background:
         return False
-    if get_jobs(http) is not None:
-        return True
+    if get_jobs(http) is not None or not fields.store:
+        return get_jobs(http) is not None
     if get_api(http).settings.server.unknown_fields == "refuse":
         raise _needs_journal("store", "leave it out")
     note_ignored(http, "store")
     return False
 
 
-def _needs_journal(param: str, other: str) -> RequestError:
-    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
-    return RequestError(message, param=param, code="unsupported_parameter")
+def _needs_journal(name: str, other: str, param: str | None = None) -> RequestError:
+    message = f"'{name}' needs a journal: start the server with --journal DIR (docs/background-work.md), or {other}."
+    return RequestError(message, param=param or name, code="unsupported_parameter")
 
 
 async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
@@ -184,6 +224,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
     jobs = get_jobs(http)
     assert jobs is not None
     try:
+        jobs.check_size(len(raw))
         entry = Entry(
             0,
             background.job_id(answer.generation.request_id),
@@ -195,7 +236,7 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
             0,
         )
         await jobs.write(jobs.journal.keep, entry, raw, answer.last_event())
-    except UnavailableError as error:
+    except (UnavailableError, TooLargeError) as error:
         logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
         answer.stored = False
 
@@ -203,8 +244,8 @@ async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
 def _shown(entry: Entry, body: bytes) -> list[JsonObject]:
     shown = []
     for index, item in enumerate(_items(from_json(body)["input"])):
-        kind = item.get("type") or "message"
-        fresh = hashlib.blake2b(f"{entry.id}:in:{index}".encode(), digest_size=16).hexdigest()
+        kind = implied_type(item)
+        fresh = f"{background.response_id(entry).partition('_')[2]}in{index}"
         whole = {
             "type": kind,
             "id": item.get("id") or f"{'msg' if kind == 'message' else 'item'}_{fresh}",

@@ -9,7 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, ClientTool, FunctionSpec, Strict, Tagged, at_most
+from tandem.server.openai.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ClientTool,
+    FunctionSpec,
+    Strict,
+    Tagged,
+    at_most,
+    without_images,
+)
 from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
 MAX_METADATA = 64
@@ -31,6 +40,11 @@ def as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+def implied_type(item: JsonObject) -> object:
+    """Return the type of an item; without one it is a message or, without a role too, a reference."""
+    return item.get("type") or ("message" if "role" in item or "id" not in item else "item_reference")
+
+
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
@@ -43,10 +57,11 @@ class Item(Tagged):
         "function_call": {"call_id", "name", "arguments"},
         "function_call_output": {"call_id", "output"},
         "reasoning": set(),
+        "item_reference": {"id"},
     }
     takes = {"message": {"phase"}, "function_call": {"namespace"}, "reasoning": {"content", "summary", "encrypted_content"}}
     always = {"type", "id", "status"}
-    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -61,14 +76,13 @@ class Item(Tagged):
     encrypted_content: str | None = None
     """Accepted but ignored: only the server that made it can decrypt it."""
 
-    _texts = field_validator("content", "output", mode="before")(as_parts)
+    _texts = field_validator("content", mode="before")(as_parts)
+    _result = field_validator("output", mode="before")(lambda value: without_images(as_parts(value), "input_text"))
 
     @model_validator(mode="before")
     @classmethod
-    def _message_by_role(cls, data: object) -> object:
-        if isinstance(data, dict) and "type" not in data and "role" in data:
-            return {**data, "type": "message"}
-        return data
+    def _implied_type(cls, data: object) -> object:
+        return {**data, "type": implied_type(data)} if isinstance(data, dict) and data.get("type") is None else data
 
 
 HOSTED = frozenset(

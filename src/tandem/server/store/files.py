@@ -178,7 +178,7 @@ class Files(Records[File]):
     async def take(self, http: Request, owner: str, limit: int) -> File:
         """Receive an upload form and store its file of at most `limit` bytes. Raises RequestError."""
         declared = http.headers.get("content-length", "")
-        if declared.isdigit() and int(declared[:20]) > limit + AROUND:
+        if declared.isdecimal() and int(declared[:20]) > limit + AROUND:
             raise _too_large(limit)
         self.check_room(owner)
         path = self.directory / f"{new_id('upload')}.tmp"

@@ -71,7 +71,7 @@ class Idempotency:
             )
         more = {"x-request-id": entry.id} | ({} if fresh else {"idempotent-replayed": "true"})
         if background:
-            receipt = {"id": entry.id, "object": "request", "status": "completed" if job is None else "in_progress"}
+            receipt = {"id": entry.id, "object": "request", "status": _state(entry.status)}
             more |= {"location": f"/v1/requests/{entry.id}", "preference-applied": "respond-async"}
             return Response(encode_json(receipt), 202, more, "application/json")
         if job is not None:
@@ -79,6 +79,11 @@ class Idempotency:
         reply = await self._jobs.reply(entry, job)
         assert reply is not None
         return Response(reply.body, reply.status, dict(_text(reply)) | more, "application/json")
+
+
+def _state(status: int | None) -> str:
+    """Return the state of a request from the HTTP status of its answer; None: not answered yet."""
+    return "in_progress" if status is None else "completed" if status == 200 else "failed"
 
 
 def _key(values: Sequence[str]) -> str:
@@ -145,11 +150,10 @@ async def retrieve(http: Request, request_id: str) -> Response:
     """Return a journaled request by id or Idempotency-Key, with its response if there is one."""
     jobs, entry = await _find(http, request_id)
     reply = await jobs.reply(entry, jobs.job(entry))
-    state = "in_progress" if reply is None else "completed" if reply.status == 200 else "failed"
     body = {
         "id": entry.id,
         "object": "request",
-        "status": state,
+        "status": _state(None if reply is None else reply.status),
         "created_at": int(entry.created),
         "idempotency_key": entry.key or None,
         "status_code": None if reply is None else reply.status,

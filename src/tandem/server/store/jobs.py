@@ -231,6 +231,14 @@ class Jobs:
         if (job := self._jobs.get(entry.id)) is not None:
             job.cancelled.set()
 
+    def check_size(self, size: int) -> None:
+        """Raise TooLargeError if a body of `size` bytes is too large for the journal."""
+        if 2 * size > self._max_bytes:
+            raise TooLargeError(
+                f"The request body has {size} bytes; a journalled one may have half of "
+                f"--journal-max-gb, {self._max_bytes // 2} bytes."
+            )
+
     def _refusal(self, entry: Entry, counted: bool) -> RequestError | None:
         """Return the error if a new request cannot be accepted now; else count it in the client's quota and return None.
 
@@ -241,11 +249,7 @@ class Jobs:
         used = sum(other.size for other in opened) + sum(mine) + 2 * entry.size
         try:
             self._api.check()
-            if 2 * entry.size > self._max_bytes:
-                raise TooLargeError(
-                    f"The request body has {entry.size} bytes; a journalled one may have half of "
-                    f"--journal-max-gb, {self._max_bytes // 2} bytes."
-                )
+            self.check_size(entry.size)
             if len(opened) + len(mine) + 2 > MOST_OPEN or used > self._max_bytes:
                 raise OverloadedError(
                     f"{len(mine)} journalled requests of yours, with {sum(mine)} bytes, are not "
