@@ -115,14 +115,6 @@ def hostfile(directory: Path, *names: str) -> str:
     return str(path)
 
 
-def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_checks, "DEATHS", 1)
-    file = hostfile(tmp_path, "localhost", "localhost")
-    for entry in ("hosts:doctor", "hosts:layouts", "hosts:deaths"):
-        found = looked(entry, hostfile=file)
-        assert (found.verdict, found.detail) == ("ok", ""), entry
-
-
 @pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:layouts", "hosts:deaths"])
 def test_a_host_that_does_not_answer(
     entry: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
