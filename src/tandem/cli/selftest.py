@@ -50,18 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.quick and not arguments.cluster:
         raise ConfigError("--quick: is about --cluster; give it, or --minutes and --only for other runs", param="quick")
-    if arguments.cluster:
-        arguments.hostfile = arguments.cluster
+    arguments.hostfile = arguments.cluster or arguments.hostfile
     if arguments.minutes is None:
         arguments.minutes = DAY if arguments.cluster else MINUTES
-    only = _only(arguments)
+    only = _only(arguments) or (list(CLUSTER) if arguments.cluster else None)
+    file = read_hostfile(arguments.hostfile, "--cluster" if arguments.cluster else "--hostfile") if arguments.hostfile else None
+    if arguments.cluster and file and len({host.ssh for host in file.hosts}) < 2:
+        raise ConfigError(f"--cluster {file.path}: has one machine; name two or more, or leave it out", param="cluster")
     if arguments.publish:
         with suppress(OSError):  # told by `_output`
             Path(arguments.publish).expanduser().mkdir(exist_ok=True)
         arguments.output = str(Path(arguments.publish) / "selftest.md")
     output = _output(arguments.output, "--publish" if arguments.publish else "--output")
     raise_limit()
-    file = read_hostfile(arguments.hostfile, "--cluster" if arguments.cluster else "--hostfile") if arguments.hostfile else None
     directory = state_dir() / "firstlight"
     task, name = _task(arguments, directory)
     for path in (task.directory, task.model, task.hostfile):
@@ -84,8 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(
     arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task, name: str
 ) -> int:
-    if only is None and arguments.cluster:
-        only = list(CLUSTER)
     if only is not None and task.random:
         only.append(MODEL)  # no other check creates the model
     checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
@@ -119,10 +118,7 @@ def _run(
         hosts=len(file.hosts) if file else 0,
         names=_names(file),
     )
-    if arguments.publish and (profile := Path(task.directory) / PROFILE).exists():
-        (output.parent / PROFILE).write_bytes(profile.read_bytes())
-        _note(f"{output.parent / PROFILE} has your names of the machines; `tandem plan MODEL --profile` reads it")
-    return _write(report, output)
+    return _write(report, output, Path(task.directory) / PROFILE if arguments.publish else None)
 
 
 def _output(name: str, flag: str) -> Path:
@@ -230,13 +226,16 @@ def _user() -> list[str]:
         return []
 
 
-def _write(report: Report, output: Path) -> int:
+def _write(report: Report, output: Path, profile: Path | None) -> int:
     text = page(report)
     other = output.with_suffix(".json")
     print(text, flush=True)
     try:
         output.write_text(text)
         other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        if profile and profile.exists():
+            (output.parent / PROFILE).write_bytes(profile.read_bytes())
+            _note(f"{output.parent / PROFILE} has your names of the machines; `tandem plan MODEL --profile` reads it")
     except OSError as error:
         raise ConfigError(
             f"--output {output}: cannot be written: {error.strerror or error}; give the command again "

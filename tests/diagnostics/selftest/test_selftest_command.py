@@ -190,12 +190,14 @@ def test_a_cluster_has_its_checks_alone_and_publishes_page_and_profile(made: lis
     [
         (["--quick"], "--quick: is about --cluster"),
         (["--cluster", "none.json"], "--cluster none.json: cannot be read"),
+        (["--cluster", "one.json"], "--cluster one.json: has one machine; name two or more"),
         (["--publish", "missing/deep"], "--publish missing/deep/selftest.md: there is no directory missing/deep"),
     ],
 )
 def test_words_that_do_not_go_together(
     words: list[str], said: str, made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "one.json").write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "localhost"}]))
     assert main(["selftest", "--only", "digests", *words]) == 2
     assert said in capsys.readouterr().err
     assert made == []

@@ -91,7 +91,7 @@ def _of_whom(finding: Finding, evidence: Evidence) -> str:
     where, detail = finding.where, finding.detail
     text = f"{where}: {detail}" if where and where not in detail else detail
     for name, row in _numbers(evidence).items():
-        if facts := evidence.facts.get(name):
+        if (facts := evidence.facts.get(name)) and facts.hostname:
             text = re.sub(rf"(?<![\w.-]){re.escape(facts.hostname.partition('.')[0])}(?:\.[\w-]+)*(?![\w-])", row, text)
     return text
 
@@ -165,7 +165,7 @@ def _compared(task: Task, *, fast: bool) -> Figures:
             continue
         with serving(task.model, "--prefix-cache", "0", *_options(task, stages, fast=fast), start_s=START_S) as server:
             answer = scored(server, prompt_of(SHORTEST), TOKENS)
-            figures |= {} if fast and not expected else _speeds(task, name, stages, server, fast=fast)
+            figures |= {} if fast and stages == (1,) else _speeds(task, name, stages, server, fast=fast)
         text, expected = answer.texts[-1], expected or answer
         if text != expected.texts[-1] and max(stages) == 1:
             problems.append(f"the answer of one rank from {name}, expected; another, seen")
