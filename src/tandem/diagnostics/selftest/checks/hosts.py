@@ -251,7 +251,7 @@ def deaths(task: Task) -> Figures:
             figures[f"death {number}: ranks again after, s"] = seconds(began)
             if (done := answer.done()).text != calm:
                 raise Differs(f"the same answer after death {number}, expected; another, seen", figures)
-            figures[f"death {number}: pause of the answer, s"] = round(max(done.gaps), 2)
+            figures[f"death {number}: pause of the answer, s"] = round(max(done.gaps, default=0.0), 2)
     return figures
 
 
