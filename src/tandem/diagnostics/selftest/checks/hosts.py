@@ -73,12 +73,12 @@ def doctor(task: Task) -> Figures:
 
 def _description(name: str, facts: Facts) -> dict[str, str]:
     """Return what a report says of a machine."""
-    told = described(name, facts)
-    system = f"macOS {told['macos']} ({told['build']})" if facts.system == "Darwin" else f"{facts.system} {told['macos']}"
-    mac = {column: told[column] for column in ("ports", "cables", "fence")} if facts.system == "Darwin" else {}
+    told, mac = described(name, facts), facts.system == "Darwin"
+    version = f"macOS {told['macos']} ({told['build']})" if mac else f"{facts.system} {told['macos'].partition('-')[0]}"
     versions = ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+    columns = {column: told[column] for column in ("ports", "cables", "fence")} if mac else {}
     memory = f"{facts.memory_bytes / 2**30:.1f} GiB"
-    return {"chip": facts.chip, "memory": memory, "system": system, **mac, "versions": versions}
+    return {"chip": facts.chip, "memory": memory, "system": version, **columns, "versions": versions}
 
 
 def _numbers(evidence: Evidence) -> dict[str, str]:
