@@ -90,7 +90,7 @@ def test_deep_runs_the_self_test_afterwards(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tandem.cli.selftest.run", lambda arguments: asked.append(arguments) or 3)
     model = str(tiny_model(tmp_path / "m"))
     assert main(["doctor", "--deep", "--model", model, "--port", "0"]) == 3
-    assert (asked[0].model, asked[0].hostfile, asked[0].minutes) == (model, None, 5.0)
+    assert (asked[0].model, asked[0].hostfile, asked[0].minutes) == (model, None, None)  # its own defaults
     assert "Nothing is wrong." in capsys.readouterr().out
     assert main(["doctor", "--deep", "--model", str(tmp_path / "none"), "--port", "0"]) == 1
 

@@ -195,6 +195,8 @@ MISTAKES = [
     ("firstlight --output nowhere/x.md", "there is no directory nowhere"),
     ("firstlight --output ~nobody-here/x.md", "whom the system does not know: write it out"),
     ("firstlight --hostfile none.json", "cannot be read"),
+    ("selftest --cluster a.json --hostfile a.json", "--hostfile: not allowed with argument --cluster"),
+    ("selftest --publish a -o b.md", "not allowed with argument --publish"),
     ("firstlight --hostfile ''", "argument --hostfile: must not be empty"),
     ("firstlight --model ./none", "no such directory or file"),
     ("parity", "no model is given"),

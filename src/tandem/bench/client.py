@@ -61,6 +61,8 @@ class Timed:
     text: str = ""
     error: str = ""
     """Reason of a failure; empty on success."""
+    stopped: bool = False
+    """Set by the caller to end the answer at its next event."""
 
     @property
     def ttft(self) -> float:
@@ -142,6 +144,8 @@ async def _stream(target: Target, job: BenchRequest, answer: Timed) -> None:
         async for line in lines:
             if line.startswith(b"data:") and line != b"data: [DONE]":
                 _take(answer, json.loads(line[5:]), time.perf_counter())
+            if answer.stopped:
+                return
     finally:
         writer.close()
 

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,8 @@ import msgspec
 
 from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import raise_limit
-from tandem.diagnostics.selftest.check import CHECKS, Check, CheckResult, chosen
-from tandem.diagnostics.selftest.report import Report, facts, make_report, page
+from tandem.diagnostics.selftest.check import CHECKS, CLUSTER, Check, CheckResult, chosen
+from tandem.diagnostics.selftest.report import PROFILE, Report, facts, make_report, page
 from tandem.diagnostics.selftest.run import RunJournal, run_checks
 from tandem.diagnostics.tasks import Task
 from tandem.env import state_dir
@@ -31,6 +31,10 @@ from tandem.system.awake import keep_awake
 from tandem.system.identity import boot_id
 from tandem.version import __version__
 
+MINUTES, DAY = 5.0, 1440.0
+"""Default of `--minutes`, without and with `--cluster`."""
+FULL, QUICK = [2048, 30000], [64, 256]
+"""Tokens of the prompts of `--cluster`."""
 TINY = "tiny"
 """Subdirectory of the run's directory for the random model."""
 MODEL = "model"
@@ -44,10 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
             extra = " (needs --hostfile)" if check.hosts else " (needs --risky)" if check.risky else ""
             print(f"{check.name:14} {check.title}{extra}\n{'':14} proves: {check.proves}")
         return 0
-    only = _only(arguments)
-    output = _output(arguments.output)
+    if arguments.quick and not arguments.cluster:
+        raise ConfigError("--quick: is about --cluster; give it, or --minutes and --only for other runs", param="quick")
+    arguments.hostfile = arguments.cluster or arguments.hostfile
+    if arguments.minutes is None:
+        arguments.minutes = DAY if arguments.cluster else MINUTES
+    only = _only(arguments) or (list(CLUSTER) if arguments.cluster else None)
+    file = read_hostfile(arguments.hostfile, "--cluster" if arguments.cluster else "--hostfile") if arguments.hostfile else None
+    if arguments.cluster and file and len({host.ssh for host in file.hosts}) < 2:
+        raise ConfigError(f"--cluster {file.path}: has one machine; name two or more, or leave it out", param="cluster")
+    if arguments.publish:
+        with suppress(OSError):  # told by `_output`
+            Path(arguments.publish).expanduser().mkdir(exist_ok=True)
+        arguments.output = str(Path(arguments.publish) / "selftest.md")
+    output = _output(arguments.output, "--publish" if arguments.publish else "--output")
     raise_limit()
-    file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     directory = state_dir() / "firstlight"
     task, name = _task(arguments, directory)
     for path in (task.directory, task.model, task.hostfile):
@@ -73,11 +88,14 @@ def _run(
     if only is not None and task.random:
         only.append(MODEL)  # no other check creates the model
     checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
+    if arguments.cluster and not arguments.quick:
+        checks = [replace(check, deadline_s=60 * DAY) for check in checks]
     here = facts()
     question: dict[str, object] = {
         "tandem": __version__,
         "model": task.model,
         "facts": here,
+        "options": task.options,
         "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else "",
     }
     journal = RunJournal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
@@ -100,10 +118,10 @@ def _run(
         hosts=len(file.hosts) if file else 0,
         names=_names(file),
     )
-    return _write(report, output)
+    return _write(report, output, Path(task.directory) / PROFILE if arguments.publish else None)
 
 
-def _output(name: str) -> Path:
+def _output(name: str, flag: str) -> Path:
     """Return the report's path. Raises ConfigError if it cannot be written, before minutes are spent."""
     output = Path(name).expanduser()
     other = output.with_suffix(".json") if output.name else output
@@ -119,7 +137,7 @@ def _output(name: str) -> Path:
         else _unwritable(output) or _unwritable(other)
     )
     if why:
-        raise ConfigError(f"--output {output}: {why}; name another file, such as selftest.md", param="output")
+        raise ConfigError(f"{flag} {output}: {why}; name another file, such as selftest.md", param=flag.strip("-"))
     return output
 
 
@@ -167,16 +185,16 @@ def _only(arguments: argparse.Namespace) -> list[str] | None:
 def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
     """Return the task that all checks receive, and the model's name. Raises UsageError."""
     hostfile = str(Path(arguments.hostfile).expanduser().resolve()) if arguments.hostfile else ""
+    prompts = {"prompts": QUICK if arguments.quick else FULL} if arguments.cluster else {}
+    task = Task(entry="", result="", directory=str(directory), model="", hostfile=hostfile, options=prompts)
     try:
         files = resolve(arguments.model)
     except ModelNotFound:
         if arguments.model != "demo":
             raise
         _note("the demo model is not on this machine (`tandem model get demo`): a tiny one with random weights is made")
-        return Task(
-            entry="", result="", directory=str(directory), model=str(directory / TINY), hostfile=hostfile, random=True
-        ), "tiny, with random weights"
-    return Task(entry="", result="", directory=str(directory), model=str(files.path), hostfile=hostfile), files.name
+        return msgspec.structs.replace(task, model=str(directory / TINY), random=True), "tiny, with random weights"
+    return msgspec.structs.replace(task, model=str(files.path)), files.name
 
 
 def _beginning(journal: RunJournal, checks: list[Check], model: str) -> str:
@@ -208,13 +226,16 @@ def _user() -> list[str]:
         return []
 
 
-def _write(report: Report, output: Path) -> int:
+def _write(report: Report, output: Path, profile: Path | None) -> int:
     text = page(report)
     other = output.with_suffix(".json")
     print(text, flush=True)
     try:
         output.write_text(text)
         other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        if profile and profile.exists():
+            (output.parent / PROFILE).write_bytes(profile.read_bytes())
+            _note(f"{output.parent / PROFILE} has your names of the machines; `tandem plan MODEL --profile` reads it")
     except OSError as error:
         raise ConfigError(
             f"--output {output}: cannot be written: {error.strerror or error}; give the command again "

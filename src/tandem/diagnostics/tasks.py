@@ -57,7 +57,7 @@ class Task(Struct, frozen=True, kw_only=True, tag="check"):
     random: bool = False
     """True if the model has random weights, which the check `model` generates."""
     options: JsonObject = {}
-    """Arguments for one part of a check."""
+    """Arguments for one part of a check; for checks of a cluster (`--cluster`) `prompts`, their numbers of tokens."""
 
 
 class TaskResult(Struct, frozen=True, kw_only=True):

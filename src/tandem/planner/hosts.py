@@ -106,8 +106,7 @@ def this_name() -> str:
 def this_machine() -> Hosts:
     """Return the machine this process runs on, as MLX reports it."""
     name, device = this_name(), this_device()
-    chip = chip_of(device.name)
-    known = chip if chip in CHIPS else next((name for name in ("h200", "gb10") if name in chip), None)
+    known = _known_chip(device.name)
     found = machine(name, machine_memory(), known or ("m4" if device.gpu else "cpu"))
     if device.gpu:
         found = replace(found, memory=device.memory_bytes)
@@ -115,6 +114,17 @@ def this_machine() -> Hosts:
     if device.gpu and known is None:
         note += f" Its speed is not known, that of {found.chip} is assumed."
     return Hosts(machines=[found], notes=[note])
+
+
+def nominal_machine(host: HostProfile) -> Machine:
+    """Return a measured machine with the nominal figures of its chip."""
+    chip = _known_chip(host.device) or ("m4" if host.gpu else "cpu")
+    return replace(machine(host.name, host.memory_bytes, chip), memory=host.memory_bytes)
+
+
+def _known_chip(device: str) -> str | None:
+    chip = chip_of(device)
+    return chip if chip in CHIPS else next((name for name in ("h200", "gb10") if name in chip), None)
 
 
 def _parse_host(spec: str) -> tuple[str, dict[str, str]]:

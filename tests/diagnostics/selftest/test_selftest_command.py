@@ -168,3 +168,36 @@ def test_a_model_that_is_cut_off_is_not_ok(tmp_path: Path) -> None:
     (directory / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
     with pytest.raises(BrokenModel, match="truncated or damaged"):
         model_check(Task(entry="", result="", directory="", model=str(directory)))
+
+
+def test_a_cluster_has_its_checks_alone_and_publishes_page_and_profile(made: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "ann@mac-b"}]))
+    profile = tmp_path / "state" / "firstlight" / "profile.json"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("measured")
+    words = ["selftest", "--cluster", "hosts.json", "--model", str(model_at(tmp_path / "m")), "--publish", "proof"]
+    assert main([*words, "--quick"]) == 0
+    assert made == ["model", "doctor", "links", "hosts", "deaths", "fast-fences"]
+    assert sorted(path.name for path in (tmp_path / "proof").iterdir()) == ["profile.json", "selftest.json", "selftest.md"]
+    assert (tmp_path / "proof" / "profile.json").read_text() == "measured"
+    made.clear()
+    assert main(words) == 0  # other prompts: the quick run's findings are not taken over
+    assert "hosts" in made
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--quick"], "--quick: is about --cluster"),
+        (["--cluster", "none.json"], "--cluster none.json: cannot be read"),
+        (["--cluster", "one.json"], "--cluster one.json: has one machine; name two or more"),
+        (["--publish", "missing/deep"], "--publish missing/deep/selftest.md: there is no directory missing/deep"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    words: list[str], said: str, made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.json").write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "localhost"}]))
+    assert main(["selftest", "--only", "digests", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert made == []

@@ -16,17 +16,22 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from tandem.checkpoints.resolve import resolve as resolve_model
 from tandem.descriptors import raise_limit
 from tandem.diagnostics.doctor.evidence import Evidence, Host
 from tandem.diagnostics.doctor.evidence import Finding as DoctorFinding
 from tandem.diagnostics.doctor.examine import Question, examine
-from tandem.diagnostics.doctor.probe_messages import Transferred
+from tandem.diagnostics.doctor.facts import gather
+from tandem.diagnostics.doctor.probe_messages import GatherFacts, Transferred
 from tandem.diagnostics.selftest.check import CHECKS, Differs, NotApplicable, resolve
 from tandem.diagnostics.selftest.checks import device, faults, fences, hosts, kv_buffer, machine, risky, sampling, wiring
+from tandem.diagnostics.selftest.checks.single import Reference
 from tandem.diagnostics.tasks import Figures, RankTimes, Row, Task, TaskResult
 from tandem.errors import ModelNotFound, RankFailure
 from tandem.loading import dry_run
 from tandem.loading.quantized_kv import Quantized
+from tandem.models.description import describe
+from tandem.planner.profile import HostProfile, LinkProfile, Profile, Step, Versions, encode_profile
 from tandem.runner import digest, penalties, sampler
 from tandem.runner.kv_buffer import KVBufferLayer
 from tandem.runner.kv_layers import RowStep
@@ -367,15 +372,32 @@ def doctor_says(monkeypatch: Patch, *found: DoctorFinding, **gathered: Any) -> N
 
 def test_doctor(cluster: Task, monkeypatch: Patch) -> None:
     doctor_says(monkeypatch, links={("a", "b"): Transferred(bandwidth=2e9, latency_s=3e-5)})
-    assert hosts.doctor(cluster) == {"way 1, MB/s": 2000, "way 1, latency, us": 30}
+    assert hosts.doctor(cluster) == {"machine 1 to machine 2: MB/s": 2000, "machine 1 to machine 2: latency, us": 30}
     doctor_says(monkeypatch, DoctorFinding("speed", "fail", "", "slow"))
     differs(hosts.doctor, cluster, "speed: slow, seen")
+    mac = msgspec.structs.replace(
+        gather(GatherFacts()), hostname="anns-mac.local", system="Darwin", outputs={"os_version": "26.3\n", "os_build": "25D60\n"}
+    )
+    named = DoctorFinding("hostname", "warn", "b", "its name anns-mac.local resolves to 127.0.0.1")
+    doctor_says(monkeypatch, named, facts={"b": mac})
+    found = hosts.doctor(cluster)
+    assert found["warning: hostname"] == "b: its name machine 2 resolves to 127.0.0.1"
+    assert (found["machine 2: system"], found["machine 2: fence"]) == ("macOS 26.3 (25D60)", "MLX's own")
+    assert "machine 1: system" not in found
 
 
 def test_links(cluster: Task, monkeypatch: Patch) -> None:
     row = Row(operation="all_sum", bytes=4096, median_us=20, p99_us=20, gb_per_s=1)
     doctor_says(monkeypatch, collected={"a": RankTimes(rows=[row])})
-    assert hosts.links(cluster) == {"ring, all_sum of 4 KiB, us": 20, "jaccl, all_sum of 4 KiB, us": 20}
+    assert hosts.links(cluster) == {"ring: all_sum of 4 KiB, us": 20, "jaccl: all_sum of 4 KiB, us": 20}
+
+    def wrong(self: hosts.HostsBench, *_: object) -> RankTimes:
+        raise RankFailure("mac-b: a sum of 65536 bytes is wrong")
+
+    monkeypatch.setattr(hosts.HostsBench, "joined", wrong)
+    with pytest.raises(RankFailure, match="mac-b: a sum"):  # what cannot be timed is in no profile
+        hosts.links(msgspec.structs.replace(cluster, options={"prompts": [64]}))
+    assert not (Path(cluster.directory) / hosts.PROFILE).exists()
     doctor_says(monkeypatch, collected={"a": RankTimes(), "b": RankTimes(error="a wrong sum")})
     differs(hosts.links, cluster, "sums over jaccl, expected; b: a wrong sum, seen")
     doctor_says(monkeypatch)
@@ -399,19 +421,67 @@ class Struck:
         return True
 
     def done(self) -> Any:
-        return SimpleNamespace(text="other words")
+        return SimpleNamespace(text="other words", gaps=[0.5])
 
 
-def test_layouts_of_hosts(cluster: Task, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("-pp", "the answer of one rank from stages"), ("-tp", "3 tokens of one rank's, expected; another after 1"), (None, "")],
+)
+def test_layouts_of_hosts(wrong: str | None, words: str, cluster: Task, tmp_path: Path, monkeypatch: Patch) -> None:
+    cluster = msgspec.structs.replace(cluster, model=str(tiny_model(tmp_path / "tiny")))
+
     @contextmanager
     def serving(model: str, *options: str, **_: object) -> Any:
-        yield "-pp" in options
+        yield wrong in options
+
+    def scored(broken: bool, *_: object) -> Reference:
+        texts = ["", "a", "ab", "abc"] if not broken else ["", "a", "aX", "aXY"]
+        return Reference(texts, [2.0, 2.0, 2.0], 0.0, 0.01, "one rank's")
 
     monkeypatch.setattr(hosts, "serving", serving)
-    monkeypatch.setattr(hosts, "ask", lambda *_: SimpleNamespace(text="words", decode_rate=5.0))
-    assert hosts.layouts(cluster)["stages over 2 hosts, tokens a second"] == 5.0
-    monkeypatch.setattr(hosts, "ask", lambda stages, *_: SimpleNamespace(text=str(stages), decode_rate=5.0))
-    differs(hosts.layouts, cluster, "the answer of one rank from stages")
+    monkeypatch.setattr(hosts, "scored", scored)
+    monkeypatch.setattr(hosts, "rates", lambda *_: (5.0, 60.0))
+    if wrong:
+        differs(hosts.layouts, cluster, words)
+    else:
+        found = hosts.layouts(cluster)
+        assert found["stages, 1 x 24: tokens/s"] == 5.0
+        assert found["tensor parallelism, 1 x 24: prompt tokens/s"] == 60.0
+
+
+def machine_profile(name: str, device: str) -> HostProfile:
+    step = Step(weights="float32", gb_per_s=10, tflops=0.1, layer_us=50)
+    return HostProfile(name=name, device=device, gpu=True, metal=True, memory_bytes=48 << 30, steps=[step])
+
+
+def test_speeds_stand_beside_the_plan_which_rules_layouts_out(cluster: Task, tmp_path: Path, monkeypatch: Patch) -> None:
+    cluster = msgspec.structs.replace(cluster, model=str(tiny_model(tmp_path / "tiny")), options={"prompts": [64, 9**9]})
+    link = LinkProfile(
+        hosts=("localhost", "mac-b"), backend="ring", fast_sync=False, sum_us=300, fence_us=180, sum_gb_per_s=1, hop_us=90,
+        hop_gb_per_s=1, sums=[],
+    )  # fmt: skip
+    machines = [machine_profile(name, "Apple M4 Pro") for name in ("localhost", "mac-b")]
+    profile = Profile(tandem_profile=1, versions=Versions(tandem="1", mlx="1"), hosts=machines, links=[link])
+    (tmp_path / hosts.PROFILE).write_text(encode_profile(profile))
+    monkeypatch.setattr(hosts, "serving", serves())
+    monkeypatch.setattr(hosts, "scored", lambda *_: Reference(["a"], [], 0.0, 0.0))
+    monkeypatch.setattr(hosts, "rates", lambda *_: (5.0, 60.0))
+    monkeypatch.setattr(hosts, "MOST", 100)
+    found = hosts.layouts(cluster)
+    rows = {name.partition(":")[0] for name in found}
+    limit = describe(resolve_model(cluster.model)).max_context - 100  # room for the answer
+    assert rows == {
+        f"{name}, {batch} x {length}"
+        for name in ("one machine", "stages", "tensor parallelism")
+        for batch in (1, 4)
+        for length in (64, limit)
+    }
+    nominal, measured = (float(found[f"one machine, 1 x 64: tokens/s, {words}"]) for words in ("plan", "plan with profile"))
+    assert nominal > measured > 0
+    crowded = msgspec.structs.replace(profile, hosts=[msgspec.structs.replace(one, memory_bytes=9 << 20) for one in machines])
+    (tmp_path / hosts.PROFILE).write_text(encode_profile(crowded))
+    assert set(hosts.layouts(cluster)) == {f"{name}: left out" for name in ("one machine", "stages", "tensor parallelism")}
 
 
 def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
@@ -420,7 +490,7 @@ def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
             server = Struck(rank)
             monkeypatch.setattr(hosts, "serving", serves(server))
             monkeypatch.setattr(hosts, "ask", lambda *_: SimpleNamespace(text="words"))
-            monkeypatch.setattr(hosts, "ask_in_background", lambda *_: server)
+            monkeypatch.setattr(hosts, "all_under_way", lambda *_: [server])
             monkeypatch.setattr(hosts, "descendants", lambda _: set[int]())
             with pytest.raises(NotApplicable, match="no rank is on this machine"):
                 hosts.deaths(cluster)
@@ -434,7 +504,7 @@ def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
         try:
             server = Struck(rank)
             monkeypatch.setattr(hosts, "serving", serves(server))
-            monkeypatch.setattr(hosts, "ask_in_background", lambda *_: server)
+            monkeypatch.setattr(hosts, "all_under_way", lambda *_: [server])
             monkeypatch.setattr(hosts, "BACK_S", 60.0)
             differs(hosts.deaths, cluster, "the same answer after death 1, expected; another")
         finally:

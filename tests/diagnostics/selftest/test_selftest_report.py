@@ -75,6 +75,25 @@ def test_the_page_has_every_check_and_nothing_secret() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Report) == found
 
 
+def test_figures_of_several_machines_stand_in_tables_by_row_and_column() -> None:
+    figures: Figures = {
+        "backend": "ring on secret",
+        "stages, 1 x 64: tokens/s": 5.0,
+        "stages, 1 x 64: tokens/s, plan": 6.5,
+        "stages, 4 x 64: tokens/s": 9.0,
+        "stages, 4 x 64: tokens/s, plan": 12.0,
+        "tensor parallelism: left out": "3 heads",
+    }
+    found = msgspec.structs.replace(report(CheckResult(name="hosts", verdict="ok", seconds=1.0, figures=figures)), hosts=2)
+    assert page(found).endswith(
+        "| stages and tensor parallelism over several machines | ok | 1 |  |"
+        "\n\n## Stages and tensor parallelism over several machines\n\n"
+        "backend: ring on <a>.\n\n"
+        "| | tokens/s | tokens/s, plan |\n|---|---|---|\n| stages, 1 x 64 | 5 | 6.5 |\n| stages, 4 x 64 | 9 | 12 |\n\n"
+        "| | left out |\n|---|---|\n| tensor parallelism | 3 heads |\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("system", "gpu", "platform"),
     [

@@ -61,6 +61,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setenv("PLANTED", fault)
 
 
+def hostfile(directory: Path, *names: str) -> str:
+    path = directory / "hosts.json"
+    path.write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in names]))
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("entry", "fault", "words"),
     [
@@ -72,15 +78,16 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         ("layouts:both", "no sums", "logits and tokens of one process, expected"),
         ("fences:collectives", "wrong sums", "a sum of 4096 bytes over 2 ranks gives 3 everywhere, expected"),
         ("faults:orphans", "no lifeline", "no process outlives its supervisor"),
+        ("hosts:layouts", "later stages", "the answer of one rank from stages, expected"),
     ],
 )
 def test_a_planted_fault_is_seen(
-    entry: str, fault: str, words: str, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
+    entry: str, fault: str, words: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.faults.GONE_S", 4.0)
     monkeypatch.setattr("tandem.diagnostics.selftest.checks.single.HEALTH_S", 4.0)
     plant(monkeypatch, fault)
-    found = looked(entry)
+    found = looked(entry, directory=str(tmp_path), hostfile=hostfile(tmp_path, "localhost", "localhost"))
     assert found.verdict == "failed"
     assert words in found.detail
 
@@ -109,26 +116,12 @@ def test_without_a_fault(entry: str, looked: Callable[..., TaskResult]) -> None:
     assert found.figures
 
 
-def hostfile(directory: Path, *names: str) -> str:
-    path = directory / "hosts.json"
-    path.write_text(json.dumps([{"ssh": name, "ips": ["127.0.0.1"]} for name in names]))
-    return str(path)
-
-
-def test_two_ranks_of_a_hosts_file(tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_checks, "DEATHS", 1)
-    file = hostfile(tmp_path, "localhost", "localhost")
-    for entry in ("hosts:doctor", "hosts:layouts", "hosts:deaths"):
-        found = looked(entry, hostfile=file)
-        assert (found.verdict, found.detail) == ("ok", ""), entry
-
-
 @pytest.mark.parametrize("entry", ["hosts:doctor", "hosts:links", "hosts:layouts", "hosts:deaths"])
 def test_a_host_that_does_not_answer(
     entry: str, tmp_path: Path, looked: Callable[..., TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts_checks, "START_S", 20.0)
-    found = looked(entry, hostfile=hostfile(tmp_path, "localhost", "nobody.invalid"))
+    found = looked(entry, directory=str(tmp_path), hostfile=hostfile(tmp_path, "localhost", "nobody.invalid"))
     assert found.verdict == "failed"
     assert "nobody.invalid" in found.detail
 

@@ -104,9 +104,16 @@ def add_doctor(parser: Parser) -> None:
 
 def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
     """Add the options of `tandem selftest`, which writes `report` unless another file is named."""
-    parser.add_argument(
+    machines, output = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    machines.add_argument(
         "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those machines together."
     )
+    cluster = (
+        "MLX's JSON hosts file: try those machines alone, with prompts of 2,048 and 30,000 tokens, beside `tandem plan`'s "
+        "prediction; on Macs last with MLX's fast fences, which may lock a GPU up until a restart."
+    )
+    machines.add_argument("--cluster", metavar="FILE", type=filled, help=cluster)
+    parser.add_argument("--quick", action="store_true", help="with --cluster: short prompts.")
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -116,9 +123,8 @@ def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
     parser.add_argument(
         "--minutes",
         type=float,
-        default=5.0,
         metavar="X",
-        help="start no check after X minutes; what is left is made when the command is given again [5]",
+        help="start no check after X minutes; what is left is made when the command is given again [5; with --cluster 1440]",
     )
     parser.add_argument("--only", metavar="CHECK,...", help="these checks alone; --list names them.")
     parser.add_argument(
@@ -127,7 +133,9 @@ def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
         help="also what may lock a GPU up until the machine is restarted: full memory, and MLX's fast fences.",
     )
     parser.add_argument("--fresh", action="store_true", help="discard an earlier run, interrupted or complete.")
-    parser.add_argument(
+    publish = "write report and, with --cluster, profile.json (`tandem plan --profile` reads it) into this directory."
+    output.add_argument("--publish", metavar="DIR", type=filled, help=publish)
+    output.add_argument(
         "--output", "-o", metavar="FILE", default=report, help=f"the report; beside it stands the same as JSON [{report}]"
     )
     parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")

@@ -40,6 +40,7 @@ COMMANDS = {
         "translated": ["sysctl", "-n", "sysctl.proc_translated"],
     },
     "Linux": {
+        "os_version": ["uname", "-r"],
         "addresses": ["ip", "-j", "addr"],
         "routes": ["ip", "-j", "route"],
         "rdma_ctl": ["rdma_ctl", "status"],

@@ -129,6 +129,8 @@ CHECKS: tuple[Check, ...] = (
     Check("fast-fences", "risky:fast_fences", 180, "MLX's fast fences",
           "whether sums with them are right, and whether the GPU computes afterwards", risky=True),
 )  # fmt: skip
+CLUSTER = ("model", "doctor", "links", "hosts", "deaths", "fast-fences")
+"""Checks of `--cluster`; the last may lock a GPU up."""
 
 
 def chosen(*, hosts: bool, risky: bool, only: list[str] | None = None) -> list[Check]:

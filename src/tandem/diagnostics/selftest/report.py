@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tandem.diagnostics.selftest.check import CHECKS, CheckResult
+from tandem.diagnostics.selftest.check import CHECKS, CLUSTER, CheckResult
 from tandem.diagnostics.tasks import Figures, Verdict
 from tandem.env import machine_memory, variables
 from tandem.launchers.host_facts import chip, installed
@@ -66,6 +66,8 @@ def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:
 
 
 FORMAT = 1
+PROFILE = "profile.json"
+"""File for measured speeds of a cluster, in the directory of the run and of `--publish`."""
 MACHINE = "machine"
 """Name of the check whose figures describe the machine."""
 HEAD = ("system", "processor", "cores", "device", "memory GiB", "GPU memory GiB", "python", "mlx", "mlx-lm")
@@ -155,7 +157,7 @@ def platform_of(facts: Figures) -> str:
 
 
 def page(report: Report) -> str:
-    """Return the report as Markdown, about one page."""
+    """Return the report as Markdown, about one page. Figures of several machines are tables below the others."""
     titles = {check.name: check for check in CHECKS}
     counts = Counter(outcome.verdict for outcome in report.checks)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS if counts[verdict])
@@ -171,15 +173,34 @@ def page(report: Report) -> str:
         "| check | | s | found |",
         "|---|---|---|---|",
     ]
+    sections: list[str] = []
     for outcome in report.checks:
         title = titles[outcome.name].title if outcome.name in titles else outcome.name
         again = f" (attempt {outcome.attempts})" if outcome.attempts > 1 else ""
         figures = [
             f"{name}: {_shown(value)}" for name, value in outcome.figures.items() if outcome.name != MACHINE or name not in HEAD
         ]
-        text = "; ".join(filter(None, [outcome.detail, *figures]))
+        below = report.hosts and outcome.name in CLUSTER and any(": " in name for name in outcome.figures)
+        if below:
+            sections += ["", f"## {title[0].upper()}{title[1:]}", "", *_tables(outcome.figures)]
+        text = "; ".join(filter(None, [outcome.detail, *([] if below else figures)]))
         lines.append(f"| {title} | {SIGNS[outcome.verdict]}{again} | {outcome.seconds:g} | {_cell(text)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _tables(figures: Figures) -> list[str]:
+    """Return figures named `ROW: COLUMN` as tables, one for each set of columns, and the others as a line."""
+    rows: dict[str, dict[str, str]] = {}
+    for name, value in figures.items():
+        row, _, column = name.rpartition(": ")
+        rows.setdefault(row, {})[column] = _cell(_shown(value))
+    plain = rows.pop("", {})
+    lines = ["; ".join(f"{name}: {value}" for name, value in plain.items()) + ".", ""] if plain else []
+    for columns in dict.fromkeys(map(tuple, rows.values())):
+        lines += [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {row} | {' | '.join(cells.values())} |" for row, cells in rows.items() if tuple(cells) == columns]
+        lines.append("")
+    return lines[:-1]
 
 
 def _shown(value: str | int | float | bool) -> str:

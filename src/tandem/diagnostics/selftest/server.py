@@ -29,6 +29,8 @@ from tandem.system.tools import output_of
 
 START_S, END_S, POLL_S = 120.0, 30.0, 0.02
 WAIT_S, UNDER_WAY_S = 120.0, 30.0
+LONGEST_S, RATED = 3600.0, 32
+"""Seconds for answers to the longest prompts, and tokens by which `rates` measures."""
 READY = re.compile(r"Tandem is ready: (http\S+)")
 
 
@@ -94,21 +96,21 @@ class BackgroundAnswer:
         """True after the first text and before the end of the answer."""
         return bool(self.answer.pieces) and self.thread.is_alive()
 
-    def done(self) -> Timed:
+    def done(self, wait_s: float = WAIT_S) -> Timed:
         """Wait for the whole answer. Raises TandemError if the request failed."""
-        self.thread.join(WAIT_S + END_S)
+        self.thread.join(wait_s + END_S)
         if self.thread.is_alive():
-            raise TandemError(f"an answer has not come to an end within {WAIT_S:g} s")
+            raise TandemError(f"an answer has not come to an end within {wait_s:g} s")
         if self.answer.error:
             raise TandemError(f"a request failed: {self.answer.error}")
         return self.answer
 
 
-def ask_in_background(server: Server, prompt: list[int], tokens: int) -> BackgroundAnswer:
+def ask_in_background(server: Server, prompt: list[int], tokens: int, wait_s: float = WAIT_S) -> BackgroundAnswer:
     """Start a request for a greedy answer of `tokens` tokens; return at once."""
-    target = Target(
-        base_url=server.url, model="default", timeout_s=WAIT_S, body={"temperature": 0, "ignore_eos": True, "prompt": prompt}
-    )
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"temperature": 0, "ignore_eos": True, "prompt": prompt, "stream_options": usage}
+    target = Target(base_url=server.url, model="default", timeout_s=wait_s, body=body)
     job = BenchRequest("", tokens)
     answer = Timed(job, time.perf_counter())
 
@@ -121,6 +123,25 @@ def ask_in_background(server: Server, prompt: list[int], tokens: int) -> Backgro
 def ask(server: Server, prompt: list[int], tokens: int) -> Timed:
     """Return one greedy answer of `tokens` tokens. Raises TandemError."""
     return ask_in_background(server, prompt, tokens).done()
+
+
+def rates(server: Server, prompts: Sequence[list[int]], most: int) -> tuple[float, float]:
+    """Return tokens a second of simultaneous answers, and prompt tokens a second until the last prompt is computed.
+
+    Answers end when each has `RATED` tokens more than at first, or `most`. Raises TandemError.
+    """
+    answers = [ask_in_background(server, prompt, most, LONGEST_S) for prompt in prompts]
+    marks, least = [], 1
+    for _ in range(2):
+        until(lambda: all(one.answer.tokens >= least or not one.thread.is_alive() for one in answers), LONGEST_S)  # noqa: B023 - at once
+        tokens = [one.answer.tokens for one in answers]
+        marks.append((time.perf_counter(), sum(tokens)))
+        least = min(tokens) + RATED
+    for one in answers:
+        one.answer.stopped = True
+    began = min(one.done(LONGEST_S).sent for one in answers)
+    (first, before), (last, after) = marks
+    return (after - before) / (last - first), sum(map(len, prompts)) / (first - began)
 
 
 def all_under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:

@@ -28,7 +28,7 @@ LONGEST_SOCKET = 103
 """Longest path of a Unix socket on macOS, in bytes."""
 OUTSIDE = "192.0.2.1"
 """Unused address of TEST-NET-1 (RFC 5737), for the local address of the default route."""
-CONTEXT = 8192
+CONTEXT = 40960
 """Context length of the random model in tokens."""
 FOLDERS = ("Documents", "Desktop", "Downloads")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from tandem.diagnostics.selftest.check import Differs, NotApplicable
+from tandem.diagnostics.selftest.checks import hosts
 from tandem.diagnostics.selftest.checks.fences import fence, sums
 from tandem.diagnostics.selftest.server import serving
 from tandem.diagnostics.tasks import Figures, Task
@@ -49,7 +50,8 @@ def memory(task: Task) -> Figures:
 
 
 def fast_fences(task: Task) -> Figures:
-    """Check sums of two ranks with MLX's fast fences, and that the GPU still computes afterwards."""
+    """Check sums of two ranks with MLX's fast fences, with a hosts file also tensor parallelism over its machines, and that the
+    GPU still computes afterwards."""
     if sys.platform != "darwin" or not this_device().gpu:
         raise NotApplicable("fast fences are Metal's")
     figures: Figures = {}
@@ -59,6 +61,8 @@ def fast_fences(task: Task) -> Figures:
     except RankFailure as error:
         failure = error.message
     figures |= fence(task)
+    if task.hostfile and not failure:
+        figures |= hosts.fast_fences(task)
     with serving(task.model, start_s=START_S):
         pass
     if failure:

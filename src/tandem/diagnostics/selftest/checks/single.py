@@ -12,14 +12,17 @@ from urllib.parse import urlsplit
 
 from tandem.descriptors import raise_limit
 from tandem.diagnostics.selftest.check import Differs
-from tandem.diagnostics.selftest.server import ask, prompt_of, serving
+from tandem.diagnostics.selftest.server import LONGEST_S, Server, ask, prompt_of, serving
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.errors import TandemError
 from tandem.processes.device import this_device
+from tandem.system.http_client import ServerClient
 
 PROMPT, TOKENS = 32, 24
 TIE, GPU_TIE = 1e-3, 0.05
 """Largest gap of two log probabilities that rounding may reorder, on a CPU (float32) and a GPU (half precision)."""
+SHARED_TIE = 10
+"""Multiple of those where ranks share layers."""
 SLOWEST = 0.5
 """Smallest acceptable share of mlx-lm's speed; HTTP alone does not explain less."""
 CHUNKS, CPU_CHUNKS = (512, 1024, 2048), (64, 256)
@@ -40,6 +43,7 @@ class Reference:
     pace: float
     """Tokens a second, including prefill."""
     tie: float
+    source: str = "mlx-lm's"
 
 
 def pace(task: Task) -> Figures:
@@ -99,6 +103,21 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
     return Reference(texts, gaps, TOKENS / spent, GPU_TIE if on_gpu() else TIE)
 
 
+def scored(server: Server, prompt: list[int], tokens: int) -> Reference:
+    """Return a server's greedy answer with the gaps between the likeliest tokens. Raises UsageError.
+
+    Ranks that share layers add in another order: `tie` is wide enough for that.
+    """
+    body = {"model": "default", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    reply = ServerClient(server.url).get_json("/v1/completions", method="POST", body=body, timeout_s=LONGEST_S)
+    choice = reply["choices"][0]
+    scores, text = choice["logprobs"], str(choice["text"])
+    tops = [sorted(top.values()) for top in scores["top_logprobs"]]
+    texts = [*(text[:offset] for offset in scores["text_offset"]), text]
+    tie = SHARED_TIE * (GPU_TIE if this_device().gpu else TIE)
+    return Reference(texts, [top[-1] - top[0] for top in tops], 0.0, tie, "one rank's")
+
+
 def agreed(reference: Reference, text: str) -> str:
     """Return the number of equal tokens as text. Raises Differs where the texts differ and mlx-lm's choice was no tie.
 
@@ -111,7 +130,7 @@ def agreed(reference: Reference, text: str) -> str:
     gap = min(reference.gaps[max(count - 1, 0) : count + 2])  # one character may consist of several tokens
     if gap > reference.tie:
         raise Differs(
-            f"{len(reference.gaps)} tokens of mlx-lm's, expected; another after {count}, where its two "
+            f"{len(reference.gaps)} tokens of {reference.source}, expected; another after {count}, where its two "
             f"likeliest are {gap:.3f} apart, seen"
         )
     return f"{count}, then a tie"
