@@ -327,8 +327,9 @@ class ServerSettings:
     """Largest file for a batch, in MiB."""
     files_max_gb: float = 4.0
     """GiB that files and results of batches may take together; the next file is refused."""
-    log_requests: bool = False
-    """Log one line per request (never prompts or answers)."""
+    log_requests: bool = True
+    """Log one line per request: its id, client, path, status, model, times and numbers of tokens, never prompts or
+    answers. Health checks, and /metrics, /v1/status and /v1/events unless refused, have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +340,9 @@ class ProcessSettings:
     """Unix socket between api and engine; by default one per port in the user's runtime directory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe messages to log."""
+    log_format: Literal["auto", "text", "json"] = "auto"
+    """Format of all processes' logs. json: one JSON object a line; text: lines with time, level and process; auto:
+    short coloured lines on a terminal, else text."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM or Ctrl-C; 5 by default where `tandem serve` runs on a
     terminal."""

@@ -207,7 +207,7 @@ def prepare(spec: StageSpec) -> None:
     import_models_only()
     # A terminal sends Ctrl-C to all its processes, and the engine ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
+    set_up(spec.log_level, prefix=f"[Rank {spec.rank}]", log_format=spec.log_format)
     prepare_metal(spec.fast_fences and spec.device != "cpu")
     if spec.tp_size > 1 or spec.channel == "mlx":
         prepare_cuda()

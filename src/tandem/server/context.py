@@ -52,6 +52,8 @@ class Api:
         self.served = client.served if isinstance(client, ModelPool) else [Served(settings, client)]
         """All models; the first is the default."""
         self.keys = tuple(keys)
+        self.key_names = {key_group(key): limits.name or f"key{i}" for i, (key, limits) in enumerate(keys.items(), 1)}
+        """Name of each API key in logs, by client group."""
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers(settings.scheduler.max_queued_requests)
         """Sandboxed worker processes for large or costly parts of requests."""

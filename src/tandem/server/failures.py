@@ -84,6 +84,8 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
     Overload and unavailability get a Retry-After header.
     """
     headers: dict[str, str] = {}
+    if scope is not None:
+        scope["tandem.error"] = error
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, AuthenticationError):
