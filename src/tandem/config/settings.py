@@ -310,6 +310,9 @@ class ServerSettings:
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
+    otlp_traces_endpoint: str | None = None
+    """Address to which OpenTelemetry traces of requests are sent (OTLP over HTTP), such as
+    http://localhost:4318/v1/traces. Needs the extra `otel`."""
     enable_tokenizer_info_endpoint: bool = False
     """Serve what the model's tokenizer_config.json says, chat template included, at /tokenizer_info."""
     journal: str | None = None

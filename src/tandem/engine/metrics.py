@@ -91,8 +91,10 @@ class EngineMetrics:
         self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.", "tier")
-        for tier in ("memory", "disk"):
-            self.prefix_hits.labels(tier)
+        begun = ((self.prefix_hits, "memory disk"), (self.finished, "stop length"), (self.refused, "400 429 503"))
+        for known, values in begun:  # a series that begins with its first event hides that event from rate()
+            for value in values.split():
+                known.labels(value)
         self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of prefixes in the memory of a rank.", "rank")
         self.disk_hits = counter("kv_disk_hit_tokens", "Prompt tokens whose KV was read from disk.")
         self.disk_read = counter("kv_disk_read_bytes", "Bytes of KV that ranks have read from disk.")

@@ -129,7 +129,8 @@ class Gate:
 
 def record_request(api: Api, scope: Scope, status: int, seconds: float) -> None:
     """Log one line about a request that has ended after `seconds`, and export its trace, as far as the settings ask for them."""
-    if not api.settings.server.log_requests or not logger.isEnabledFor(logging.INFO):
+    logs = api.settings.server.log_requests and logger.isEnabledFor(logging.INFO)
+    if not logs and api.traces is None:
         return
     running: Running | None = scope.get("tandem.running")
     error: RequestError | None = scope.get("tandem.error") or (running.error if running is not None else None)
@@ -157,6 +158,10 @@ def record_request(api: Api, scope: Scope, status: int, seconds: float) -> None:
             "completion_tokens": running.completion_tokens,
         }
     facts = {name: value for name, value in facts.items() if value is not None}
+    if api.traces is not None:
+        facts["trace_id"] = api.traces.record(scope, _route(scope), facts, running, seconds)
+    if not logs:
+        return
     rest = " ".join(f"{name}={value}" for name, value in facts.items() if name not in ("method", "path", "status"))
     logger.info("%s %s %d %s", scope["method"], facts["path"], status, rest, extra={"fields": facts})
 

@@ -420,7 +420,7 @@ class Generation(Running):
             self.last_at = time.monotonic()
             if not self.first_at:
                 self.first_at = self.last_at
-                self.api.metrics.first_token.observe(self.first_at - self.started_at)
+                self.api.metrics.first_token.labels(self.model).observe(self.first_at - self.started_at)
         before = choice.tokens
         delta = choice.take(output)
         self.completion_tokens += choice.tokens - before

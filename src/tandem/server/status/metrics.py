@@ -41,6 +41,7 @@ class ApiMetrics:
         self.first_token = Histogram(
             "tandem_api_time_to_first_token_seconds",
             "Seconds from a validated request to its first token, as the api sees it",
+            ["model"],
             buckets=LATENCY_BUCKETS,
             registry=own,
         )
