@@ -40,6 +40,7 @@ class ClientGone(RequestError):
     """The client closed the connection: the request must stop, but no response is sent. 499 is nginx's status for it."""
 
     status = 499
+    kind = "client_disconnected"
 
 
 def refused(status: int, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:

@@ -207,6 +207,18 @@ def test_each_request_has_one_line_without_its_text(serve, engine, caplog, wait_
     assert "secret" not in caplog.text and engine.text() not in caplog.text
 
 
+def test_a_client_that_leaves_is_told_apart_in_the_log(serve, engine, caplog, wait_until):
+    caplog.set_level("INFO", logger="tandem")
+    server = serve()
+    engine.hold = True
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    connection = server.raw(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    wait_until(lambda: engine.submitted)
+    connection.close()
+    [line] = lines_of(caplog, 1, wait_until)
+    assert (line["status"], line["error"]) == (499, "client_disconnected")
+
+
 def test_lines_name_keys_by_their_names_alone(serve, tmp_path, caplog, wait_until):
     caplog.set_level("INFO", logger="tandem")
     (tmp_path / "keys").write_text("sk-first\nsk-second name=alice\n")
