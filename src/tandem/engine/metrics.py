@@ -28,12 +28,11 @@ class _Live:
 
     arrived: float
     prompt_tokens: int
-    begun: bool
-    """True if another engine produced the first of its output."""
     admitted: float | None = None
     """When it last joined a batch, until a token comes."""
     first: float | None = None
     last: float | None = None
+    """When its last token came, or when it came here with tokens of another engine."""
     tokens: int = 0
 
 
@@ -148,7 +147,7 @@ class EngineMetrics:
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
         """Record a queued request. `begun`: another engine already produced part of its output."""
         now = time.monotonic()
-        self._live[request_id] = _Live(now, prompt_tokens, begun, last=now if begun else None)
+        self._live[request_id] = _Live(now, prompt_tokens, last=now if begun else None)
 
     def admitted(self, plan: StepPlan) -> None:
         """Record that the plan's new sequences join a batch."""

@@ -140,7 +140,7 @@ def record_request(api: Api, scope: Scope, status: int, seconds: float) -> None:
         "request_id": scope.get("tandem.request_id"),
         "client": api.key_names.get(scope["tandem.group"]) if known else address and address[0],
         "method": scope["method"],
-        "path": quote(scope["path"][:200]),
+        "path": quote(scope["path"][:200], errors="replace"),
         "status": status,
         "seconds": round(seconds, 3),
         "error": error and (error.code or error.kind),

@@ -89,7 +89,8 @@ async def call(
         reply = reply_of(internal_error(error, route), scope)
     finally:
         api.release(scope)
-    record_request(api, scope, reply.status, time.monotonic() - started)
+    if reply.retry_s is None:
+        record_request(api, scope, reply.status, time.monotonic() - started)
     return reply
 
 
