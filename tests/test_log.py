@@ -3,10 +3,13 @@ from __future__ import annotations
 import ast
 import errno
 import io
+import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,35 @@ def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(
     assert terminal.getvalue().startswith(log.ERASE_LINE)
     assert "mind the" in terminal.getvalue() and "gap" in terminal.getvalue()
     assert not any(control in terminal.getvalue() for control in ("\x1b[2J", "\x07", "\x9b"))
+
+
+def test_a_line_of_json_has_time_with_zone_level_host_and_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    before = logging.getLogger(log.ROOT).level
+    logger = logging.getLogger(f"{log.ROOT}.test")
+    try:
+        for log_format in ("json", "text"):
+            log.set_up(prefix="[engine 1]", log_format=log_format)
+            try:
+                raise ValueError("two\nlines")
+            except ValueError:
+                logger.info("mind the %s", "gap\x1b[2J", extra={"fields": {"status": 200}}, exc_info=log_format == "json")
+    finally:
+        monkeypatch.undo()
+        log.set_up("WARNING")
+        logging.getLogger(log.ROOT).setLevel(before)
+    first, second, _ = stream.getvalue().split("\n")
+    told = json.loads(first)
+    assert datetime.fromisoformat(told.pop("time")).tzinfo is not None
+    assert "ValueError: two\nlines" in told.pop("exception")
+    assert told == {
+        "level": "INFO", "logger": "tandem.test", "host": socket.gethostname(), "pid": os.getpid(),
+        "process": "engine 1", "message": "mind the gap\x1b[2J", "status": 200,
+    }  # fmt: skip
+    at, rest = second.split(" ", 1)
+    assert datetime.fromisoformat(at).tzinfo is not None
+    assert rest == "INFO [engine 1] mind the gap[2J"
 
 
 def test_a_terminal_that_takes_nothing_more_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,22 @@
 """Logging set-up of every process: to stderr, one line per message, each with the process's prefix.
 
-Rich output on a terminal, else plain lines with time and level. Prompts, answers and keys are never logged; the code that
-writes a message ensures that, not this module.
+Rich output on a terminal, else plain lines with time and level, or JSON objects. Prompts, answers and keys are never logged;
+the code that writes a message ensures that, not this module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import socket
 import sys
 import time
+from datetime import datetime
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from tandem.printable import printable
 
@@ -69,10 +73,32 @@ class _Prefix(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that removes control characters, since messages may quote other machines."""
+    """Formatter that removes control characters, since messages may quote other machines. Times have their zone."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+
+class _JsonFormatter(_Formatter):
+    """Formatter of JSON objects, one a line. `extra={"fields": {...}}` of a logging call adds members."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "host": socket.gethostname(),
+            "pid": record.process,
+            "process": _prefix.text.strip("[]"),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 class _TerminalHandler(RichHandler):
@@ -87,18 +113,25 @@ class _TerminalHandler(RichHandler):
 _prefix = _Prefix()
 
 
-def set_up(level: str = "INFO", *, prefix: str = "") -> None:
+def _clock(at: datetime) -> Text:
+    return Text(f"{at.astimezone():%H:%M:%S%z}")
+
+
+def set_up(level: str = "INFO", *, prefix: str = "", log_format: str = "auto") -> None:
     """Send this process's log to stderr. `level` applies to Tandem's loggers; libraries log from WARNING up.
 
-    Another call replaces the handler of an earlier one.
+    `log_format`: as the setting of that name. Another call replaces the handler of an earlier one.
     """
     handler: logging.Handler
-    if sys.stderr.isatty():
-        handler = _TerminalHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
-        handler.setFormatter(_Formatter("%(prefix)s%(message)s", datefmt="%H:%M:%S"))
+    if log_format == "auto" and sys.stderr.isatty():
+        handler = _TerminalHandler(
+            console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False, log_time_format=_clock
+        )
+        handler.setFormatter(_Formatter("%(prefix)s%(message)s"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(prefix)s%(message)s"))
+        plain = _Formatter("%(asctime)s %(levelname)s %(prefix)s%(message)s")
+        handler.setFormatter(_JsonFormatter() if log_format == "json" else plain)
     handler.addFilter(_prefix)
     root = logging.getLogger()
     for old in root.handlers[:]:

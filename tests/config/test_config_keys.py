@@ -12,11 +12,12 @@ from tandem.errors import ConfigError
 def test_limits_after_a_key(tmp_path):
     file = tmp_path / "keys"
     file.write_text(
-        "# team\nplain\nheavy  requests_per_minute=600 weight=2.5\n  free\ttokens_per_minute=none max_concurrent_requests=1\n"
+        "# team\nplain\nheavy  requests_per_minute=600 weight=2.5 name=night-jobs\n"
+        "  free\ttokens_per_minute=none max_concurrent_requests=1\n"
     )
     assert read_key_file(str(file), ClientLimits(requests_per_minute=60, tokens_per_minute=9)) == {
         "plain": ClientLimits(requests_per_minute=60, tokens_per_minute=9),
-        "heavy": ClientLimits(requests_per_minute=600, tokens_per_minute=9, weight=2.5),
+        "heavy": ClientLimits(requests_per_minute=600, tokens_per_minute=9, weight=2.5, name="night-jobs"),
         "free": ClientLimits(requests_per_minute=60, max_concurrent_requests=1),
     }
 
@@ -29,6 +30,7 @@ def test_limits_after_a_key(tmp_path):
         ("secret requests_per_minute=many", "requests_per_minute=many must be a whole number from 1"),
         ("secret tokens_per_minute=0", "must be a whole number from 1"),
         ("secret weight=none", "weight=none must be a number above 0"),
+        ("secret name=a\x1bb", "must be 1 to 64 letters"),
         ("secret weight=nan", "must be a number above 0"),
         ("other", "line 2: this key stands in the file twice"),
     ],

@@ -35,7 +35,9 @@ class Fleet:
 
     def counted(self, metric: str) -> dict[str, float]:
         text = httpx.get(f"{self.server.url}/metrics", timeout=240).text
-        return {index: float(value) for index, value in re.findall(rf'^{metric}{{replica="(\d)"}} (\S+)', text, re.M)}
+        return {
+            index: float(value) for index, value in re.findall(rf'^{metric}{{model="[^"]*",replica="(\d)"}} (\S+)', text, re.M)
+        }
 
     def lent_to_all(self, replicas: int) -> None:
         """Wait until each has been told of all others."""
@@ -61,7 +63,7 @@ class Fleet:
     @property
     def handed_over(self) -> int:
         text = httpx.get(f"{self.server.url}/metrics", timeout=240).text
-        return int(float(re.findall(r"^tandem_requests_handed_over_total (\S+)", text, re.M)[0]))
+        return int(float(re.findall(r"^tandem_requests_handed_over_total\S+ (\S+)", text, re.M)[0]))
 
     def hands_over(self) -> None:
         """Wait until long prompts go from one to the other."""
@@ -139,7 +141,9 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             before = sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values())
             fleet.command("drain", "0")
             eventually(
-                lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
+                lambda: re.search(
+                    r"^tandem_requests_moved_total\S+ 1", httpx.get(f"{server.url}/metrics", timeout=240).text, re.M
+                ),
                 what=lambda: server.log,
             )
             while len(text) < len(undisturbed):

@@ -45,12 +45,12 @@ class Replicas(Server):
 
     def counted(self, name: str) -> dict[str, float]:
         """A counter by replica."""
-        found = re.findall(rf'^{name}{{replica="(\d+)"}} (\S+)$', self.metrics(), re.M)
+        found = re.findall(rf'^{name}{{model="[^"]*",replica="(\d+)"}} (\S+)$', self.metrics(), re.M)
         return {label: float(value) for label, value in found}
 
     def moved(self) -> float:
         """Requests that went on elsewhere."""
-        return float(re.findall(r"^tandem_requests_moved_total (\S+)$", self.metrics(), re.M)[0])
+        return float(re.findall(r"^tandem_requests_moved_total\S+ (\S+)$", self.metrics(), re.M)[0])
 
 
 serving = partial(served.serving, kind=Replicas, how=signal.SIGINT)

@@ -51,10 +51,10 @@ class Fleet(Server):
         )
 
     def counted(self, name: str, replica: int | None = None) -> float:
-        label = "" if replica is None else f'{{replica="{replica}"}}'
+        label = "" if replica is None else f'replica="{replica}"'
 
         def samples() -> list[str]:
-            return [one for one in self.metrics().splitlines() if one.startswith(f"{name}{label} ")]
+            return [one for one in self.metrics().splitlines() if one.startswith(f"{name}{{") and label in one]
 
         while not (found := samples()):  # an engine's are left out if it has not told them within two seconds
             assert self.process.poll() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -13,11 +15,13 @@ from typing import Any
 import psutil
 import pytest
 from openai import APIStatusError, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from served import Server, assert_idle, serving, start, wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "tandem.json"
 
 
 def answer(server: Server, text: str, **options: Any) -> Any:
@@ -39,7 +43,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = directory / "keys"
     keys.write_text("secret\n")
     keys.chmod(0o600)
-    with serving(model, "-pp", "2", "--kv-dtype", "4bit", "--api-key-file", keys, kind=partial(Server, key="secret")) as server:
+    options = ("-pp", "2", "--kv-dtype", "4bit", "--api-key-file", keys, "--log-format", "json")
+    kind = partial(Server, key="secret")
+    with (directory / "log").open("w") as errors, serving(model, *options, kind=kind, errors=errors) as server:
+        server.log = directory / "log"
         yield server
 
 
@@ -90,6 +97,35 @@ class TestServer:
         return sum(
             float(line.split()[-1]) for line in server.metrics().splitlines() if line.startswith("tandem_request_aborted_total")
         )
+
+    def test_all_processes_write_json_and_the_line_of_a_request_has_its_times(self, tiny: Server) -> None:
+        said = answer(tiny, "hello", max_tokens=3, extra_body={"ignore_eos": True})
+
+        def lines() -> list[dict[str, Any]]:
+            return [json.loads(line) for line in tiny.log.read_text().splitlines()]
+
+        wait_until(lambda: any(line.get("id") == said.id for line in lines()), "it has no line")
+        assert {"api", "engine", "Rank 0", "Rank 1"} <= {line["process"].split(" stage")[0] for line in lines()}
+        [line] = [line for line in lines() if line.get("id") == said.id]
+        assert (line["client"], line["completion_tokens"], line["replica"]) == ("key1", 3, 0)
+        assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["seconds"]
+
+    def test_all_metrics_of_the_dashboard_are_there(self, tiny: Server) -> None:
+        answer(tiny, "hello", max_tokens=3)
+        there: dict[str, set[str]] = {}
+        for family in text_string_to_metric_families(tiny.metrics()):
+            for sample in family.samples:
+                there.setdefault(sample.name, set()).update(sample.labels)
+        assert not [name for name in there if name.endswith("_created")]
+        dashboard = json.loads(DASHBOARD.read_text())
+        panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+        queries = [target["expr"] for panel in panels for target in panel["targets"]]
+        queries += [one["definition"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+        for query in queries:
+            for name, labels in re.findall(r"\b(tandem_\w+)(?:\{([^}]*)\})?", query):
+                assert name in there, query
+                assert set(re.findall(r"(\w+)=", labels)) <= there[name], query
+        assert len(queries) > 30
 
     def test_idle_ranks_cost_no_cpu(self, tiny: Server) -> None:
         answer(tiny, "hello", max_tokens=2)

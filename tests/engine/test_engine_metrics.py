@@ -9,7 +9,9 @@ import pytest
 from tandem.engine import metrics
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.status_report import FEWEST, KEPT_STEPS, StageLatency
-from tandem.protocol.step import RankStep
+from tandem.protocol.control import Timing
+from tandem.protocol.request import SamplingParams
+from tandem.protocol.step import InsertOp, RankStep, StepPlan
 from tandem.speculation.proposers import SpeculationCounts
 
 
@@ -53,6 +55,33 @@ def test_a_request_that_its_client_has_all_of_is_a_success() -> None:
     assert value(text, 'request_success_total{finished_reason="stop"}') == 1
     assert value(text, "e2e_request_latency_seconds_count") == 1
     assert value(text, "request_aborted_total") == 0
+
+
+def joined(*names: str) -> StepPlan:
+    return StepPlan(0, 0, inserts=[InsertOp(name, [1], 1, SamplingParams(max_tokens=9)) for name in names])
+
+
+def test_the_wait_for_a_batch_and_the_prompt_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    one = EngineMetrics()
+    one.arrived("a", 700)
+    now[0] += 2
+    one.admitted(joined("a"))
+    now[0] += 0.5
+    assert one.produced("a", 1, None) == Timing(2.0, 0.5)
+    now[0] += 0.25
+    assert one.produced("a", 1, None) is None
+    now[0] += 4  # its ranks were lost
+    one.admitted(joined("a"))
+    now[0] += 1
+    assert one.produced("a", 1, "length") == Timing(4.0, 1.0), "from the last token that there was"
+    text = one.text().decode()
+    assert value(text, "request_queue_time_seconds_sum") == 2 and value(text, "request_prefill_time_seconds_sum") == 0.5
+    assert value(text, "request_decode_time_seconds_sum") == 5.25
+    assert value(text, "request_prompt_tokens_sum") == value(text, "prefix_cache_queries_total") == 700
+    assert value(text, "request_generation_tokens_sum") == 3
+    assert "_created" not in text
 
 
 def test_what_another_engine_began_to_answer_has_no_prompt_and_no_first_token_here() -> None:

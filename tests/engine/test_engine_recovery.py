@@ -155,6 +155,7 @@ def test_no_token_is_lost_while_the_files_are_away(model: Path) -> None:
     engine, machines = an_engine(model)
     ask(engine, 40)
     produced: list[int] = []
+    timed: list[int] = []
     left: list[UsageError | None] = [missing(0), missing(2), None]
     machines.broken = lambda slots: left.pop(0)
     for step in range(200):
@@ -162,8 +163,11 @@ def test_no_token_is_lost_while_the_files_are_away(model: Path) -> None:
             machines.failure = die()
         for message in engine.pump(0.0):
             assert isinstance(message, Output)
+            if message.timing is not None:
+                timed.append(len(produced))
             produced += message.tokens
     assert produced == [5] * 40
+    assert len(timed) == 2 and timed[0] == 0 < timed[1], "the api hears of the first wait, and of the replay"
 
 
 def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

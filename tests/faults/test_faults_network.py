@@ -95,7 +95,7 @@ def server(cluster: Cluster, model: Path, make_server: Any) -> Iterator[Any]:
 
 def causes(server: Any) -> dict[str, float]:
     return {
-        cause: server.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
+        cause: server.metric(f'tandem_gang_failures_total{{cause="{cause}",')
         for cause in ("died", "silent", "link", "stuck", "error", "host", "start")
     }
 

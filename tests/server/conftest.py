@@ -119,6 +119,10 @@ class Sequence:
             )
             for start in range(0, max(len(tokens), 1), size)
         )
+        if engine.timing is not None:
+            self.outputs[0] = msgspec.structs.replace(self.outputs[0], timing=engine.timing)
+        if engine.interrupted is not None:
+            self.outputs[1] = msgspec.structs.replace(self.outputs[1], timing=engine.interrupted)
         if any(engine.cached):
             cached, disk = engine.cached
             self.outputs[0] = msgspec.structs.replace(self.outputs[0], cached_tokens=cached, disk_tokens=disk)
@@ -151,6 +155,7 @@ class FakeEngine:
         self.reply = self.tokenizer.encode("Hello, wörld 漢🙂!")
         self.tokens_per_output = 1
         self.cached = 0, 0
+        self.timing = self.interrupted = None
         """Tokens of each prompt that it has, and those of them that are on disk."""
         self.delay = 0.0
         self.outputs: int | None = None

@@ -72,13 +72,6 @@ def test_the_clients_of_both_services_tell_the_id(shared):
         assert missing.value.body["request_id"] == missing.value.request_id
 
 
-def test_lines_of_the_log_have_the_id(serve, engine, caplog, wait_until):
-    caplog.set_level("INFO", logger="tandem")
-    server = serve(log_requests=True)
-    post(server, CHAT, headers={"x-request-id": "look-for-me"})
-    wait_until(lambda: caplog.text.count("(look-for-me)") == 2)
-
-
 def test_head_is_get_without_a_body(shared):
     for path in ("/v1/models", "/health", "/v1/models/tiny", "/"):
         head, get = shared.http.head(path), shared.http.get(path)

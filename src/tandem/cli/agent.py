@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.port < 65535:
         raise ConfigError(f"--port {arguments.port}: must be from 0 (any free ones) to 65534", param="port")
     _checked_address(arguments.host)
-    set_up()
+    set_up(log_format=arguments.log_format)
     agent = Agent(name, trust, host=arguments.host, port=arguments.port)
     signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):

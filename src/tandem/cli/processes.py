@@ -54,7 +54,7 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     if quiet and sys.stderr.isatty():
         at_terminal = {"log_level": "WARNING", "drain_timeout": 5.0, **loaded.given("process")}
         settings = replace(settings, process=replace(settings.process, **at_terminal))
-    set_up(settings.process.log_level)
+    set_up(settings.process.log_level, log_format=settings.process.log_format)
     for warning in loaded.warnings:
         log.warning("%s", warning)
     return _laid_out(settings) if loaded.sources.get("tensor_parallel_size") == "NUM_DEVICES" else settings
@@ -211,7 +211,7 @@ def main() -> int:
     kind, content, lending = sys.argv[1], receive_payload(), None
     if kind == "server":
         settings = from_json(content)
-        set_up(settings.process.log_level)
+        set_up(settings.process.log_level, log_format=settings.process.log_format)
         return _server(settings, sys.argv[2])
     if kind == "engine":
         payload = msgspec.json.decode(content, type=EnginePayload)
@@ -221,7 +221,7 @@ def main() -> int:
         content, keys = bytes(api.settings), api.keys
     settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
-    set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
+    set_up(settings.process.log_level, prefix=f"[{kind}{number}]", log_format=settings.process.log_format)
     wait = float(sys.argv[4]) if kind == "api" else 0.0
     try:
         return (

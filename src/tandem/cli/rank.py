@@ -19,7 +19,7 @@ from tandem.protocol.payloads import HostPayload
 def run(arguments: argparse.Namespace) -> int:
     """Join a head and run a rank at each of its requests, until the head releases this machine. Raises UsageError."""
     payload = _received() if arguments.stdin else _payload(arguments)
-    set_up(payload.log_level, prefix="[node agent]")
+    set_up(payload.log_level, prefix="[node agent]", log_format=payload.log_format)
     return host_ranks(payload)
 
 
@@ -50,6 +50,7 @@ def _payload(arguments: argparse.Namespace) -> HostPayload:
         join_timeout=arguments.join_timeout,
         rejoin=True,
         log_level=arguments.log_level,
+        log_format=arguments.log_format,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ class ClientLimits:
     tokens_per_minute: int | None = None
     weight: float = 1.0
     """Weight of the client in fair queueing, relative to other clients."""
+    name: str = ""
+    """Name of the client in logs and traces; empty for `key` and the key's number."""
 
 
 MOST = 10**12
@@ -64,7 +67,11 @@ def _limits(words: list[str], limits: ClientLimits, where: str) -> ClientLimits:
     return replace(limits, **given)
 
 
-def _value(name: str, text: str, where: str) -> float | None:
+def _value(name: str, text: str, where: str) -> float | str | None:
+    if name == "name":
+        if not re.fullmatch(r"[\w.@+-]{1,64}", text, re.ASCII):
+            raise ConfigError(f"{where}: name={text[:40]} must be 1 to 64 letters, digits or _.@+-", param="api_key_file")
+        return text
     if text == "none" and name != "weight":
         return None
     try:

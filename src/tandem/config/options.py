@@ -30,6 +30,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_batch_size": ("--max-num-seqs",),
     "memory_fraction": ("--gpu-memory-utilization",),
     "enable_metrics": ("--metrics",),
+    "log_requests": ("--enable-log-requests",),
     "tls_cert": ("--ssl-certfile",),
     "tls_key": ("--ssl-keyfile",),
     "num_speculative_tokens": ("--num-draft-tokens",),

@@ -323,6 +323,9 @@ class ServerSettings:
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
+    otlp_traces_endpoint: str | None = None
+    """Address to which OpenTelemetry traces of requests are sent (OTLP over HTTP), such as
+    http://localhost:4318/v1/traces. Needs the extra `otel`."""
     enable_tokenizer_info_endpoint: bool = False
     """Serve what the model's tokenizer_config.json says, chat template included, at /tokenizer_info."""
     journal: str | None = None
@@ -340,8 +343,9 @@ class ServerSettings:
     """Largest file for a batch, in MiB."""
     files_max_gb: float = 4.0
     """GiB that files and results of batches may take together; the next file is refused."""
-    log_requests: bool = False
-    """Log one line per request (never prompts or answers)."""
+    log_requests: bool = True
+    """Log one line per request: its id, client, path, status, model, times and numbers of tokens, never prompts or
+    answers. Health checks, and /metrics, /v1/status and /v1/events unless refused, have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +356,9 @@ class ProcessSettings:
     """Unix socket between api and engine; by default one per port in the user's runtime directory."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe messages to log."""
+    log_format: Literal["auto", "text", "json"] = "auto"
+    """Format of all processes' logs. json: one JSON object a line; text: lines with time, level and process; auto:
+    short coloured lines on a terminal, else text."""
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM or Ctrl-C; 5 by default where `tandem serve` runs on a
     terminal."""

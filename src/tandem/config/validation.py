@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import ipaddress
 import math
 import os
+import re
 import stat
 from collections.abc import Callable
 
@@ -285,8 +287,28 @@ def _check_names(settings: Settings, label: Label) -> None:
                 f"{label('trusted_proxies')}: {error}; name proxies by address or network, such as 10.0.0.2 or 10.0.0.0/24",
                 param="trusted_proxies",
             ) from None
+    if (endpoint := server.otlp_traces_endpoint) is not None:
+        if not re.match(r"https?://[^/]", endpoint):
+            raise ConfigError(
+                f"{label('otlp_traces_endpoint')} {endpoint}: must be an address of OTLP over HTTP, such as "
+                "http://localhost:4318/v1/traces",
+                param="otlp_traces_endpoint",
+            )
+        if not _has_module("opentelemetry.exporter.otlp.proto.http"):
+            raise ConfigError(
+                f"{label('otlp_traces_endpoint')}: needs OpenTelemetry: pip install 'mlx-tandem[otel]', or "
+                "'.[otel]' in a checkout",
+                param="otlp_traces_endpoint",
+            )
     if server.tls_key is not None and server.tls_cert is None:
         raise ConfigError(f"{label('tls_key')}: needs --tls-cert FILE, the certificate of the key", param="tls_cert")
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _check_keys(settings: Settings, label: Label) -> list[str]:

@@ -189,6 +189,7 @@ def _stage_specs(
             fast_sync=parallel.fast_sync,
             wired=wired_bytes(settings.scheduler.wired),
             log_level=settings.process.log_level,
+            log_format=settings.process.log_format,
             weights_from=model.weights_from,
             hub=files.hub,
             trust_remote_code=model.trust_remote_code,

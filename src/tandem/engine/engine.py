@@ -12,6 +12,7 @@ import time
 from typing import Protocol
 
 import zmq
+from msgspec.structs import replace
 
 from tandem.config.settings import Settings
 from tandem.engine.adapters import AdapterManager
@@ -256,13 +257,15 @@ class Engine:
         """Return the messages for clients since the last call. `pump` returns them too."""
         messages = list(self._out)
         self._out.clear()  # clear in place: `recover` appends to this list while its callbacks take messages
-        for message in messages:
+        for index, message in enumerate(messages):
             if isinstance(message, Output):
                 if message.cached_tokens:
                     self.metrics.cached(message.cached_tokens, message.disk_tokens)
-                self.metrics.produced(
+                timing = self.metrics.produced(
                     message.request_id, len(message.tokens), message.finish_reason, embedded=bool(message.vector)
                 )
+                if timing is not None:
+                    messages[index] = replace(message, timing=timing)
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)
@@ -276,6 +279,7 @@ class Engine:
         self._migrate(now)
         self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:
+            self.metrics.admitted(plan)
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from tandem.kv.disk import DiskCounts
-from tandem.protocol.control import Stepped
+from tandem.protocol.control import Stepped, Timing
+from tandem.protocol.step import StepPlan
 from tandem.speculation.proposers import SpeculationCounts
 
+LENGTH_BUCKETS = tuple(float(digit * 10**zeros) for zeros in range(6) for digit in (1, 2, 5)) + (1e6,)
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SAMPLE_S = 1.0
 """Seconds between two samples of the drain rate."""
@@ -19,14 +22,27 @@ UNKNOWN_S, LONGEST_S = 5.0, 120.0
 """`Retry-After` in seconds before any measurement, and its maximum."""
 
 
+@dataclass(slots=True)
+class _Live:
+    """Times of a live request, and its numbers of tokens."""
+
+    arrived: float
+    prompt_tokens: int
+    admitted: float | None = None
+    """When it last joined a batch, until a token comes."""
+    first: float | None = None
+    last: float | None = None
+    """When its last token came, or when it came here with tokens of another engine."""
+    tokens: int = 0
+
+
 class EngineMetrics:
     """Prometheus metrics, and time stamps of live requests."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._arrived: dict[str, float] = {}
-        self._last_token: dict[str, float] = {}
-        self._prompts: dict[str, int] = {}
+        self._live: dict[str, _Live] = {}
         self._counted: dict[Counter, float] = {}
         self.generated = 0
         """Tokens produced since the engine started."""
@@ -41,16 +57,24 @@ class EngineMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"tandem_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(f"tandem_{name}", text, labels, registry=self.registry, buckets=LATENCY_BUCKETS)
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+            return Histogram(f"tandem_{name}", text, labels, registry=self.registry, buckets=buckets)
 
         self.ttft = histogram("time_to_first_token_seconds", "From arrival at the engine to the first token.")
         self.itl = histogram("inter_token_latency_seconds", "Between two tokens of one request.")
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival at the engine to the last token.")
+        self.queue = histogram("request_queue_time_seconds", "From arrival at the engine until a request joins a batch.")
+        self.prefill = histogram("request_prefill_time_seconds", "From joining a batch to the first token.")
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the last.")
+        self.prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of finished requests.", buckets=LENGTH_BUCKETS)
+        self.generation_lengths = histogram(
+            "request_generation_tokens", "Tokens produced for finished requests.", buckets=LENGTH_BUCKETS
+        )
         self.step = histogram("rank_step_seconds", "Work of one rank in one step.", "rank")
         self.running = gauge("num_requests_running", "Requests in a batch.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.kv_used = gauge("kv_cache_tokens_used", "KV positions in use.")
+        self.kv_usage = gauge("kv_cache_usage_perc", "KV positions in use, as a fraction of 1.")
         self.kv_total = gauge("kv_cache_tokens_max", "KV positions that there is room for.")
         self.kv_bytes = gauge("kv_cache_bytes", "Bytes of KV held by a rank.", "rank")
         self.rank_peak = gauge("rank_peak_memory_bytes", "Most memory that a rank has used.", "rank")
@@ -64,9 +88,12 @@ class EngineMetrics:
         self.spec_drafts = counter("spec_decode_num_drafts", "Times that a sequence's tokens were guessed.")
         self.spec_draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
         self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked for in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.", "tier")
-        for tier in ("memory", "disk"):
-            self.prefix_hits.labels(tier)
+        begun = ((self.prefix_hits, "memory disk"), (self.finished, "stop length"), (self.refused, "400 429 503"))
+        for known, values in begun:  # a series that begins with its first event hides that event from rate()
+            for value in values.split():
+                known.labels(value)
         self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of prefixes in the memory of a rank.", "rank")
         self.disk_hits = counter("kv_disk_hit_tokens", "Prompt tokens whose KV was read from disk.")
         self.disk_read = counter("kv_disk_read_bytes", "Bytes of KV that ranks have read from disk.")
@@ -119,43 +146,67 @@ class EngineMetrics:
 
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
         """Record a queued request. `begun`: another engine already produced part of its output."""
-        self._arrived[request_id] = now = time.monotonic()
-        self._prompts[request_id] = prompt_tokens
-        if begun:
-            self._last_token[request_id] = now
+        now = time.monotonic()
+        self._live[request_id] = _Live(now, prompt_tokens, last=now if begun else None)
 
-    def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
-        """Record `count` tokens of output; 0 for a request that ends with its prompt. `embedded`: it yields a vector."""
+    def admitted(self, plan: StepPlan) -> None:
+        """Record that the plan's new sequences join a batch."""
+        now = time.monotonic()
+        for insert in plan.inserts:
+            if (live := self._live.get(insert.request_id)) is not None:
+                live.admitted = now
+
+    def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> Timing | None:
+        """Record `count` tokens of output; 0 for a request that ends with its prompt. `embedded`: it yields a vector.
+
+        Return the request's times if it joined a batch since its last output.
+        """
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
-        last = self._last_token.get(request_id)
-        if not count:
-            self.embeddings.inc(embedded)
-            self.prompt_tokens.inc(self._prompts.get(request_id, 0))
-        elif last is not None:
+        self.embeddings.inc(embedded)
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        live.tokens += count
+        if live.last is None:
+            self.prompt_tokens.inc(live.prompt_tokens)
+            waited = now - live.arrived
+            if count:
+                live.first = now
+                self.ttft.observe(waited)
+                self.recent_ttft_s = 0.8 * self.recent_ttft_s + 0.2 * waited if self.recent_ttft_s else waited
+        else:
             for _ in range(count):  # several tokens arrive at once with accepted drafts
-                self.itl.observe((now - last) / count)
-        elif request_id in self._arrived:
-            waited = now - self._arrived[request_id]
-            self.ttft.observe(waited)
-            self.recent_ttft_s = 0.8 * self.recent_ttft_s + 0.2 * waited if self.recent_ttft_s else waited
-            self.prompt_tokens.inc(self._prompts[request_id])
-        self._last_token[request_id] = now
+                self.itl.observe((now - live.last) / count)
+        timing = None
+        if live.admitted is not None:
+            timing = Timing(live.admitted - (live.arrived if live.last is None else live.last), now - live.admitted)
+            if live.last is None:
+                self.queue.observe(timing.queue_s)
+                self.prefill.observe(timing.prefill_s)
+                self.prefix_queries.inc(live.prompt_tokens)
+        live.last, live.admitted = now, None
         if finish_reason:
             self.ended(request_id, finish_reason)
+        return timing
 
     def ended(self, request_id: str, finish_reason: str) -> None:
-        """Record a finished request with its latency."""
-        now = time.monotonic()
+        """Record a finished request with its latency and lengths."""
         self.finished.labels(finish_reason).inc()
-        self.e2e.observe(now - self._arrived.get(request_id, now))
-        self.forget(request_id)
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        now = time.monotonic()
+        self.e2e.observe(now - live.arrived)
+        if live.first is not None:
+            self.decode.observe(now - live.first)
+        self.prompt_lengths.observe(live.prompt_tokens)
+        self.generation_lengths.observe(live.tokens)
 
     def forget(self, request_id: str) -> None:
-        """Drop the time stamps of a finished request."""
-        for table in (self._arrived, self._last_token, self._prompts):
-            table.pop(request_id, None)
+        """Drop the times of a request that is no longer here."""
+        self._live.pop(request_id, None)
 
     def stepped(self, report: Stepped) -> None:
         """Record a rank's report of a step."""

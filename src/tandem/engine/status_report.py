@@ -115,6 +115,7 @@ class StatusReport:
         self._metrics.running.set(running)
         self._metrics.waiting.set(queued)
         self._metrics.kv_used.set(used)
+        self._metrics.kv_usage.set(used / max(scheduler.limits.kv_tokens, 1) if scheduler else 0)
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
         self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(

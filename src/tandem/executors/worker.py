@@ -219,7 +219,7 @@ def prepare(spec: StageSpec) -> None:
     import_models_only()
     # A terminal sends Ctrl-C to all its processes, and the engine ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
+    set_up(spec.log_level, prefix=f"[Rank {spec.rank}]", log_format=spec.log_format)
     # A layer usually sums twice: after attention and after its MLP.
     sums = 2 * len(range(*spec.layers)) if spec.rank == 0 and spec.tp_size > 1 else 0
     prepare_metal(spec.fast_fences and spec.device != "cpu", sums)

@@ -10,7 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from tandem.config.settings import ParallelSettings
+from tandem.config.settings import ParallelSettings, ProcessSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, ProcessGroup
 from tandem.launchers.local import thread_variables
@@ -37,8 +37,11 @@ SEEK_S = 30.0
 
 
 def copy_line(label: str, line: str) -> None:
-    """Write a line of a node agent to standard error after `label`. The line has its own time, level and rank."""
-    sys.stderr.write(printable(f"[{label}] {line}\n"))
+    """Write a line of a node agent to standard error after `label`, unless it is JSON, which names its host itself.
+
+    The line has its own time, level and rank.
+    """
+    sys.stderr.write(printable(f"{line}\n" if line.startswith("{") else f"[{label}] {line}\n"))
     sys.stderr.flush()
 
 
@@ -53,15 +56,15 @@ class HostsLauncher(Launcher):
         port: int = 0,
         keys: ClusterKeys | None = None,
         tickets: bool = True,
-        log_level: str = "INFO",
+        process: ProcessSettings | None = None,
     ) -> None:
         """Open the join socket at `bind` (0.0.0.0: all addresses) and `port` (0: any free one).
 
-        With `tickets` each node agent must present the ticket of its latest invitation. `log_level` is for the node agents.
-        Raises UsageError when the port is taken.
+        With `tickets` each node agent must present the ticket of its latest invitation. `process`: for the node
+        agents' logs. Raises UsageError when the port is taken.
         """
         self._bind = bind
-        self._log_level = log_level
+        self._process = process or ProcessSettings()
         self._threads = parallel.threads_per_rank
         self.keys = keys or ClusterKeys.generate()
         try:
@@ -100,7 +103,8 @@ class HostsLauncher(Launcher):
             ticket=ticket,
             address=address,
             join_timeout=join_timeout,
-            log_level=self._log_level,
+            log_level=self._process.log_level,
+            log_format=self._process.log_format,
         )
 
     # --- for subclasses ---

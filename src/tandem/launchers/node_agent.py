@@ -278,7 +278,7 @@ def host_ranks(payload: HostPayload) -> int:
 def main() -> int:
     """Run the node agent that a launcher has started, with the payload on standard input. Return its exit code."""
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
-    set_up(payload.log_level, prefix="[node agent]")
+    set_up(payload.log_level, prefix="[node agent]", log_format=payload.log_format)
     try:
         return host_ranks(payload)
     except UsageError as error:

@@ -257,7 +257,7 @@ class SshLauncher(HostsLauncher):
         self._connections: dict[int, _Connection] = {}
         self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0", log_level=settings.process.log_level)
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0", process=settings.process)
 
     def _find_head_addresses(self, chosen: str | None) -> list[str]:
         """Return, for each host, the address at which it reaches this machine."""

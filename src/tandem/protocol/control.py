@@ -68,6 +68,15 @@ class HandOver(Struct, frozen=True, tag=True):
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
 
+class Timing(Struct, frozen=True, array_like=True):
+    """Seconds that a request took until its next token."""
+
+    queue_s: float
+    """Seconds from its arrival, or its last token before it was interrupted, until it joined a batch."""
+    prefill_s: float
+    """Seconds from there to the token, or to the end of a prompt without one."""
+
+
 class Output(Struct, frozen=True, tag=True):
     """New tokens of a request. The last message has a `finish_reason`."""
 
@@ -88,6 +97,8 @@ class Output(Struct, frozen=True, tag=True):
     empty."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of all prompt tokens but the first, if requested. Sent with the first token or at the end."""
+    timing: Timing | None = None
+    """Set in the first message after each admission to a batch: the first, and those after a preemption or replay."""
 
 
 class Refused(Struct, frozen=True, tag=True):

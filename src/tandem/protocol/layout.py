@@ -74,6 +74,7 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     backend: str
     blas: str
     log_level: str
+    log_format: str = "auto"
     attention: str = "auto"
     """Attention of decode steps: `auto` or `masked`."""
     fuse_projections: str = "auto"

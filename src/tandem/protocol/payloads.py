@@ -67,5 +67,6 @@ class HostPayload(Struct, frozen=True, kw_only=True):
     rejoin: bool = False
     """True to join again after the head is lost."""
     log_level: str = "INFO"
+    log_format: str = "auto"
     worker: str = WORKER_MODULE
     """Module that the node agent runs as a rank process."""

@@ -129,6 +129,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             await jobs.close()
         await api.workers.close()
         await api.client.close()
+        if api.traces is not None:
+            await asyncio.to_thread(api.traces.close)
 
 
 async def _preload(api: Api) -> None:

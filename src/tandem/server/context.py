@@ -27,6 +27,7 @@ from tandem.server.failures import ClientGone
 from tandem.server.fields import told
 from tandem.server.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
+from tandem.server.tracing import Traces
 from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.fair_semaphore import FairSemaphore
 from tandem.server.workers.pool import Workers
@@ -52,12 +53,16 @@ class Api:
         self.served = client.served if isinstance(client, ModelPool) else [Served(settings, client)]
         """All models; the first is the default."""
         self.keys = tuple(keys)
+        self.key_names = {key_group(key): limits.name or f"key{i}" for i, (key, limits) in enumerate(keys.items(), 1)}
+        """Name of each API key in logs, by client group."""
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers(settings.scheduler.max_queued_requests)
         """Sandboxed worker processes for large or costly parts of requests."""
         self.text_semaphore = FairSemaphore(THREADS - 1, settings.scheduler.max_queued_requests)
         """Limits tokenizer work in threads; one thread stays free for parsing bodies."""
         self.metrics = ApiMetrics()
+        endpoint = settings.server.otlp_traces_endpoint
+        self.traces = Traces(endpoint) if endpoint is not None else None
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
         self.live: dict[str, Running] = {}

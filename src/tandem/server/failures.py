@@ -44,6 +44,7 @@ class ClientGone(RequestError):
     """The client closed the connection: the request must stop, but no response is sent. 499 is nginx's status for it."""
 
     status = 499
+    kind = "client_disconnected"
 
 
 def refused(status: int, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
@@ -88,6 +89,8 @@ def error_response(error: RequestError, scope: Scope | None = None) -> Response:
     Overload and unavailability get a Retry-After header.
     """
     headers: dict[str, str] = {}
+    if scope is not None:
+        scope["tandem.error"] = error
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
     if isinstance(error, AuthenticationError):

@@ -7,6 +7,8 @@ import logging
 import re
 import time
 import uuid
+from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,12 +21,17 @@ from tandem.server.origins import Origins, check_content_type
 from tandem.server.quotas import group_of
 from tandem.server.status import page
 
+if TYPE_CHECKING:
+    from tandem.server.generation import Running
+
 logger = logging.getLogger(__name__)
 
 IGNORED_HEADER = b"x-tandem-ignored-fields"
 """Response header that lists request fields without effect."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
 """Paths that need no API key; /health returns less without one."""
+POLLED_PATHS = frozenset({"/metrics", "/v1/status", "/v1/events"})
+"""Further paths that are asked again and again: they have a line in the log only when they fail."""
 
 
 class Gate:
@@ -116,13 +123,52 @@ class Gate:
         method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
         self._api.metrics.requests.labels(route, method, str(status)).inc()
         self._api.metrics.seconds.labels(route).observe(seconds)
-        if self._api.settings.server.log_requests and scope["path"] not in OPEN_PATHS:
-            logger.info("%s %s %d %.3f s (%s)", method, route, status, seconds, scope["tandem.request_id"])
+        if scope["path"] not in OPEN_PATHS and (status >= 400 or scope["path"] not in POLLED_PATHS):
+            record_request(self._api, scope, status, seconds)
+
+
+def record_request(api: Api, scope: Scope, status: int, seconds: float) -> None:
+    """Log one line about a request that has ended after `seconds`, and export its trace, as far as the settings ask for them."""
+    logs = api.settings.server.log_requests and logger.isEnabledFor(logging.INFO)
+    if not logs and api.traces is None:
+        return
+    running: Running | None = scope.get("tandem.running")
+    error: RequestError | None = scope.get("tandem.error") or (running.error if running is not None else None)
+    address = scope.get("client")
+    known = api.keys and scope.get("tandem.trusted", True)
+    facts: dict[str, object] = {
+        "request_id": scope.get("tandem.request_id"),
+        "client": api.key_names.get(scope["tandem.group"]) if known else address and address[0],
+        "method": scope["method"],
+        "path": quote(scope["path"][:200], errors="replace"),
+        "status": status,
+        "seconds": round(seconds, 3),
+        "error": error and (error.code or error.kind),
+        "job": scope.get("tandem.seed"),
+    }
+    if running is not None:
+        facts |= {
+            "id": running.request_id,
+            "model": running.model,
+            "replica": running.replica,
+            "queue_s": round(running.timings[0][2].queue_s, 3) if running.timings else None,
+            "first_token_s": round(running.first_at - running.started_at, 3) if running.first_at else None,
+            "prompt_tokens": running.prompt_tokens,
+            "cached_tokens": running.cached_tokens,
+            "completion_tokens": running.completion_tokens,
+        }
+    facts = {name: value for name, value in facts.items() if value is not None}
+    if api.traces is not None:
+        facts["trace_id"] = api.traces.record(scope, _route(scope), facts, running, seconds)
+    if not logs:
+        return
+    rest = " ".join(f"{name}={value}" for name, value in facts.items() if name not in ("method", "path", "status"))
+    logger.info("%s %s %d %s", scope["method"], facts["path"], status, rest, extra={"fields": facts})
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
     """Send `error` as the response, or as the end of a stream that has begun."""
-    write = scope.get("tandem.stream")
+    write, scope["tandem.error"] = scope.get("tandem.stream"), error
     if write is None:
         await error_response(error, scope)(scope, receive, send)
     elif not isinstance(error, ClientGone):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from tandem.crash_guard import start_task
 from tandem.errors import RequestError, ServerError, TimeoutExceeded
 from tandem.json_types import JsonObject
-from tandem.protocol.control import Output
+from tandem.protocol.control import Output, Timing
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.thinking import ThinkingTokens, Thought, begin, follow
@@ -28,8 +27,6 @@ from tandem.server.openai.schemas import SamplingFields
 from tandem.server.quotas import Lease
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 class Running(ABC):
@@ -62,7 +59,11 @@ class Running(ABC):
         self.prompt_tokens, self.completion_tokens, self.choices = prompt_tokens, 0, len(work)
         self.created, self.started_at = time.time(), time.monotonic()
         self.group, self.api = get_group(http), get_api(http)
-        self._http_id = http.scope.get("tandem.request_id", "")
+        http.scope["tandem.running"] = self
+        self.replica: int | None = None
+        self.timings: list[tuple[str, float, Timing]] = []
+        """Queue and prefill times as the engine reports them: id of the sequence, time of the report, and times."""
+        self.cached_tokens, self.first_at, self.last_at = 0, 0.0, 0.0
         self.error: RequestError | None = None
         """Error that ended the request, if any."""
         self.ended = False
@@ -104,6 +105,8 @@ class Running(ABC):
     def push(self, output: Output) -> None:
         """Process one output and wake the waiting task. An exception fails only this request."""
         self._news = True
+        if output.timing is not None:
+            self.timings.append((output.request_id, time.monotonic(), output.timing))
         try:
             self.take(output)
         except Exception as error:  # noqa: BLE001 - see the docstring
@@ -173,13 +176,6 @@ class Running(ABC):
             self._deadline.cancel()
         if not self.ended:
             self._stop()
-        if self.api.settings.server.log_requests:
-            how = "finished" if self.done else "ended early"
-            seconds = time.monotonic() - self.started_at
-            counts = (self.prompt_tokens, self.completion_tokens)
-            logger.info(
-                "%s %s: %d prompt and %d output tokens, %.2f s (%s)", self.request_id, how, *counts, seconds, self._http_id
-            )
 
     def _unwatched(self, error: BaseException) -> None:
         """End the request, as the task that watches for a disconnect has failed."""
@@ -412,8 +408,7 @@ class Generation(Running):
             for index, request in enumerate(self._requests)
         }
         self._deltas: list[Delta] = []
-        self._cached = self._from_disk = 0
-        self._first_at = self._last_at = 0.0
+        self._from_disk = 0
 
     def take(self, output: Output) -> None:
         """Detokenize an output. A choice that reaches a stop string is aborted in the engine."""
@@ -421,12 +416,12 @@ class Generation(Running):
         if choice.finish_reason is not None:
             return
         if output.tokens:
-            self._cached += output.cached_tokens
+            self.cached_tokens += output.cached_tokens
             self._from_disk += output.disk_tokens
-            self._last_at = time.monotonic()
-            if not self._first_at:
-                self._first_at = self._last_at
-                self.api.metrics.first_token.observe(self._first_at - self.started_at)
+            self.last_at = time.monotonic()
+            if not self.first_at:
+                self.first_at = self.last_at
+                self.api.metrics.first_token.labels(self.model).observe(self.first_at - self.started_at)
         before = choice.tokens
         delta = choice.take(output)
         self.completion_tokens += choice.tokens - before
@@ -477,19 +472,19 @@ class Generation(Running):
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.prompt_tokens + output,
-            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens), **tiers},
+            "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens, self.prompt_tokens), **tiers},
             **({"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}),
         }
 
     def performance(self) -> dict[str, object]:
         """Return speeds (tokens/s) and durations (s) of this request; queueing counts as prompt time."""
-        first = self._first_at - self.started_at if self._first_at else 0.0
-        decode_s = self._last_at - self._first_at
+        first = self.first_at - self.started_at if self.first_at else 0.0
+        decode_s = self.last_at - self.first_at
         later = self.completion_tokens - self.choices
         return {
             "prompt_eval_tokens_per_second": round(self.prompt_tokens / first, 3) if first > 0 else 0.0,
             "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,
-            "cache_hit": self._cached > 0,
+            "cache_hit": self.cached_tokens > 0,
             "ttft_seconds": round(first, 6),
             "total_seconds": round(time.monotonic() - self.started_at, 6),
         }

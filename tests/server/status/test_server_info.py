@@ -5,12 +5,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
+from tandem.protocol.control import Timing
 from tandem.protocol.supervisor_messages import ModelInfo, ReplicaList
 from tandem.server.app import create_app
 from tandem.server.engines.model_pool import ModelPool
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.router import Router
 from tandem.server.engines.served_model import Served
+from tandem.version import __version__
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -123,7 +125,9 @@ def test_metrics(server, serve):
     server.chat(temperature=9)
     server.http.get("/made/up")
     text = server.http.get("/metrics").text
-    assert 'tandem_engine_up{replica="0"} 1' in text
+    assert 'tandem_engine_up{model="tiny",replica="0"} 1' in text
+    assert f'tandem_build_info{{version="{__version__}"}} 1.0' in text
+    assert "_created" not in text
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
     assert 'route="unmatched",status="404"' in text
@@ -177,14 +181,63 @@ def test_openapi_describes_bodies(server):
             node = node[part]
 
 
-def test_requests_are_logged_without_their_text(serve, engine, caplog, wait_until):
+def lines_of(caplog, count, wait_until):
+    """Members of the lines about requests, once there are so many."""
+    told = lambda: [record.fields for record in caplog.records if hasattr(record, "fields")]  # noqa: E731
+    wait_until(lambda: len(told()) >= count)
+    return told()
+
+
+def test_each_request_has_one_line_without_its_text(serve, engine, caplog, wait_until):
     caplog.set_level("INFO", logger="tandem")
-    server = serve(log_requests=True)
+    server = serve()
+    engine.timing = Timing(0.25, 0.5)
     server.chat(messages=[{"role": "user", "content": "my secret"}])
-    wait_until(lambda: "POST /v1/chat/completions 200" in caplog.text)
-    assert "output tokens" in caplog.text
-    assert "secret" not in caplog.text
-    assert engine.text() not in caplog.text
+    server.http.post("/v1/chat/completions", json={"messages": 5}, headers={"x-request-id": "look-for-me"})
+    server.http.get("/health/ready")
+    server.http.get("/v1/status")
+    server.http.get("/v1/no%0Ae?key=secret")
+    chat, bad, lost = lines_of(caplog, 3, wait_until)
+    assert (chat["path"], chat["status"], chat["model"], chat["replica"]) == ("/v1/chat/completions", 200, "tiny", 0)
+    assert (chat["client"], chat["queue_s"], chat["completion_tokens"]) == ("127.0.0.1", 0.25, len(engine.reply) + 1)
+    assert chat["request_id"].startswith("req_") and chat["first_token_s"] <= chat["seconds"]
+    assert (bad["request_id"], bad["status"], bad["error"]) == ("look-for-me", 400, "invalid_type")
+    assert (lost["path"], lost["status"], lost["error"]) == ("/v1/no%0Ae", 404, "unknown_url")
+    assert "POST /v1/chat/completions 400 request_id=look-for-me client=127.0.0.1 " in caplog.text
+    assert "secret" not in caplog.text and engine.text() not in caplog.text
+
+
+def test_a_client_that_leaves_is_told_apart_in_the_log(serve, engine, caplog, wait_until):
+    caplog.set_level("INFO", logger="tandem")
+    server = serve()
+    engine.hold = True
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    connection = server.raw(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    wait_until(lambda: engine.submitted)
+    connection.close()
+    [line] = lines_of(caplog, 1, wait_until)
+    assert (line["status"], line["error"]) == (499, "client_disconnected")
+
+
+def test_lines_name_keys_by_their_names_alone(serve, tmp_path, caplog, wait_until):
+    caplog.set_level("INFO", logger="tandem")
+    (tmp_path / "keys").write_text("sk-first\nsk-second name=alice\n")
+    (tmp_path / "keys").chmod(0o600)
+    server = serve(api_key_file=str(tmp_path / "keys"))
+    for key in ("sk-first", "sk-second", "sk-wrong"):
+        server.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+    lines = lines_of(caplog, 3, wait_until)
+    assert [line["client"] for line in lines] == ["key1", "alice", "127.0.0.1"]
+    assert [line.get("error") for line in lines] == [None, None, "invalid_api_key"]
+    assert "sk-" not in caplog.text
+
+
+def test_lines_about_requests_can_be_switched_off(serve, caplog):
+    caplog.set_level("INFO", logger="tandem")
+    server = serve(log_requests=False)
+    server.chat()
+    server.http.get("/v1/models")
+    assert "/v1/" not in caplog.text
 
 
 def test_the_status_is_that_of_now_and_not_of_the_last_heartbeat(serve, engine):

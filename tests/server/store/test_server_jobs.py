@@ -76,6 +76,16 @@ def test_retries_while_it_runs_wait_for_the_one_answer(serve, engine, place, wai
     assert len(engine.submitted) == 1
 
 
+def test_what_the_journal_runs_has_a_line_of_its_own_with_its_tokens(serve, place, caplog, wait_until):
+    caplog.set_level("INFO", logger="tandem")
+    ask(serve(journal=place), "k")
+    lines = lambda: [record.fields for record in caplog.records if hasattr(record, "fields")]  # noqa: E731
+    wait_until(lambda: len(lines()) == 2)
+    job, client = lines()
+    assert (job["path"], job["status"], job["model"], job["job"]) == (ROUTE, 200, "tiny", job["job"])
+    assert job["completion_tokens"] > 0 and "prompt_tokens" not in client and client["status"] == 200
+
+
 def test_another_request_under_the_same_key_is_refused(serve, place):
     server = serve(journal=place)
     ask(server, "k")

@@ -17,6 +17,7 @@ def add_agent(agent: Parser) -> None:
     agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
     agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
     agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
+    add_as_for_serve(agent, "log_format")
 
 
 def add_hosts(parser: Parser) -> None:
@@ -194,6 +195,7 @@ def add_rank(rank: Parser) -> None:
         help="seconds to keep trying to reach the head, at first and when it was lost [300]",
     )
     add_as_for_serve(rank, "log_level")
+    add_as_for_serve(rank, "log_format")
     rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
 
 

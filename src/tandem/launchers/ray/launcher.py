@@ -67,7 +67,7 @@ class RayLauncher(HostsLauncher):
                     param="head_address",
                 )
             self._here = here
-            super().__init__(parallel, bind=here, log_level=settings.process.log_level)
+            super().__init__(parallel, bind=here, process=settings.process)
         except BaseException:
             self.release()
             raise

@@ -35,6 +35,9 @@ RETRY_S = 0.2
 class Answers(Protocol):
     """Receiver of the answers to a group of requests."""
 
+    replica: int | None
+    """Replica that one of the requests was sent to last."""
+
     def push(self, output: Output) -> None:
         """Process the next output of one of the requests."""
 
@@ -339,6 +342,7 @@ class Dispatcher:
             inflight.replica, inflight.leaves = placement.replica, placement.leaves
             kept = max(placement.kept, inflight.kept, inflight.perhaps_kept)
             if self._members[placement.replica].client.send(replace(request, kept=kept, leaves=inflight.leaves), inflight):
+                inflight.answers.replica = placement.replica
                 return True
             placement.end()
             inflight.refused_by.add(placement.replica)

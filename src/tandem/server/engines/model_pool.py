@@ -73,13 +73,11 @@ class ModelPool:
         """True once the supervisor has listed the models."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._registry = CollectorRegistry()
-        self._loads = Counter("tandem_model_loads", "Times that a model was loaded", ["model"], registry=self._registry)
-        self._loaded = Gauge(
-            "tandem_model_loaded", "1 while a model is in memory and answers", ["model"], registry=self._registry
-        )
+        self.registry = CollectorRegistry()
+        self._loads = Counter("tandem_model_loads", "Times that a model was loaded", ["model"], registry=self.registry)
+        self._loaded = Gauge("tandem_model_loaded", "1 while a model is in memory and answers", ["model"], registry=self.registry)
         self._waits = Gauge(
-            "tandem_model_waiting_requests", "Requests that wait for a model to be loaded", ["model"], registry=self._registry
+            "tandem_model_waiting_requests", "Requests that wait for a model to be loaded", ["model"], registry=self.registry
         )
 
     @property
@@ -355,7 +353,7 @@ class ModelPool:
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """Return the metrics of all engines, labelled by model, and the pool's own. `timeout`: seconds per engine."""
         texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))
-        return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self._registry)
+        return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self.registry)
 
 
 def _state(slot: ModelSlot, info: ModelInfo, there: bool) -> str:

@@ -13,6 +13,7 @@ from tandem.errors import NotFoundError
 from tandem.protocol.events import KEPT, Event
 from tandem.server.body import require_known
 from tandem.server.context import Api, get_api, get_group
+from tandem.server.engines.replicas import merged_metrics
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import cancelled
 from tandem.server.generation import Running
@@ -230,6 +231,8 @@ async def metrics(http: Request) -> Response:
     if not api.settings.server.enable_metrics:
         raise NotFoundError("Metrics are switched off (--enable-metrics turns them on).", code="unknown_url")
     text = await api.client.metrics()
+    if api.model_pool is None:
+        text = merged_metrics({_model_name(api): text}, "model")
     if text and not text.endswith(b"\n"):
         text += b"\n"
     return Response(text + api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

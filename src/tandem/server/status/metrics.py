@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from tandem.version import __version__
 
 LATENCY_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Histogram buckets, in seconds, from a refused request to a long answer."""
@@ -12,7 +23,10 @@ class ApiMetrics:
     """Metrics of one api process, in their own registry."""
 
     def __init__(self) -> None:
-        self._registry = own = CollectorRegistry()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = own = CollectorRegistry()
+        Info("tandem_build", "Version of the server", registry=own).info({"version": __version__})
+        ProcessCollector(registry=own)
         self.requests = Counter(
             "tandem_http_requests", "HTTP requests by route, method and status", ["route", "method", "status"], registry=own
         )
@@ -27,6 +41,7 @@ class ApiMetrics:
         self.first_token = Histogram(
             "tandem_api_time_to_first_token_seconds",
             "Seconds from a validated request to its first token, as the api sees it",
+            ["model"],
             buckets=LATENCY_BUCKETS,
             registry=own,
         )
@@ -41,4 +56,4 @@ class ApiMetrics:
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

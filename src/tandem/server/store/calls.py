@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -12,6 +13,7 @@ from tandem.errors import RequestError
 from tandem.server.context import Api
 from tandem.server.engines.model_pool import LOAD_FAILED
 from tandem.server.failures import error_response, internal_error
+from tandem.server.gate import record_request
 
 LONGEST_PAUSE_S = 10.0
 """Most seconds between two attempts of a refused request, whatever its Retry-After."""
@@ -76,19 +78,25 @@ async def call(
 
     scope = {**post_scope(root, route, group, len(body)), **more}
     del body  # free the memory, as the answer may take long
+    started = time.monotonic()
     try:
         await app(scope, receive, send)
         whole = b"".join(message.get("body", b"") for message in response)
-        return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
+        reply = StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
     except RequestError as error:
-        return reply_of(error)
+        reply = reply_of(error, scope)
     except Exception as error:  # noqa: BLE001 - outermost handler, as in the gate: the client needs an answer
-        return reply_of(internal_error(error, route))
+        reply = reply_of(internal_error(error, route), scope)
     finally:
         api.release(scope)
+    if reply.retry_s is None:
+        record_request(api, scope, reply.status, time.monotonic() - started)
+    return reply
 
 
-def reply_of(error: RequestError) -> StoredReply:
-    """Return an error as an HTTP response."""
+def reply_of(error: RequestError, scope: Scope | None = None) -> StoredReply:
+    """Return an error as an HTTP response, and note it in `scope` for the log."""
     response = error_response(error)
+    if scope is not None:
+        scope["tandem.error"] = error
     return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))
