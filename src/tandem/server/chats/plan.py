@@ -65,7 +65,7 @@ class ChatPlan:
     """Token ids around reasoning; None if the model does not think or its tags are not special tokens."""
     marked: bool
     """True if the model puts tags around its reasoning."""
-    effort: ReasoningEffort
+    effort: ThinkingSettings
     """Thinking settings of the request."""
 
 
@@ -250,7 +250,9 @@ async def _form(
 # (DeepSeek V3.1, Kimi, Granite), or several of these.
 
 
-def template_variables(fields: ChatRequest, effort: ReasoningEffort, tokenizer: Tokenizer) -> tuple[dict[str, object], list[str]]:
+def template_variables(
+    fields: ChatRequest, effort: ThinkingSettings, tokenizer: Tokenizer
+) -> tuple[dict[str, object], list[str]]:
     """Return the chat template's variables, and the request fields that have no effect on it. Raises RequestError."""
     variables = _template_kwargs(fields)
     return variables, add_thinking(effort, tokenizer, variables)
@@ -277,7 +279,7 @@ def checked_template_kwargs(given: dict[str, object] | None) -> dict[str, object
 
 
 @dataclass(frozen=True)
-class ReasoningEffort:
+class ThinkingSettings:
     """Thinking settings of a request; None leaves a setting to the model."""
 
     effort: str | None
@@ -290,7 +292,7 @@ class ReasoningEffort:
     budget_field: str = ""
 
 
-def effort_of(fields: ChatRequest) -> ReasoningEffort:
+def effort_of(fields: ChatRequest) -> ThinkingSettings:
     """Return the thinking settings of a request from all its fields. Raises RequestError if they contradict each other."""
     reasoning = fields.reasoning
     efforts: dict[str, str | None] = {
@@ -311,7 +313,7 @@ def effort_of(fields: ChatRequest) -> ReasoningEffort:
     effort_field, effort = _only("reasoning_effort", efforts)
     budget_field, budget = _only("thinking_token_budget", budgets)
     think = _only("enable_thinking", switches)[1]
-    return ReasoningEffort(
+    return ThinkingSettings(
         effort, effort_field, False if think is None and budget == 0 else think, None if budget == -1 else budget, budget_field
     )
 
@@ -325,7 +327,7 @@ def _only(default: str, said: Mapping[str, T | None]) -> tuple[str, T | None]:
     return fields[0] if fields else (default, None)
 
 
-def add_thinking(effort: ReasoningEffort, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
+def add_thinking(effort: ThinkingSettings, tokenizer: Tokenizer, variables: dict[str, object]) -> list[str]:
     """Add the template's thinking variables to `variables`; existing entries win.
 
     Return the request fields that have no effect with this template.

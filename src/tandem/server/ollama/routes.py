@@ -16,7 +16,7 @@ from tandem.server.acquire import acquire
 from tandem.server.body import parse, translated
 from tandem.server.body_validation import checked, in_words
 from tandem.server.chats.answer_message import Reply, arguments_object
-from tandem.server.chats.plan import ChatPlan, start_chat
+from tandem.server.chats.plan import ChatPlan, ThinkingSettings, start_chat
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api, new_id, note_ignored
 from tandem.server.generation import Delta, Generation
@@ -33,7 +33,9 @@ from tandem.server.tools.deltas import CallArguments, CallStart, ReasoningText, 
 router = APIRouter(responses=failures(OllamaError))
 
 
-PLAIN = ChatPlan([], None, None, frozenset(), "stop", hides_reasoning=False, short_ids=False, thinking=None, marked=False)
+PLAIN = ChatPlan(
+    [], None, None, frozenset(), "stop", hides_reasoning=False, short_ids=False, thinking=None, effort=None, marked=False
+)
 """Plan of a raw prompt, whose whole answer is content."""
 
 
