@@ -32,15 +32,9 @@ DOUBT_S = 2.0
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = (
-    control.Submit
-    | control.Abort
-    | control.QuarantineAck
-    | QueryCache
-    | ChangeAdapter
-    | control.HandOver
-    | control.Neighbours
+    control.Submit | control.Abort | control.QuarantineAck | QueryCache | ChangeAdapter | control.HandOver | control.Neighbours
     | control.Detach
-)
+)  # fmt: skip
 
 
 class IPCServer:
