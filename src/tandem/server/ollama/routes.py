@@ -34,7 +34,16 @@ router = APIRouter(responses=failures(OllamaError))
 
 
 PLAIN = ChatPlan(
-    [], None, None, frozenset(), "stop", hides_reasoning=False, short_ids=False, thinking=None, effort=None, marked=False
+    [],
+    None,
+    None,
+    frozenset(),
+    "stop",
+    hides_reasoning=False,
+    short_ids=False,
+    thinking=None,
+    effort=ThinkingSettings(None, "", None),
+    marked=False,
 )
 """Plan of a raw prompt, whose whole answer is content."""
 
