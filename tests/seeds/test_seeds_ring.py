@@ -31,8 +31,9 @@ WORKS = [
     ),
     (
         "`./launch.sh start`: syncs the worker, loads, starts the API",
-        "`tandem up --profile ring`; `tandem serve --profile ring` in the foreground. With WORKER_HOSTS and "
-        "WORKER_SSH the ranks are on both machines, and Tandem is installed on workers whose version differs",
+        "`tandem up --profile ring` in the [background](operate.md#a-server-in-the-background), `tandem serve "
+        "--profile ring` in the foreground. With workers in `.env`, this machine's Tandem is installed on them where "
+        "it differs",
         "test_the_ring_projects_commands",
     ),
     (
@@ -67,18 +68,19 @@ WORKS = [
     ),
     (
         "`NUM_DEVICES=2`: ranks share every layer (`model.shard()`)",
-        "`--tensor-parallel-size 2`; stages, with a sentence, where a type's layers cannot be shared",
+        "the same, one rank on each machine: it is the number of workers and this machine. A type whose layers "
+        "cannot be shared runs in stages, with a warning; `--pipeline-parallel-size 2` asks for stages",
         "test_the_ring_projects_commands",
     ),
     (
-        "`WORKER_HOSTS`, `WORKER_SSH`, `API_HOST`: machines detected, `hosts.json` generated",
-        "the list of hosts is made of them when the server starts; `--hostfile` goes first. The machine where the "
-        "command is given is the head",
+        "`WORKER_HOSTS`, `WORKER_SSH`, `API_HOST`: `hosts.json` generated",
+        "a list of hosts is made in memory: the machine where the command is given, then the workers; `--hostfile "
+        "hosts.json` replaces it",
         "test_the_ring_projects_commands",
     ),
     (
         "`MODEL_CACHE_DIR=/Users/${USER}/.cache/huggingface/hub`",
-        "becomes the hub's own `HF_HUB_CACHE`",
+        "`HF_HUB_CACHE` on this machine, where it ends in `/hub`; workers have their own",
         "test_the_ring_projects_commands",
     ),
     (
@@ -250,6 +252,11 @@ DIFFERS = [
         "`python3 test_config.py`; no other tests, no CI",
         "`make check`, `make test`; GitHub runs both",
         "what is not tested breaks",
+    ),
+    (
+        "machine detected: the same `.env` starts on either",
+        "it starts on the machine that is not in `WORKER_HOSTS`; on a worker it is an error that says so",
+        "the machine where a command is given is the head",
     ),
 ]
 """What is printed there, what there is here, and why it differs."""

@@ -80,7 +80,8 @@ WORKS = [
     ),
     (
         "ring ports 32323 and 32324, stage r at base + r; `VLLM_METAL_RING_BASE_PORT` shifts them",
-        "the same under the plugin, and free ports where a port of the block is taken; `TANDEM_BASE_PORT` is our name",
+        "the same under the plugin, for several machines; where a port is taken a free one is used, with a warning. "
+        "`TANDEM_BASE_PORT` is our name; `tandem serve` takes free ports",
         "tests/vllm_plugin/test_vllm_plugin_options.py::test_names_of_vllm_metal_and_ours",
     ),
     (

@@ -84,7 +84,7 @@ DIFFERS = [
     ),
     (
         '`ray.init(address="ray://192.168.1.100:10001")`',
-        'refused in a sentence: `ray.init(address="auto")` on a machine of the cluster, or `RAY_ADDRESS`',
+        'refused in a sentence, also under the plugin: `ray.init(address="auto")` on a machine of the cluster, or `RAY_ADDRESS`',
         "Ray's client is no node of the cluster, so no rank could run beside it",
     ),
     (

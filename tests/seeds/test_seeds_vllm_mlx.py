@@ -89,9 +89,9 @@ WORKS = [
     ),
     (
         "manual start: `MLX_RANK`, `MLX_JACCL_COORDINATOR`, `MLX_IBV_DEVICES` on each machine, the launcher without `--hostfile`",
-        "the launcher prints the two commands that do it, with the coordinator's host: `tandem serve M --launcher "
-        "manual --token-file F` and `tandem rank --join HOST --token-file F`, which reads these variables as under "
-        "`mlx.launch`",
+        "the launcher prints the two commands that do it, with the coordinator's host and the number of ranks: "
+        "`tandem serve M --launcher manual --token-file F` and `tandem rank --join HOST --token-file F`, which reads "
+        "these variables as under `mlx.launch`",
         "tests/cli/test_cli_vllm_mlx.py::test_what_cannot_be_is_refused",
     ),
     (
@@ -119,13 +119,13 @@ WORKS = [
     ("HTTP on one machine alone", "the same", "test_vllm_mlxs_launcher"),
     (
         "`launch_distributed(script_or_module, args, backend, hostfile)`",
-        "`from tandem.distributed import launch_distributed`, with the same arguments",
+        "`from tandem.distributed import launch_distributed`: the same arguments, and the same names of modules",
         "test_the_communicators_operations",
     ),
     (
         "`MLXCommunicator`: `barrier()`, `broadcast_int`, `broadcast_tensor`, `broadcast_object`, "
         "`broadcast_step_plan`, `receive_step_plan`, `broadcast_tokens`",
-        "`from tandem.distributed import MLXCommunicator`, with the same names",
+        "`from tandem.distributed import MLXCommunicator, StepPlan`, with the same names",
         "test_the_communicators_operations",
     ),
     (
@@ -208,7 +208,8 @@ DIFFERS = [
     ),
     (
         "`MLX_METAL_FAST_SYNCH=1` in `envs`, required",
-        "set back to 0 with a warning; `--fast-sync auto` (or `on`) asks for it, and the log says once what it would gain",
+        "set back to 0 with a warning; `--fast-sync auto` (or `on`) asks for it. Where the environment has it on "
+        "Macs, the log says once what it would save",
         "it has locked GPUs up until the Mac was restarted ([what it risks](two-machines.md#fast-fences)); MLX's "
         "page now says to leave it unset",
     ),
@@ -220,7 +221,7 @@ DIFFERS = [
     ("`VLLM_MLX_DISTRIBUTED`, `VLLM_MLX_WORLD_SIZE`", "not read, not set", "ranks are told their layout when they join"),
     (
         "`broadcast_object` sends any object, pickled",
-        "objects of JSON's types and structs; anything else is refused",
+        "numbers, text, bytes, lists, dicts and `msgspec` structs; another object is an error on all ranks",
         "unpickling runs whatever another machine sends",
     ),
     ("fingerprint: MD5", "16 hex digits of BLAKE2b, over order and lengths", "MD5 is not allowed on every system"),
