@@ -33,20 +33,24 @@ WORKS = [
         "`./launch.sh start`: syncs the worker, loads, starts the API",
         "`tandem up --profile ring` in the [background](operate.md#a-server-in-the-background), `tandem serve "
         "--profile ring` in the foreground. With workers in `.env`, this machine's Tandem is installed on them where "
-        "it differs",
-        "test_the_ring_projects_commands",
+        "it differs ([how](launchers.md#a-env-with-workers))",
+        "tests/e2e/test_e2e_ring_machines.py::test_a_dotenv_with_a_worker_spreads_the_model",
     ),
     (
         "`./launch.sh start` stops what runs first",
-        "`up --replace`; without it the same settings change nothing, and others are an error",
-        "test_the_ring_projects_commands",
+        "`tandem up --profile ring --replace`; without `--replace` the same settings change nothing, and others are an error",
+        "tests/e2e/test_e2e_ring_machines.py::test_a_dotenv_with_a_worker_spreads_the_model",
     ),
     (
         "`./launch.sh stop`",
         "`tandem down`; Ctrl-C or SIGTERM in the foreground. Requests may finish",
         "test_the_ring_projects_commands",
     ),
-    ("`./launch.sh restart`", "`tandem restart`, which reads `.env` anew", "test_the_ring_projects_commands"),
+    (
+        "`./launch.sh restart`",
+        "`tandem restart`, which reads `.env` anew",
+        "tests/e2e/test_e2e_ring_machines.py::test_a_dotenv_with_a_worker_spreads_the_model",
+    ),
     ("`./launch.sh status`", "`tandem status`, `tandem top`", "test_the_ring_projects_commands"),
     (
         "`./launch.sh test`",
@@ -70,18 +74,18 @@ WORKS = [
         "`NUM_DEVICES=2`: ranks share every layer (`model.shard()`)",
         "the same, one rank on each machine: it is the number of workers and this machine. A type whose layers "
         "cannot be shared runs in stages, with a warning; `--pipeline-parallel-size 2` asks for stages",
-        "test_the_ring_projects_commands",
+        "tests/cli/test_cli_ring.py::test_layers_are_shared_where_the_model_lets_them_else_divided_into_stages",
     ),
     (
         "`WORKER_HOSTS`, `WORKER_SSH`, `API_HOST`: `hosts.json` generated",
         "a list of hosts is made in memory: the machine where the command is given, then the workers; `--hostfile "
         "hosts.json` replaces it",
-        "test_the_ring_projects_commands",
+        "tests/e2e/test_e2e_ring_machines.py::test_a_dotenv_with_a_worker_spreads_the_model",
     ),
     (
         "`MODEL_CACHE_DIR=/Users/${USER}/.cache/huggingface/hub`",
-        "`HF_HUB_CACHE` on this machine, where it ends in `/hub`; workers have their own",
-        "test_the_ring_projects_commands",
+        "`HF_HUB_CACHE` on this machine, where it ends in `huggingface/hub`; workers have their own",
+        "tests/cli/test_cli_ring.py",
     ),
     (
         "`.env` copied to the worker",

@@ -58,7 +58,7 @@ WORKS = [
     ),
     (
         "`test_distributed.py` under `mlx.launch --hostfile F --backend jaccl`",
-        "the same, here over a ring. MLX 0.32 needs `--python` before the script; `tandem doctor --hostfile F` sums over "
+        "the same, here over a ring. MLX 0.32 needs `mlx.launch --python PYTHON`; `tandem doctor --hostfile F` sums over "
         "all machines too",
         "test_its_first_program_runs_under_mlx_launch",
     ),
