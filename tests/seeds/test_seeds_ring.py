@@ -254,7 +254,7 @@ DIFFERS = [
     ),
     (
         "`python3 test_config.py`; no other tests, no CI",
-        "`make check`, `make test`; GitHub runs both",
+        "`make check`, `make test`; `.github/workflows` has both",
         "what is not tested breaks",
     ),
     (
