@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 
@@ -24,6 +23,22 @@ pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs" / "migrating.md"
 STATELESS = {name: value for name, value in os.environ.items() if name not in ("MLX_RANK", "MLX_HOSTFILE", "TANDEM_BASE_URL")}
+
+CHAT = """
+curl http://machine-a:8000/v1/chat/completions \\
+  -H "Content-Type: application/json" \\
+  -d '{
+    "model": "default",
+    "messages": [
+      {"role": "user", "content": "Explain tensor parallelism in 3 sentences."}
+    ],
+    "max_tokens": 256,
+    "temperature": 0.7,
+    "stream": true
+  }'
+"""
+HEALTH = "curl http://machine-a:8000/health"
+"""Requests that vllm-mlx's page prints."""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +88,10 @@ def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
             assert lines == sorted(lines)
         assert said.count("Uvicorn running on http://127.0.0.1:") == 1
         assert said.index("Uvicorn running") > said.rindex("Post-load barrier passed")
-        assert httpx.get(f"{base}/health", timeout=PATIENCE_S).json()["model_type"]
+        for request in (HEALTH, CHAT):
+            curl = request.replace("curl ", "curl -sS -f ").replace("http://machine-a:8000", base)
+            said = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+            assert '"model_type"' in said or said.endswith("data: [DONE]\n\n")
         client = OpenAI(base_url=f"{base}/v1", api_key="not-needed", max_retries=0, timeout=PATIENCE_S)
         messages: list[Any] = [{"role": "user", "content": "Hello from distributed inference!"}]
         answer = client.chat.completions.create(model="default", messages=messages, max_tokens=8)

@@ -43,6 +43,8 @@ def test_a_jaccl_ring_needs_neighbours_alone() -> None:
 def test_devices_that_are_missing_are_named() -> None:
     with pytest.raises(LayoutError, match="lists 0 RDMA devices for m1"):
         jaccl_process_group("jaccl", NAMES, [MESH[0], [], MESH[2]], "10.0.0.1:5000")
+    with pytest.raises(LayoutError, match="`rdma` of m1 lists en9 for itself; put null there"):
+        jaccl_process_group("jaccl", NAMES[:2], [[None, "a"], ["b", "en9"]], "10.0.0.1:5000")
     with pytest.raises(LayoutError, match="at most 8 ranks"):
         jaccl_process_group("jaccl", [f"m{i}" for i in range(9)], [[]] * 9, "10.0.0.1:5000")
 

@@ -80,7 +80,8 @@ def ring_process_group(listeners: Sequence[Sequence[str]]) -> ProcessGroup:
 def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> ProcessGroup:
     """Make a group over RDMA (Thunderbolt). `hosts` are names for messages, `coordinator` is IP:port of the first rank.
 
-    Raises LayoutError for a missing or one-sided device in the mesh (jaccl) or ring (jaccl-ring), or a mesh of over 8 ranks.
+    Raises LayoutError for a missing or one-sided device in the mesh (jaccl) or ring (jaccl-ring), one of a host for itself, or a
+    mesh of over 8 ranks.
     """
     size = len(hosts)
     if backend == "jaccl" and size > JACCL_MESH:
@@ -95,6 +96,10 @@ def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[De
                 f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
                 f"the group has {size} ranks; `rdma` needs one entry for each host",
                 param="backend",
+            )
+        if row[i] is not None:
+            raise LayoutError(
+                f"--backend {backend}: `rdma` of {hosts[i]} lists {row[i]} for itself; put null there", param="backend"
             )
         needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
         for j in needed:

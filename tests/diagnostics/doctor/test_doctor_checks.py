@@ -115,6 +115,29 @@ def test_fast_fences_are_told_wherever_they_are_turned_on(value):
     )
 
 
+@pytest.mark.parametrize(
+    ("chip", "release", "tag", "words", "remedy"),
+    [
+        ("Apple M5 Max", "26.1", "macosx_26_0_arm64", "macOS is 26.1, not 26.2", "softwareupdate"),
+        (
+            "Apple M5",
+            "26.4",
+            "macosx_15_0_arm64",
+            "its wheel of MLX is for macOS 15",
+            "--force-reinstall --no-deps mlx-metal==0.32.4",
+        ),
+        ("Apple M5", "26.2", "macosx_26_0_arm64", None, None),
+        ("Apple M5", "26.4", "", None, None),  # built from source: not told
+        ("Apple M4 Max", "26.1", "macosx_15_0_arm64", None, None),
+    ],
+)
+def test_neural_accelerators_of_an_m5_that_mlx_leaves_unused(chip, release, tag, words, remedy):
+    evidence = with_b(with_output(pair(backend="ring"), os_version=f"{release}\n"), chip=chip, mlx_tag=tag)
+    found = [(one.check, one.verdict, one.where) for one in bad(evidence)]
+    assert found == ([("accelerators", "warn", "b")] if words else [])
+    assert all(words in one.detail and f"accelerators of {chip}" in one.detail and remedy in one.remedy for one in bad(evidence))
+
+
 def test_a_local_network_that_macos_withholds_is_told_as_that():
     evidence = pair()
     evidence.links["b", "a"] = Transferred(f"No route to host: {LOCAL_NETWORK}")

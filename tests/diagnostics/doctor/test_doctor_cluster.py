@@ -291,7 +291,7 @@ def test_nothing_is_wrong_with_healthy_machines(cluster):
     assert said["ok"]
     assert [one for one in said["findings"] if one["verdict"] == "fail"] == []
     verdicts = {one["check"]: one["verdict"] for one in said["findings"]}
-    of_macs = {"thunderbolt", "macos", "rdma", "fences", "power"}
+    of_macs = {"thunderbolt", "macos", "rdma", "accelerators", "fences", "power"}
     assert {name for name, verdict in verdicts.items() if verdict == "skip"} == {"ray", *of_macs}
     assert len(said["links"]) == 6
     assert all(link["bytes_per_s"] > 0 and link["latency_s"] > 0 for link in said["links"])

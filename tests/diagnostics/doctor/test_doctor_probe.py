@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tandem.diagnostics.doctor import examine, probe_messages
+from tandem.diagnostics.doctor import examine, facts, probe_messages
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.model_files import look_at
 from tandem.diagnostics.doctor.probe_messages import MARK
-from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe, process_group
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask, run_ranks
+from tandem.launchers.hostfile import read_hostfile
 from tandem.testing import tiny_model
 
 CHATTY = """
@@ -136,3 +138,29 @@ def test_a_probe_lost_after_gathering_leaves_the_evidence_of_the_others(
     assert not evidence.collected
     told = [(line.check, line.where) for line in examine.findings(evidence) if line.verdict == "fail" and line.where == "b"]
     assert told == [("ssh", "b")]
+
+
+def test_a_sum_goes_over_ips_and_meets_at_address_as_when_serving(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.json"
+    cables = [["10.0.1.1", "10.0.3.1"], ["10.0.1.2"]]
+    entries = [{"ssh": f"m{i}", "ips": ips, "address": f"192.168.0.{i}"} for i, ips in enumerate(cables)]
+    file.write_text(
+        json.dumps([{**entry, "rdma": ["en2" if i != j else None for j in range(2)]} for i, entry in enumerate(entries)])
+    )
+    hosts = examine.hostfile_hosts(read_hostfile(str(file)))
+    assert [len(host.ring_addresses) for host in hosts] == [2, 1]
+    ports = [[7001, 7002], [7003]]
+    ring = process_group("ring", hosts, ports).files(1)["MLX_HOSTFILE"]
+    assert json.loads(ring) == [["10.0.1.1:7001", "10.0.3.1:7002"], ["10.0.1.2:7003"]]
+    assert process_group("jaccl", hosts, ports).variables(1)["MLX_JACCL_COORDINATOR"] == "192.168.0.0:7001"
+    [alone] = process_group("ring", [Host("a", "192.168.0.9")], [[7001]]).files(0).values()
+    assert json.loads(alone) == [["192.168.0.9:7001"]]
+
+
+def test_the_platform_of_mlxs_wheel_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "mlx_metal-0.32.4.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: mlx-metal\nVersion: 0.32.4\n")
+    (installed / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-macosx_15_0_arm64\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert facts.gather(probe_messages.GatherFacts()).mlx_tag == "macosx_15_0_arm64"

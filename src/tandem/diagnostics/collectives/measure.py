@@ -107,7 +107,7 @@ class HostsBench(Probes):
         entries = [self._file.hosts[index] for index in pair]
         ends = addressed(
             [
-                Host(entry.ssh, entry.ips[0] if entry.ips else "", tuple(entry.rdma[i] for i in pair) if entry.rdma else ())
+                Host(entry.ssh, entry.reached_at or "", tuple(entry.rdma[i] for i in pair) if entry.rdma else (), ips=entry.ips)
                 for entry in entries
             ],
             LOCAL_NAMES,

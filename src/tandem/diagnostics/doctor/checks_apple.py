@@ -11,7 +11,7 @@ from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.planner.hardware import CHIPS, chip_of
 from tandem.system.metal import FAST_FENCE
 
-RDMA_MACOS, SMOOTH_MACOS = (26, 2), (26, 3)
+RDMA_MACOS, SMOOTH_MACOS, ACCELERATED_MACOS = (26, 2), (26, 3), (26, 2)
 ENABLE = (
     "System Settings, search for RDMA, turn on RDMA over Thunderbolt, restart; where that is not there: "
     "shut down, hold the power button, Options > Utilities > Terminal: rdma_ctl enable"
@@ -189,6 +189,20 @@ def _kind_of(facts: Facts, address: str) -> str:
             bridged = interface.name.startswith("bridge") and interface.members
             return interface.kind or ("thunderbolt" if bridged else "unknown")
     return "unknown"
+
+
+def accelerators(evidence: Evidence, findings: Findings) -> str:
+    """Check that MLX uses the neural accelerators of M5 chips: they need macOS 26.2 and MLX's wheel for macOS 26."""
+    m5 = {name: facts for name, facts in evidence.macs.items() if chip_of(facts.chip).startswith("m5")}
+    for name, facts in m5.items():
+        lacking = f"so MLX leaves the neural accelerators of {facts.chip} unused, and long prompts take several times as long"
+        version, built = _macos(facts), re.match(r"macosx_(\d+)_", facts.mlx_tag)
+        if version is not None and version < ACCELERATED_MACOS:
+            findings.warn(name, f"macOS is {version[0]}.{version[1]}, not 26.2, {lacking}", evidence.on(name, UPDATE))
+        elif built and int(built[1]) < ACCELERATED_MACOS[0]:
+            again = f"{facts.executable} -m pip install --force-reinstall --no-deps mlx-metal=={facts.versions['mlx']}"
+            findings.warn(name, f"its wheel of MLX is for macOS {built[1]}, {lacking}", evidence.on(name, again))
+    return "MLX uses those of every M5" if m5 else "no Mac has an M5"
 
 
 def fences(evidence: Evidence, findings: Findings) -> str:

@@ -34,7 +34,7 @@ class Host:
     name: str
     """Entry `ssh` of the hosts file, or the Ray node's address."""
     address: str = ""
-    """First of `ips`: the address at which the other hosts reach this one."""
+    """Address at which the other hosts reach this one: `address` of the hosts file, else the first of `ips`."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
     """RDMA device towards each host, as in MLX's hosts file."""
     ranks: int = 1
@@ -43,6 +43,13 @@ class Host:
     """Path of the Python interpreter; None for the default."""
     command: tuple[str, ...] = ()
     """Command that starts a probe there; empty to use ssh."""
+    ips: tuple[str, ...] = ()
+    """Addresses of the host's collectives over a ring, as in MLX's hosts file; empty for `address`."""
+
+    @property
+    def ring_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of a ring over this host: one connection to both neighbours for each."""
+        return self.ips or (self.address,)
 
 
 @dataclass(frozen=True)

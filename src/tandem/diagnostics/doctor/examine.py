@@ -64,6 +64,7 @@ CHECKS = (
     DoctorCheck("thunderbolt", checks_apple.thunderbolt, looked.read_on_macs("ifconfig"), checks_apple.single_mac),
     DoctorCheck("macos", checks_apple.macos, looked.read_on_macs("os_build"), checks_apple.no_rdma_macs),
     RDMA,
+    DoctorCheck("accelerators", checks_apple.accelerators, looked.read_on_macs("os_version"), macs),
     DoctorCheck("fences", checks_apple.fences, looked.read_on_macs(), macs),
     DoctorCheck("power", checks_apple.power, looked.read_on_macs("battery", "power"), macs),
     DoctorCheck("all_sum", checks_links.collective, lambda seen: seen.collected.keys(), checks_links.no_sum),
@@ -354,7 +355,7 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
     ranks = Counter(entry.ssh for entry in file.hosts)
     first = {entry.ssh: entry for entry in reversed(file.hosts)}
     return [
-        Host(name, entry.reached_at or "", entry.rdma, ranks[name], entry.python or python)
+        Host(name, entry.reached_at or "", entry.rdma, ranks[name], entry.python or python, ips=entry.ips)
         for name, entry in ((name, first[name]) for name in ranks)
     ]
 

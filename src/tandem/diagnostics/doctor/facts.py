@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from tandem.diagnostics.doctor.model_files import look_at
@@ -77,7 +78,17 @@ def gather(request: GatherFacts) -> Facts:
         variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
         model=look_at(request.model, full_hash=request.full_hash) if request.model else None,
+        mlx_tag=_mlx_tag(),
     )
+
+
+def _mlx_tag() -> str:
+    """Return the platform tag of the installed wheel of mlx-metal; empty without one, such as for a build from source."""
+    with contextlib.suppress(PackageNotFoundError):
+        for line in (distribution("mlx-metal").read_text("WHEEL") or "").splitlines():
+            if line.startswith("Tag: "):
+                return line.rpartition("-")[2]
+    return ""
 
 
 def _resolve(name: str) -> list[str]:

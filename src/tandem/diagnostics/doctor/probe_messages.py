@@ -101,6 +101,8 @@ class Facts(Struct, frozen=True, tag=True):
     model: ModelFacts | None = None
     variables: dict[str, str] = {}
     """MLX's variables in the environment that ranks on that machine start with."""
+    mlx_tag: str = ""
+    """Platform tag of the installed wheel of mlx-metal, such as `macosx_26_0_arm64`; empty if there is none."""
 
 
 class Time(Struct, frozen=True, tag=True):

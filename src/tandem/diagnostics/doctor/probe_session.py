@@ -132,9 +132,13 @@ class Probes:
                    ) -> list[RankTimes]:  # fmt: skip
         """Time a group with one rank on each host; return the times by rank. Raises ProbeLost, and LayoutError if the hosts
         cannot use the backend."""
-        ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
-        group = process_group(task.backend, hosts, [two[0] for two in ports])
-        tasks = timing_group(task, [host.address for host in hosts], [two[1] for two in ports])
+
+        def reserve(host: Host) -> list[int]:
+            return self.ask(host.name, Reserve(1 + len(host.ring_addresses)), ReservedPorts).ports
+
+        ports = self.each(reserve, hosts)
+        group = process_group(task.backend, hosts, [own[1:] for own in ports])
+        tasks = timing_group(task, [host.address for host in hosts], [own[0] for own in ports])
 
         def run(rank: int) -> RankTimes:
             request = RunRank(tasks[rank], {**variables, **group.variables(rank)}, group.files(rank), timeout_s)
@@ -161,12 +165,17 @@ def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
 
 
-def process_group(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> ProcessGroup:
-    """Return an MLX process group with one rank on each host. Raises LayoutError. Pure."""
-    listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
+def process_group(backend: str, hosts: Sequence[Host], ports: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Return an MLX process group with one rank on each host; `ports` has one for each of a host's `ring_addresses`.
+
+    A ring goes over `ips`, as it does when serving; the coordinator of other backends is at the first host's `address`.
+    Raises LayoutError. Pure.
+    """
+    coordinator = f"{hosts[0].address}:{ports[0][0]}"
     if backend in ("jaccl", "jaccl-ring"):
         devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in host.rdma] for host in hosts]
-        return jaccl_process_group(backend, [host.name for host in hosts], devices, listeners[0])
+        return jaccl_process_group(backend, [host.name for host in hosts], devices, coordinator)
     if backend == "nccl":
-        return nccl_process_group(len(hosts), listeners[0])
-    return ring_process_group([[listener] for listener in listeners])
+        return nccl_process_group(len(hosts), coordinator)
+    pairs = [zip(host.ring_addresses, own, strict=True) for host, own in zip(hosts, ports, strict=True)]
+    return ring_process_group([[f"{address}:{port}" for address, port in listeners] for listeners in pairs])
