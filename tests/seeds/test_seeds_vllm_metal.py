@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import vllm_helpers
 from vllm_helpers import START_S, VLLM
-from vllm_ray import SMALL, Cluster, block
+from vllm_ray import PROMPT, SMALL, Cluster, block
 
 from netns import why_not
 
@@ -94,6 +94,11 @@ WORKS = [
         "sampler; one activation for each boundary",
         "the same; `VLLM_PP_LAYER_PARTITION` chooses the layers",
         "tests/vllm_plugin/test_vllm_plugin_layouts.py::test_greedy_tokens_of_a_layout",
+    ),
+    (
+        "TP over two Ray nodes, which its older page has after `ray.init`",
+        "the same, a rank on each node",
+        "test_tensor_parallelism_over_two_machines_after_ray_init",
     ),
     (
         "the mp executor, for stages on one machine",
