@@ -113,7 +113,6 @@ class ClusterExecutor(Executor):
         self._process_groups: list[ProcessGroup] = []
         self._blobs: BlobServer | None = None
         self._keys = ClusterKeys.generate()
-        """Keys of the rank group."""
         self._adapter_files: dict[int, BlobServer] = {}
         """Servers of LoRA adapters' files, by index."""
         self._generation = ""
@@ -178,19 +177,16 @@ class ClusterExecutor(Executor):
 
     def load_adapter(self, order: LoadAdapter) -> None:
         """Send the order to every rank; with `weights_from` head, serve the adapter's files until it is unloaded."""
-        index = order.adapter.index
-        if (old := self._adapter_files.pop(index, None)) is not None:
-            old.close()
-        if not order.unload and self._specs[0].weights_from == "head":
-            self._adapter_files[index] = serve_adapter(order.adapter.path, self._keys, self._launcher.bus_host)
-        server = self._adapter_files.get(index)
+        head = self._specs[0].weights_from == "head"
+        served = serve_adapter(order, self._adapter_files, self._keys, self._launcher.bus_host) if head else ""
         for spec, place in zip(self._specs, self._recruited, strict=True):
-            self._send(spec.rank, replace(order, weights_endpoint=seen_from(place, server.endpoint)) if server else order)
+            self._send(spec.rank, replace(order, weights_endpoint=seen_from(place, served)) if served else order)
 
     def _stop_serving(self) -> None:
-        if self._blobs is not None:
-            self._blobs.close()
-            self._blobs = None
+        for server in (self._blobs, *self._adapter_files.values()):
+            if server is not None:
+                server.close()
+        self._blobs, self._adapter_files = None, {}
 
     def _launch(self, places: list[Place], keys: ClusterKeys) -> None:
         """Start all ranks. Ranks on one machine divide its usable memory."""
@@ -477,8 +473,6 @@ class ClusterExecutor(Executor):
         self._wait_for_ends(KILL_S)
         self._processes = []
         self._stop_serving()
-        while self._adapter_files:
-            self._adapter_files.popitem()[1].close()
         if self._bus is not None:
             self._bus.close()
             self._bus = None

@@ -33,9 +33,18 @@ def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
     return BlobServer({*whole, *weight_files(directory)}, keys, host)
 
 
-def serve_adapter(directory: str, keys: ClusterKeys, host: str) -> BlobServer:
-    """Serve config and weights of a LoRA adapter's directory to clients with `keys`."""
-    return BlobServer([*Path(directory).glob("adapter*.json"), *Path(directory).glob("adapter*.safetensors")], keys, host)
+def serve_adapter(order: LoadAdapter, servers: dict[int, BlobServer], keys: ClusterKeys, host: str) -> str:
+    """Serve the files of the adapter that is to be loaded to clients with `keys`; return the endpoint, empty for an unload.
+
+    `servers`: those of loaded adapters, by index.
+    """
+    index, directory = order.adapter.index, Path(order.adapter.path)
+    if (old := servers.pop(index, None)) is not None:
+        old.close()
+    if order.unload:
+        return ""
+    servers[index] = BlobServer([*directory.glob("adapter*.json"), *directory.glob("adapter*.safetensors")], keys, host)
+    return servers[index].endpoint
 
 
 def obtain_adapter(order: LoadAdapter, keys: ClusterKeys) -> LoadAdapter:
