@@ -103,7 +103,7 @@ def test_flags_that_replace_others_exist() -> None:
 
 
 ADDRESS = re.compile(r"(?:(GET|POST|DELETE)(?:`/`POST)? )?(/[a-z][^ `]*)")
-ABSENT = {"/chat/completions", "/v1", "/v1/rerank", "/v1/audio/*"}
+ABSENT = {"/chat/completions", "/v1", "/v1/audio/*"}
 """Addresses of the right column which it says are not there."""
 
 
@@ -130,4 +130,4 @@ def test_addresses_are_there_or_not_as_the_tables_say() -> None:
         elif re.match(r" not (there|yet)\b", cells[2]):
             absent |= theirs
     assert len(named) > 25 and named <= there, named - there
-    assert len(absent) > 10 and not {path for _, path in absent | {("", one) for one in ABSENT}} & {path for _, path in there}
+    assert len(absent) > 6 and not {path for _, path in absent | {("", one) for one in ABSENT}} & {path for _, path in there}

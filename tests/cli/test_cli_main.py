@@ -156,7 +156,7 @@ MISTAKES = [
     ("status --interval -1", "not a number of seconds"),
     ("status --port 1", "no server listens"),
     ("status --jsn", "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
-    ("restart --name never", "never was never started: `tandem up MODEL` starts a server"),
+    ("restart --name never", "never was never started by this version: `tandem up MODEL` starts a server"),
     ("model lst", "tandem model: there is no action 'lst'; did you mean list?"),
     ("model path /nowhere", "/nowhere: no such directory"),
     ("model path dem", "did you mean demo?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -27,9 +28,12 @@ class Stage:
     is_first = is_last = True
     one_by_one = ""
     hidden_size = 1
+    adapters = SimpleNamespace(most=0)
 
     def make_caches(self) -> list[Any]:
         return [KVCache()]
+
+    caches_of_all_stages = make_caches
 
     def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         new = mx.zeros((tokens.shape[0], 1, tokens.shape[1], 1))

@@ -27,6 +27,7 @@ from tandem.config.several import alone, settings_of
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.errors import ConfigError, LayoutError, RankFailure, UsageError
+from tandem.launchers.registry import launcher_kind
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.models.description import describe
@@ -68,7 +69,7 @@ def _laid_out(settings: Settings) -> Settings:
     parallel, model, size = settings.parallel, settings.model, settings.parallel.tensor_parallel_size
     if size == 1 or not model.model:
         return settings
-    if parallel.chosen_launcher == "local":
+    if launcher_kind(parallel).here:
         raise ConfigError(
             f"NUM_DEVICES={size}: WORKER_HOSTS and WORKER_SSH name no other machine; set them, or NUM_DEVICES=1 "
             f"(for ranks that share this machine: --tensor-parallel-size {size})",

@@ -41,7 +41,8 @@ class AdapterManager:
 
     def __init__(self, settings: ModelSettings, rank_group: RankGroup) -> None:
         self._settings, self._rank_group = settings, rank_group
-        self._changes: dict[int, _Change] = {}
+        self.changes: dict[int, _Change] = {}
+        """Unfinished changes by the adapter's index."""
 
     def ask(self, query: ChangeAdapter, reply: Reply) -> None:
         """Begin a change. `reply` is called with the answer, now or during a later `pump`."""
@@ -50,7 +51,7 @@ class AdapterManager:
             if group.state != "ready":
                 raise UnavailableError(REPLACED)
             adapter = self._checked(query) if query.path else self._leaving(query.name)
-            self._changes[adapter.index] = _Change(adapter, query, reply, sent=bool(query.path))
+            self.changes[adapter.index] = _Change(adapter, query, reply, sent=bool(query.path))
             if query.path:
                 group.executor.load_adapter(LoadAdapter(adapter))
         except (RequestError, UsageError, OSError) as error:
@@ -59,7 +60,7 @@ class AdapterManager:
     def _leaving(self, name: str) -> AdapterSpec:
         """Return the adapter to unload. Raises RequestError."""
         adapter = self._rank_group.adapters.get(name)
-        if adapter is None or adapter.index in self._changes:
+        if adapter is None or adapter.index in self.changes:
             raise NotFoundError(f"The lora adapter '{name[:200]}' cannot be found, or is being unloaded.")
         return adapter
 
@@ -68,12 +69,12 @@ class AdapterManager:
         group, path = self._rank_group, Path(query.path).expanduser().absolute()
         if not self._settings.enable_lora:
             raise UsageError("Adapters are loaded while serving only with --enable-lora; start the server with it.")
-        if query.name in group.adapters or any(one.adapter.name == query.name for one in self._changes.values()):
+        if query.name in group.adapters or any(one.adapter.name == query.name for one in self.changes.values()):
             raise UsageError(f"The lora adapter '{query.name}' has already been loaded; unload it first.")
         rank, most = read_adapter(str(path), group.layout.description).rank, group.layout.ranks[0].max_loras
         if rank > group.layout.lora_rank:
             raise UsageError(f"LoRA adapter {path}: its rank is {rank}; start the server with --max-lora-rank {rank}")
-        taken = {one.index for one in group.adapters.values()} | self._changes.keys()
+        taken = {one.index for one in group.adapters.values()} | self.changes.keys()
         index = next((i for i in range(1, most + 1) if i not in taken), None)
         if index is None:
             raise UsageError(f"{most} LoRA adapters are loaded, the most (--max-loras); unload one first.")
@@ -81,7 +82,7 @@ class AdapterManager:
 
     def look(self, scheduler: Scheduler) -> None:
         """Unload the adapters whose requests are finished."""
-        for change in self._changes.values():
+        for change in self.changes.values():
             if not (change.sent or any(one.adapter is change.adapter for one in scheduler.sequences.values())):
                 change.sent = True
                 del self._rank_group.adapters[change.adapter.name]
@@ -89,13 +90,13 @@ class AdapterManager:
 
     def take(self, report: AdapterLoaded) -> None:
         """Take a rank's answer; the last one ends the change. What some rank could not load, all unload again."""
-        change, group = self._changes.get(report.index), self._rank_group
+        change, group = self.changes.get(report.index), self._rank_group
         if change is None or report.unloaded == bool(change.query.path):
             return
         change.errors[report.rank] = report.error
         if len(change.errors) < len(group.layout.ranks):
             return
-        del self._changes[report.index]
+        del self.changes[report.index]
         error = next(filter(None, change.errors.values()), "")
         if change.query.path and error:
             group.executor.load_adapter(LoadAdapter(change.adapter, unload=True))
@@ -106,6 +107,6 @@ class AdapterManager:
 
     def give_up(self) -> None:
         """End the changes that lost ranks had begun; new ranks get the adapters that were loaded."""
-        for change in [change for change in self._changes.values() if change.sent]:
-            del self._changes[change.adapter.index]
+        for change in [change for change in self.changes.values() if change.sent]:
+            del self.changes[change.adapter.index]
             change.end(503 if change.query.path else 200, REPLACED)

@@ -238,7 +238,8 @@ class Engine:
             self._send_plans()
             self._await_grammars(time.monotonic())
             self._cache_queries.look(self._scheduler)
-            self.adapters.look(self._scheduler)
+            if self.adapters.changes:
+                self.adapters.look(self._scheduler)
         except EngineStuck:
             self.rank_group.state = "failed"
             raise

@@ -158,8 +158,7 @@ class Runner:
         if plan.decode:
             self._decode(plan, micro_batch, pending)
         saves = {op.request_id: op for op in plan.saves}
-        adapters = {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in plan.prefill}
-        for ops in self._prompt_rows.passes(plan.prefill, adapters):
+        for ops in self._passes(plan.prefill, micro_batch):
             self._prefill(micro_batch, ops, pending)
             for op in ops:
                 if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
@@ -250,6 +249,14 @@ class Runner:
             return None
         values: Any = pending.produced.tolist()
         return drafter.draft(plan, by_id(pending.ids, values), count)
+
+    def _passes(self, prefill: list[PrefillOp], micro_batch: MicroBatchState) -> list[list[PrefillOp]]:
+        """Divide a step's chunks into forward passes, equal on all ranks."""
+        if len(prefill) < 2:
+            return [[op] for op in prefill]
+        return self._prompt_rows.passes(
+            prefill, {op.request_id: micro_batch.held[op.request_id].insert.adapter for op in prefill}
+        )
 
     def _prefill(self, micro_batch: MicroBatchState, ops: list[PrefillOp], pending: PendingStep) -> None:
         """Compute chunks of prompts in one pass. Shorter ones are padded at the end, which causal attention ignores."""
