@@ -7,29 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 
+from script_files import script
+
 ROOT = Path(__file__).parents[1]
-
-
-def script(name: str) -> ModuleType:
-    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
-    spec = spec_from_loader(name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look it up
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = writes
-    return module
 
 
 def test_an_environment_is_brought_back_for_another_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

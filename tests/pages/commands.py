@@ -13,12 +13,10 @@ import time
 import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
+from script_files import script
 from served import READY
 from tandem.launchers.process_groups import free_ports
 
@@ -57,21 +55,6 @@ class Command:
         return self.name.startswith(name[:-3]) if name.endswith("...") else self.name == name
 
 
-@cache
-def script() -> ModuleType:
-    """scripts/readme."""
-    loader = SourceFileLoader("readme_script", str(ROOT / "scripts" / "readme"))
-    spec = spec_from_loader("readme_script", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
-
-
 def blocks(page: Path, section: str = "") -> list[tuple[str, str]]:
     """Language and text of each fenced block, of the whole page or of the section with a title."""
     text = page.read_text()
@@ -82,7 +65,7 @@ def blocks(page: Path, section: str = "") -> list[tuple[str, str]]:
 
 def commands(page: Path) -> list[Command]:
     """All commands of a page, in order."""
-    split, found = script().commands, list[Command]()
+    split, found = script("readme").commands, list[Command]()
     for language, text in blocks(page):
         if language == "python":
             goes_on = "client." in text and "client = " not in text

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from script_files import script
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests" / "seeds").glob("test_*.py"))
@@ -17,21 +15,6 @@ SHORTEST = 3
 """Words of a reason."""
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="only in a checkout")
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """scripts/generate_docs."""
-    loader = SourceFileLoader("generate_docs_script", str(ROOT / "scripts" / "generate_docs"))
-    spec = spec_from_loader("generate_docs_script", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    try:
-        loader.exec_module(module)
-    finally:
-        sys.dont_write_bytecode = before
-    return module
 
 
 def names(path: Path) -> set[str]:
@@ -54,9 +37,9 @@ def fault(table: str, row: tuple[str, ...], here: Path) -> str:
     return ""
 
 
-def test_each_row_is_whole_and_what_works_has_its_test(script: ModuleType) -> None:
+def test_each_row_is_whole_and_what_works_has_its_test() -> None:
     for path in FILES:
-        tables = script.seed_tables(path)
+        tables = script("generate_docs").seed_tables(path)
         assert list(tables) == ["WORKS", "DIFFERS", "ONLY_A_MAC"], path.name
         rows = [(table, row) for table, found in tables.items() for row in found]
         assert [(row[0], why) for table, row in rows if (why := fault(table, row, path))] == []
@@ -66,12 +49,12 @@ def test_each_row_is_whole_and_what_works_has_its_test(script: ModuleType) -> No
     assert len(FILES) == 5
 
 
-def test_a_document_without_a_place_in_the_page_is_seen(script: ModuleType) -> None:
+def test_a_document_without_a_place_in_the_page_is_seen() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
-    assert script.with_seeds(text) == text
+    assert script("generate_docs").with_seeds(text) == text
     for path in FILES:
         assert text.count(f"<!-- from tests/seeds/{path.name}, by scripts/generate_docs -->") == 1
-        assert script.seeds(path) in text
+        assert script("generate_docs").seeds(path) in text
 
 
 @pytest.mark.parametrize(

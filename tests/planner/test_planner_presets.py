@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from script_files import script
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import ConfigError
 from tandem.models.description import describe
@@ -39,10 +38,7 @@ PUBLISHED = {  # billions of parameters in all and active, as their makers say
 
 def counted(config):
     """As `scripts/presets` counts it."""
-    loader = SourceFileLoader("presets_script", str(Path(__file__).parents[2] / "scripts" / "presets"))
-    script = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(script)
-    return msgspec.json.decode(json.dumps(script.row(config)), type=Preset)
+    return msgspec.json.decode(json.dumps(script("presets").row(config)), type=Preset)
 
 
 def as_planned(name, quant="bf16"):
