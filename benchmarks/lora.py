@@ -1,6 +1,6 @@
 """What LoRA adapters in one batch cost: the step with one of its own for each row, over the step without.
 
-`adapters.py --hidden 2048 --layers 16 --intermediate 8192 --heads 32 --kv-heads 8 --vocab 128256` is a 1B shape; the goal
+`lora.py --hidden 2048 --layers 16 --intermediate 8192 --heads 32 --kv-heads 8 --vocab 128256` is a 1B shape; the goal
 there is 1.25 with ten adapters of rank 16 on all linear layers. Both steps run in turns in one process, over one copy of
 random weights.
 """
