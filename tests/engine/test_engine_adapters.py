@@ -131,9 +131,12 @@ def test_an_adapter_whose_files_are_gone_ends_no_other_request(model, expected, 
         )
         events: list[object] = []
         llm._session.engine.submit([lost], events.append).result()
+        unloaded: list[AdapterChanged] = []  # it waits for that request, and finds the adapter gone
+        ask(llm, lambda engine: engine.adapters.ask(ChangeAdapter(1, "gone"), unloaded.append))
         assert answered(llm, asked, Killer(llm, midway)) == {one.request_id: expected[one.request_id] for one in asked}
         assert isinstance(events[-1], UnavailableError) and "not loaded any more" in str(events[-1])
         assert [one.name for one in ask(llm, Engine.status).adapters] == ["plain"]
+        wait_until(lambda: unloaded == [AdapterChanged(1)])
 
 
 def change(llm: LLM, name: str, path: Path | str = "") -> AdapterChanged:

@@ -170,6 +170,23 @@ def test_rows_of_one_batch_use_their_own_adapters(tiny, tmp_path, fuse):
         assert np.abs(left - alone[2]).max() < 1e-4 * np.abs(alone[2]).max()
 
 
+def test_an_adapter_in_the_place_of_an_unloaded_one_has_nothing_of_it(tiny, tmp_path):
+    """In a layer that the old one adapted, the new one does not, and another still does."""
+    model = tiny / "model"
+    paths = [
+        tiny_adapter(model, tmp_path / name, keys=keys)
+        for name, keys in (("old", ("self_attn.q_proj",)), ("other", ("self_attn.q_proj",)), ("new", ("mlp.up_proj",)))
+    ]
+    stage = adapted(model, range(4), *paths[:2])
+    stage.adapters.unload(1)
+    stage.adapters.load(1, str(paths[2]))
+    stage.adapters.choose([1, 2, 0])
+    together = np.array(stage.head(stage.forward(mx.array([PROMPT] * 3, mx.int32), stage.make_caches())))
+    for row, alone in enumerate((paths[2], paths[1], None)):
+        expected = want(model, alone)
+        assert np.abs(together[row] - expected[0]).max() < 1e-4 * np.abs(expected).max(), row
+
+
 @pytest.mark.parametrize(
     ("config", "error", "word"),
     [

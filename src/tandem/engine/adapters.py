@@ -10,7 +10,7 @@ from pathlib import Path
 from tandem.checkpoints.files import fingerprint
 from tandem.config.settings import ModelSettings
 from tandem.engine.recovery import RankGroup
-from tandem.errors import NotFoundError, RequestError, UnavailableError, UsageError
+from tandem.errors import NotFoundError, RequestError, TransportError, UnavailableError, UsageError
 from tandem.models.adapter_files import read_adapter
 from tandem.protocol.adapters import AdapterChanged, AdapterLoaded, AdapterSpec, ChangeAdapter, LoadAdapter
 from tandem.scheduler.scheduler import Scheduler
@@ -28,9 +28,15 @@ class _Change:
     adapter: AdapterSpec
     query: ChangeAdapter
     reply: Reply
-    sent: bool = True
+    sent: bool = False
+    """True once the ranks were told."""
     errors: dict[int, str] = field(default_factory=dict)
     """Answers so far by rank; empty texts for success."""
+
+    @property
+    def loads(self) -> bool:
+        """True for a load, False for an unload."""
+        return bool(self.query.path)
 
     def end(self, status: int, message: str = "") -> None:
         self.reply(AdapterChanged(self.query.query_id, status, message))
@@ -51,9 +57,7 @@ class AdapterManager:
             if group.state != "ready":
                 raise UnavailableError(REPLACED)
             adapter = self._checked(query) if query.path else self._leaving(query.name)
-            self.changes[adapter.index] = _Change(adapter, query, reply, sent=bool(query.path))
-            if query.path:
-                group.executor.load_adapter(LoadAdapter(adapter))
+            self.changes[adapter.index] = _Change(adapter, query, reply)
         except (RequestError, UsageError, OSError) as error:
             reply(AdapterChanged(query.query_id, getattr(error, "status", 400), str(error)))
 
@@ -81,32 +85,39 @@ class AdapterManager:
         return AdapterSpec(index, query.name, str(path), fingerprint(path, model=False))
 
     def look(self, scheduler: Scheduler) -> None:
-        """Unload the adapters whose requests are finished."""
-        for change in self.changes.values():
-            if not (change.sent or any(one.adapter is change.adapter for one in scheduler.sequences.values())):
-                change.sent = True
-                del self._rank_group.adapters[change.adapter.name]
-                self._rank_group.executor.load_adapter(LoadAdapter(change.adapter, unload=True))
+        """Tell the ranks about new adapters, and about those to unload once their requests are finished. Raises RankFailure."""
+        for change in list(self.changes.values()):
+            used = not change.loads and any(one.adapter is change.adapter for one in scheduler.sequences.values())
+            if change.sent or used:
+                continue
+            change.sent = True
+            if not change.loads:
+                self._rank_group.adapters.pop(change.adapter.name, None)  # a recovery may have dropped it
+            try:
+                self._rank_group.executor.load_adapter(LoadAdapter(change.adapter, unload=not change.loads))
+            except (OSError, TransportError) as error:  # its files cannot be served
+                del self.changes[change.adapter.index]
+                change.end(400, str(error))
 
     def take(self, report: AdapterLoaded) -> None:
         """Take a rank's answer; the last one ends the change. What some rank could not load, all unload again."""
         change, group = self.changes.get(report.index), self._rank_group
-        if change is None or report.unloaded == bool(change.query.path):
+        if change is None or report.unloaded == change.loads:
             return
         change.errors[report.rank] = report.error
         if len(change.errors) < len(group.layout.ranks):
             return
         del self.changes[report.index]
         error = next(filter(None, change.errors.values()), "")
-        if change.query.path and error:
+        if change.loads and error:
             group.executor.load_adapter(LoadAdapter(change.adapter, unload=True))
-        elif change.query.path:
+        elif change.loads:
             group.adapters[change.adapter.name] = change.adapter
-        log.info("LoRA adapter %s %s", change.adapter.name, error or ("loaded" if change.query.path else "unloaded"))
+        log.info("LoRA adapter %s %s", change.adapter.name, error or ("loaded" if change.loads else "unloaded"))
         change.end(400 if error else 200, error)
 
     def give_up(self) -> None:
         """End the changes that lost ranks had begun; new ranks get the adapters that were loaded."""
         for change in [change for change in self.changes.values() if change.sent]:
             del self.changes[change.adapter.index]
-            change.end(503 if change.query.path else 200, REPLACED)
+            change.end(503 if change.loads else 200, REPLACED)

@@ -41,19 +41,27 @@ class LoRALinear(Around):
 
     def put(self, number: int, a: mx.array, b: mx.array) -> None:
         """Set the adapter `number` to `a` [I, r] and `b` [r, O]. Smaller ranks are padded with zeros."""
-        held = {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers} | {number: (a.T, b.T)}
-        rank = max(one.shape[0] for one, _ in held.values())
-        zeros = mx.zeros((rank, a.shape[0]), a.dtype), mx.zeros((b.shape[1], rank), b.dtype)
-        pairs = [held.get(i, zeros) for i in range(self._slots)]
-        lora_a = mx.stack([mx.pad(one, [(0, rank - one.shape[0]), (0, 0)]) for one, _ in pairs])
-        lora_b = mx.stack([mx.pad(one, [(0, 0), (0, rank - one.shape[1])]) for _, one in pairs])
-        mx.eval(lora_a, lora_b)  # before anything changes, as memory may be full
-        self.lora_a, self.lora_b, self._numbers = lora_a, lora_b, frozenset(held)
+        self._stack(self._held() | {number: (a.T, b.T)})
 
     def drop(self, number: int) -> bool:
         """Drop the adapter `number`; return True if others remain."""
-        self._numbers -= {number}
-        return bool(self._numbers)
+        held = self._held()
+        if held.pop(number, None) is not None and held:
+            self._stack(held)  # zeros in its place, as the next adapter of this number may leave this layer alone
+        return bool(held)
+
+    def _held(self) -> dict[int, tuple[mx.array, mx.array]]:
+        return {i: (self.lora_a[i], self.lora_b[i]) for i in self._numbers}
+
+    def _stack(self, held: dict[int, tuple[mx.array, mx.array]]) -> None:
+        first_a, first_b = next(iter(held.values()))
+        rank = max(a.shape[0] for a, _ in held.values())
+        zeros = mx.zeros((rank, first_a.shape[1]), first_a.dtype), mx.zeros((first_b.shape[0], rank), first_b.dtype)
+        pairs = [held.get(i, zeros) for i in range(self._slots)]
+        lora_a = mx.stack([mx.pad(a, [(0, rank - a.shape[0]), (0, 0)]) for a, _ in pairs])
+        lora_b = mx.stack([mx.pad(b, [(0, 0), (0, rank - b.shape[1])]) for _, b in pairs])
+        mx.eval(lora_a, lora_b)  # before anything changes, as memory may be full
+        self.lora_a, self.lora_b, self._numbers = lora_a, lora_b, frozenset(held)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Map inputs [B, ..., I] to outputs [B, ..., O]."""
@@ -108,7 +116,7 @@ class Adapters:
                 self._targets[number][f"{root}.{path}"] = _Target(at(layer, parent), name, *_dimensions(module), part)
 
     def load(self, number: int, directory: str) -> None:
-        """Load the adapter in `directory` as index `number`, or raise and change nothing.
+        """Load the adapter in `directory` as index `number`, in place of one that has it, or raise and change nothing.
 
         Raise `BrokenModel` for weights of the wrong shape or that are not finite, `UnsupportedModel` for a module that is
         not a linear layer.
@@ -135,6 +143,7 @@ class Adapters:
                     f"{adapter.path}: the weights of {path} are not all finite numbers; train or save the adapter again",
                     param="adapter_path",
                 )
+        self.unload(number)
         for target, a, b in found.values():
             holder, name, module = _place(target)
             if not isinstance(module, LoRALinear):
