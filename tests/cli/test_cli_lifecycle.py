@@ -158,6 +158,9 @@ def test_what_does_not_come_up_says_why(tandem):
     assert "no such directory or file" in done.stderr
     assert "did not come up" in done.stderr
     assert "Traceback" not in done.stderr
+    done = tandem("up", "~nobody-here/model", "--port", "0")
+    assert done.returncode == 2
+    assert "whom the system does not know: write it out" in done.stderr
 
 
 def test_one_name_has_one_owner(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,10 @@ def test_adapters_come_and_go_and_what_cannot_be_loaded_changes_nothing(model, e
                 arrays = {key: array * float("nan") if "layers.3" in key else array for key, array in arrays.items()}
                 mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
             answer = change(llm, name, path)
+            assert answer.status == 400 and word in answer.message
+        os.mkfifo(tiny_adapter(model, tmp_path / "pipe") / "other_config.json")
+        for path, word in ((tmp_path / "pipe", "it is a pipe"), ("~nobody-here/sql", "has no adapter_config.json")):
+            answer = change(llm, "odd", path)
             assert answer.status == 400 and word in answer.message
         assert change(llm, "small", model.parent / "small") == AdapterChanged(1)
         asked = [one for one in everybody() if one.adapter != "wide"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from tandem.checkpoints.config import read_json
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel
+from tandem.system.files import open_regular
 
 METADATA = ("*.json", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl", "*.jinja")
 """File patterns of a model besides its weights."""
@@ -120,9 +122,9 @@ def fingerprint(*directories: Path, model: bool = True) -> str:
 
 
 def _add(digest: hashlib.blake2b, path: Path) -> None:
-    status = path.stat()
-    digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
         for place in range(SAMPLES):
             file.seek(status.st_size * place // SAMPLES)
             digest.update(file.read(SAMPLE))

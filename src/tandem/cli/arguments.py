@@ -361,11 +361,16 @@ def exit_code(run: Callable[[], int]) -> int:
         logging.getLogger("tandem").debug("%s", error, exc_info=True)
         return fail(str(error))
     except RuntimeError as error:
-        if "home directory" not in str(error):  # raised by pathlib for ~ and ~NAME
-            raise
-        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or set HOME")
+        return fail(unknown_home(error))
     except KeyboardInterrupt:
         return 130
+
+
+def unknown_home(error: RuntimeError) -> str:
+    """Return the message for pathlib's error about the home directory of ~ or ~NAME; raise any other error again."""
+    if "home directory" not in str(error):
+        raise error
+    return "a path begins with the home directory of a user whom the system does not know: write it out, or set HOME"
 
 
 def say(text: str) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from tandem.checkpoints.resolve import resolve
-from tandem.cli.arguments import exit_code, fail, load_settings
+from tandem.cli.arguments import exit_code, fail, load_settings, unknown_home
 from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
@@ -243,6 +243,9 @@ def main() -> int:
         _last_words(error.message)
         fail(error.message)
         return 3
+    except RuntimeError as error:
+        _last_words(message := unknown_home(error))
+        return fail(message)
 
 
 if __name__ == "__main__":

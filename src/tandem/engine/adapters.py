@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tandem.checkpoints.files import fingerprint
 from tandem.config.settings import ModelSettings
 from tandem.engine.recovery import RankGroup
 from tandem.errors import NotFoundError, RequestError, TransportError, UnavailableError, UsageError
-from tandem.models.adapter_files import read_adapter
+from tandem.models.adapter_files import adapter_spec, read_adapter
 from tandem.protocol.adapters import AdapterChanged, AdapterLoaded, AdapterSpec, ChangeAdapter, LoadAdapter
 from tandem.scheduler.scheduler import Scheduler
 
@@ -70,19 +68,21 @@ class AdapterManager:
 
     def _checked(self, query: ChangeAdapter) -> AdapterSpec:
         """Return the adapter to load, after a look at its files' headers. Raises UsageError, OSError."""
-        group, path = self._rank_group, Path(query.path).expanduser().absolute()
+        group = self._rank_group
         if not self._settings.enable_lora:
             raise UsageError("Adapters are loaded while serving only with --enable-lora; start the server with it.")
         if query.name in group.adapters or any(one.adapter.name == query.name for one in self.changes.values()):
             raise UsageError(f"The lora adapter '{query.name}' has already been loaded; unload it first.")
-        rank, most = read_adapter(str(path), group.layout.description).rank, group.layout.ranks[0].max_loras
-        if rank > group.layout.lora_rank:
-            raise UsageError(f"LoRA adapter {path}: its rank is {rank}; start the server with --max-lora-rank {rank}")
+        most = group.layout.ranks[0].max_loras
         taken = {one.index for one in group.adapters.values()} | self.changes.keys()
-        index = next((i for i in range(1, most + 1) if i not in taken), None)
-        if index is None:
+        free = [index for index in range(1, most + 1) if index not in taken]
+        adapter = adapter_spec(free[0] if free else 0, query.name, query.path)
+        rank = read_adapter(adapter.path, group.layout.description).rank
+        if rank > group.layout.lora_rank:
+            raise UsageError(f"LoRA adapter {adapter.path}: its rank is {rank}; start the server with --max-lora-rank {rank}")
+        if not free:
             raise UsageError(f"{most} LoRA adapters are loaded, the most (--max-loras); unload one first.")
-        return AdapterSpec(index, query.name, str(path), fingerprint(path, model=False))
+        return adapter
 
     def look(self, scheduler: Scheduler) -> None:
         """Tell the ranks about new adapters, and about those to unload once their requests are finished. Raises RankFailure."""

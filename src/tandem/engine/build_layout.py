@@ -25,7 +25,7 @@ from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
 from tandem.launchers.host_addresses import role_of, stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
-from tandem.models.adapter_files import adapter_elements, read_adapter
+from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
 from tandem.models.kv_types import require_quantizable, unsupported_role
@@ -237,11 +237,7 @@ def _adapters(settings: Settings) -> tuple[AdapterSpec, ...]:
     """Return the LoRA adapters to load at the start. Raises UsageError."""
     named = lora_modules(settings)
     paths = {"": settings.model.adapter_path, **named} if settings.model.adapter_path else named
-    found = []
-    for index, (name, text) in enumerate(paths.items(), 1):
-        path = Path(str(text)).expanduser().absolute()
-        found.append(AdapterSpec(index, name, str(path), fingerprint(path, model=False) if name else ""))
-    return tuple(found)
+    return tuple(adapter_spec(index, name, str(path)) for index, (name, path) in enumerate(paths.items(), 1))
 
 
 def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription, draft: ModelFiles | None) -> None:

@@ -164,7 +164,8 @@ class EngineMetrics:
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
-        self.embeddings.inc(embedded)
+        if embedded:
+            self.embeddings.inc()
         live = self._live.get(request_id)
         if live is None:
             return None

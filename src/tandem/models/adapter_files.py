@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -10,11 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.checkpoints.config import read_json
+from tandem.checkpoints.files import fingerprint
 from tandem.checkpoints.safetensors import TensorInfo, read_header
-from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
+from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel, UsageError
 from tandem.json_types import JsonObject
 from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of
+from tandem.protocol.adapters import AdapterSpec
+from tandem.system.files import file_trouble
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
@@ -42,7 +46,7 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     Raise `ModelNotFound`, `BrokenModel` for files that are inconsistent or do not match the model, and
     `UnsupportedModel` for anything but plain LoRA on linear layers.
     """
-    path = Path(directory).expanduser()
+    path = Path(directory)
     if not (path / "adapter_config.json").is_file():
         raise ModelNotFound(
             f"LoRA adapter {directory}: has no adapter_config.json, so it is not the directory of a "
@@ -59,6 +63,15 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     modules = _modules(tensors, _PEFT if peft else _MLX, directory)
     _check_modules(modules, tensors, description, directory, transposed=peft)
     return Adapter(weights, scale, modules, peft, max(tensors[a].shape[0 if peft else 1] for a, _ in modules.values()))
+
+
+def adapter_spec(index: int, name: str, directory: str) -> AdapterSpec:
+    """Return the adapter in `directory` as number `index` of the ranks. Raises UsageError if a file of it cannot be read."""
+    path = Path(os.path.expanduser(directory)).absolute()
+    try:
+        return AdapterSpec(index, name, str(path), fingerprint(path, model=False) if name else "")
+    except OSError as error:
+        raise UsageError(f"LoRA adapter {directory}: {error.filename}: {file_trouble(error)}", param="lora_modules") from error
 
 
 def adapter_elements(tensors: Mapping[str, TensorInfo], description: ModelDescription, layers: range, rank: int) -> int:

@@ -98,11 +98,11 @@ def _save(cache: Cache, length: int) -> _Saved:
     """Copy a cache, since later writes change its arrays in place."""
     if isinstance(cache, CacheList):
         return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
-    state = _cut(cache.state, length) if type(cache) in _BY_POSITION else cache.state
+    state = cut_state(cache.state, length) if type(cache) in _BY_POSITION else cache.state
     return _Saved(type(cache), _each_array(mx.contiguous, state))
 
 
-def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+def cut_state(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """Return a cache state (keys, values, offset, quantisation if any) cut to `length` positions. Arrays are [1, H,
     positions, D] each, or quantised parts of such."""
     keys, values, _, *groups = state
@@ -113,7 +113,7 @@ def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 def _revive(saved: _Saved, length: int) -> Any:
     if saved.kind is CacheList:
         return CacheList(*(_revive(one, length) for one in saved.members))
-    state = _cut(saved.state, length) if saved.kind in _BY_POSITION else saved.state
+    state = cut_state(saved.state, length) if saved.kind in _BY_POSITION else saved.state
     # Caches write into their arrays in place, so each gets new array objects over the shared buffers. MLX copies those on the
     # first write.
     return saved.kind.from_state(_each_array(lambda array: array[...], state))

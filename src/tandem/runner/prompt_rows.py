@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import PrefillOp
+from tandem.runner.prefix_store import cut_state
 
 PADDING = 1.25
 """Maximum ratio of padded to actual positions in a shared forward pass."""
@@ -99,9 +100,8 @@ def row_of(cache: Any, row: int, length: int) -> Any:
 
 def _cut(cache: Any, length: int) -> tuple[Any, ...]:
     """Return the state of a cache that never wrapped, cut to `length` positions."""
-    keys, values, _, *rest = cache.state
-    keys, values = tree_map(lambda part: part[..., :length, :], (keys, values))
-    return (keys, values, length, *rest[:-1], length) if type(cache) is RotatingKVCache else (keys, values, length, *rest)
+    state = cut_state(cache.state, length)
+    return (*state[:-1], length) if type(cache) is RotatingKVCache else state  # its last number is the next place to write
 
 
 def _members(cache: Any) -> list[Any]:
