@@ -159,7 +159,7 @@ def _wait(place: Background, settings: Settings, process: subprocess.Popen[bytes
         print(f"{place.name} is ready: {seen.address} (model {seen.model}); its log is {place.log}")
         print(farewell(seen.address, settings.server, stop=place.down))
         return 0
-    sys.stderr.writelines(_tail(place, TAIL))
+    sys.stderr.writelines(last_lines(place, TAIL))
     print(f"tandem: {place.name} did not come up (exit code {code}); its log is {place.log}", file=sys.stderr)
     return code if code > 0 else 3
 
@@ -199,7 +199,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
     place = _place(arguments)
     if not place.log.exists():
         raise UsageError(f"{place.name} has no log: `tandem up` has not started a server of that name")
-    sys.stdout.writelines(_tail(place, arguments.lines))
+    sys.stdout.writelines(last_lines(place, arguments.lines))
     if not arguments.follow:
         return 0
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # keeps the start of a character until its end is written
@@ -216,7 +216,7 @@ def run_logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tail(place: Background, count: int) -> list[str]:
+def last_lines(place: Background, count: int) -> list[str]:
     """Return the last `count` lines of the log."""
     with place.log.open(errors="replace") as file:
         lines = file.readlines()

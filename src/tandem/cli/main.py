@@ -117,6 +117,11 @@ COMMANDS = {
             machines.add_doctor,
             _doctor,
         ),
+        "support": Command(
+            "Write one file for a bug report: versions, settings, logs and findings, no keys, no prompts.",
+            servers.add_support,
+            Later("support:run"),
+        ),
         "selftest": Command(SELFTEST, machines.add_selftest, Later("selftest:run")),
         "parity": Command(
             "Compare a layout's logits and greedy tokens with those of a single process.",

@@ -116,7 +116,7 @@ def _run(
         facts=here,
         model=name,
         hosts=len(file.hosts) if file else 0,
-        names=_names(file),
+        names=private_names(file),
     )
     return _write(report, output, Path(task.directory) / PROFILE if arguments.publish else None)
 
@@ -212,7 +212,7 @@ def _tell(check: Check, outcome: CheckResult | None) -> None:
         _note(f"{outcome.verdict}: {check.name}, {outcome.seconds:g} s{why}")
 
 
-def _names(file: Hostfile | None) -> list[str]:
+def private_names(file: Hostfile | None) -> list[str]:
     """Return the names of users, machines and folders to remove from reports."""
     own = socket.gethostname()
     hosts = [part for host in (file.hosts if file else ()) for part in host.ssh.split("@")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings, filled
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
@@ -178,6 +178,16 @@ def add_logs(logs: Parser) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the server ends.")
     logs.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="lines to begin with [50]")
     _add_name(logs)
+
+
+def add_support(support: Parser) -> None:
+    """Add the options of `tandem support`."""
+    support.add_argument("-n", "--lines", type=_count, default=2000, metavar="N", help="of each log, its last [2000]")
+    support.add_argument(
+        "--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: the doctor looks at its machines."
+    )
+    support.add_argument("--output", metavar="FILE", help="to write; by default tandem-support-DATE.txt here.")
+    _add_name(support, "of a server that `tandem up` started; by default all of them.")
 
 
 _NAME = "of the server, where there are several [default]"
