@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -151,4 +152,4 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    return str(error).split("\n")[0][:300]
+    return re.sub(r"^Got: |\w+Error: |\[Errno -?\d+\] ", "", str(error).split("\n")[0])[:300]

@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             near = _nearest(flags[0], self._option_string_actions) if flags else None
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
+            self.error(f"unrecognized arguments: {' '.join(flags or unknown)}{f'; did you mean {near}?' if near else ''}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: object) -> None:

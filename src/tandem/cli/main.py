@@ -58,7 +58,7 @@ def _version(arguments: argparse.Namespace) -> int:
 CHAT = Command(
     "Talk in this terminal to a running server, or to a model loaded here.", sampling.add_chat, Later("talk.talk:run_chat")
 )
-SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
+SELFTEST = "Run checks of hardware and libraries on this machine, and write a report of one page."
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
@@ -102,7 +102,7 @@ COMMANDS = {
             Later("hosts.command:run"),
         ),
         "agent": Command(
-            "Wait on this machine for heads that it is paired with, to run ranks for them.",
+            "Run the worker agent: heads that this machine is paired with may start ranks here.",
             machines.add_agent,
             Later("agent:run"),
         ),
@@ -113,7 +113,7 @@ COMMANDS = {
             Later("rank:run"),
         ),
         "doctor": Command(
-            "Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
+            "Check the machines and links of a cluster, and print how to mend what is wrong.",
             machines.add_doctor,
             _doctor,
         ),

@@ -98,6 +98,7 @@ class ServerClient:
             raise UsageError(f"{self.url}{path} answers with status {error.code}{hint}", param="base_url") from None
         except (OSError, ValueError) as error:
             cause = getattr(error, "reason", error)
+            cause = getattr(cause, "strerror", None) or cause
             raise UsageError(
                 f"{self.url} cannot be reached: {cause}; is the server up, is --url right?", param="base_url"
             ) from None
