@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def ring_values(environment: Mapping[str, str], chosen: Collection[str] = ()) ->
                 param="tensor_parallel_size",
             )
         hosts = [{"ssh": "127.0.0.1"}, *({"ssh": ssh, "ips": [address]} for address, ssh in workers.items())]
-        values["hostfile"] = (json.dumps(hosts), "WORKER_HOSTS")
+        home = re.compile(f"^{re.escape(str(Path.home()))}(?=/)")  # each machine has its own, which readers expand from ~
+        envs = [f"{name}={home.sub('~', path)}" for name, path in hub_cache(environment).items()]
+        values["hostfile"] = (json.dumps({"envs": envs, "hosts": hosts}), "WORKER_HOSTS")
     reasons = {**COMBINED, **NOT_MAPPED}
     in_vain = (variable for variable in reasons if variable not in effective and environment.get(variable, "").strip())
     return values, [f"{variable} has no effect: {reasons[variable]}" for variable in in_vain]
