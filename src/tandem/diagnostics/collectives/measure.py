@@ -69,14 +69,10 @@ class HostsBench(Probes):
     def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
         """Store the options; `python` is the remote interpreter where the file names none. Raises ConfigError for one host."""
         if len(hostfile.hosts) < 2:
-            raise ConfigError(
-                f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure this machine",
-                param="hostfile",
-            )
+            why = "has one host; name two or more, or leave it out to measure this machine"
+            raise ConfigError(f"--hostfile {hostfile.path}: {why}", param="hostfile")
         super().__init__(3)  # two ranks run at once; the third thread closes probes
-        self._file = hostfile
-        self._python = python
-        self._timeout_s = timeout_s
+        self._file, self._python, self._timeout_s = hostfile, python, timeout_s
 
     @property
     def names(self) -> list[str]:
@@ -150,11 +146,8 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
 
     The fence cost is the extra time of `between` over `all_sum` at the smallest size.
     """
-    by_name = {
-        name: sorted((row for row in rows if row.operation == name), key=lambda row: row.bytes)
-        for name in ("all_sum", "between", "tcp")
-    }
-    alone, between, hops = by_name["all_sum"], by_name["between"], by_name["tcp"]
+    ordered = sorted(rows, key=lambda row: row.bytes)
+    alone, between, hops = ([row for row in ordered if row.operation == name] for name in ("all_sum", "between", "tcp"))
     least = between[0].median_us
     return LinkProfile(
         hosts=pair,
