@@ -9,7 +9,7 @@ from itertools import combinations
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
 from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts
-from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
+from tandem.diagnostics.doctor.topology import free_subnets, physical
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6
@@ -37,8 +37,7 @@ def _real(facts: Facts, local: bool) -> list[Interface]:
     suffices for RDMA; such addresses count only if `local`: Tandem connects to them."""
     real = [
         replace(interface, networks=[network for network in interface.networks if local or not network.ip.is_link_local])
-        for interface in interfaces(facts)
-        if interface.kind != "loopback" and not is_virtual(interface.name)
+        for interface in physical(interfaces(facts))
     ]
     return [interface for interface in real if interface.networks]
 
