@@ -45,7 +45,10 @@ def test_layers_are_shared_where_the_model_lets_them_else_divided_into_stages(
     ("text", "words"),
     [
         ("NUM_DEVICES=2\n", "NUM_DEVICES=2: WORKER_HOSTS and WORKER_SSH name no other machine; set them, or NUM_DEVICES=1"),
-        ("WORKER_HOSTS=127.0.0.1\nWORKER_SSH=me@127.0.0.1\n", "WORKER_HOSTS: 127.0.0.1 is this machine's own address"),
+        (
+            "WORKER_HOSTS=127.0.0.1\nWORKER_SSH=me@127.0.0.1\n",
+            "WORKER_HOSTS: 127.0.0.1 is this machine's own address; start on a machine",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "up"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tandem.config.loading import build, from_json, load, to_json
@@ -70,7 +72,7 @@ WORKERS = {"NUM_DEVICES": "3", "WORKER_HOSTS": "10.0.0.2, 10.0.0.3", "WORKER_SSH
 
 def test_workers_of_the_ring_profile_are_a_hosts_list_in_memory_with_a_tensor_parallel_rank_on_each():
     for environment in (WORKERS, {**WORKERS, "NUM_DEVICES": ""}):
-        loaded = load(environment={**environment, "MODEL_CACHE_DIR": "/a/huggingface/hub"}, profile="ring")
+        loaded = load(environment=environment, profile="ring")
         parallel = loaded.settings.parallel
         assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, loaded.warnings) == (3, 1, ())
         hosts = read_hostfile(parallel.hostfile).hosts
@@ -80,6 +82,10 @@ def test_workers_of_the_ring_profile_are_a_hosts_list_in_memory_with_a_tensor_pa
     chosen = load({"pipeline_parallel_size": ["3"]}, environment=WORKERS, profile="ring").settings.parallel
     assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size) == (1, 3)
     assert chosen.hostfile == parallel.hostfile
+    for place, sent in ((Path.home() / "hub", "~/hub"), ("/a/hub", "/a/hub")):
+        cached = load(environment={**WORKERS, "MODEL_CACHE_DIR": str(place)}, profile="ring")
+        assert read_hostfile(cached.settings.parallel.hostfile).envs == (("HF_HUB_CACHE", sent),)
+        assert cached.warnings == ()
     elsewhere = load({"launcher": ["ray"]}, environment={"NUM_DEVICES": "2"}, profile="ring").settings.parallel
     assert (elsewhere.tensor_parallel_size, elsewhere.hostfile) == (2, None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import signal
 import socket
@@ -13,12 +12,13 @@ from tandem.cli.arguments import say
 from tandem.diagnostics.doctor.facts import gather
 from tandem.diagnostics.doctor.parsing import interfaces
 from tandem.diagnostics.doctor.probe_messages import GatherFacts
-from tandem.diagnostics.doctor.topology import is_virtual
+from tandem.diagnostics.doctor.topology import physical
 from tandem.errors import ConfigError
 from tandem.launchers.agent.agent_server import Agent
 from tandem.launchers.agent.discovery import Announcement
 from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S
 from tandem.launchers.agent.trust import Trust, checked_name
+from tandem.launchers.hostfile import is_ipv4
 from tandem.log import set_up
 from tandem.version import __version__
 
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     name = checked_name(arguments.name or socket.gethostname().split(".")[0])
     if not 0 <= arguments.port < 65535:
         raise ConfigError(f"--port {arguments.port}: must be from 0 (any free ones) to 65534", param="port")
-    _checked_address(arguments.host)
+    if not is_ipv4(arguments.host):
+        raise ConfigError(f"--host {arguments.host}: must be an IPv4 address of this machine", param="host")
     set_up(log_format=arguments.log_format)
     agent = Agent(name, trust, host=arguments.host, port=arguments.port)
     signals: list[int] = []
@@ -51,13 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         agent.close()
     return 0
-
-
-def _checked_address(host: str) -> None:
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        raise ConfigError(f"--host {host}: must be an IPv4 address of this machine", param="host") from None
 
 
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
@@ -77,12 +71,7 @@ def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
 
 def _announcement(agent: Agent, host: str) -> Announcement:
     facts = gather(GatherFacts())
-    links = [
-        (interface.name, network, interface.kind)
-        for interface in interfaces(facts)
-        for network in interface.networks
-        if interface.kind != "loopback" and not is_virtual(interface.name)
-    ]
+    links = [(there.name, network, there.kind) for there in physical(interfaces(facts)) for network in there.networks]
     addresses = [str(network.ip) for _, network, _ in links] if host == "0.0.0.0" else [host]
     return Announcement(
         agent.name,

@@ -109,15 +109,8 @@ def _run(
     # The journal also has outcomes of earlier runs, perhaps of checks that no longer exist.
     outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
     wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
-    report = make_report(
-        outcomes,
-        wanted=len(wanted),
-        date=datetime.date.today().isoformat(),
-        facts=here,
-        model=name,
-        hosts=len(file.hosts) if file else 0,
-        names=private_names(file),
-    )
+    date, hosts, names = datetime.date.today().isoformat(), len(file.hosts) if file else 0, private_names(file)
+    report = make_report(outcomes, wanted=len(wanted), date=date, facts=here, model=name, hosts=hosts, names=names)
     return _write(report, output, Path(task.directory) / PROFILE if arguments.publish else None)
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 from xml.parsers.expat import ExpatError
@@ -170,6 +170,11 @@ def _write(path: Path, content: bytes) -> None:
     path.chmod(0o600)
 
 
+def _installed(name: str, how: str, instead: str = "") -> UsageError:
+    """Return the error for a service that is installed in the other way."""
+    return UsageError(f"{name} is installed {how}; `tandem service uninstall --name {name}` first{instead}", param="system")
+
+
 class Launchd:
     """launchd agents of the user: in the graphical session if there is one, else in the background session."""
 
@@ -194,11 +199,7 @@ class Launchd:
         login, accepts only agents of its own type.
         """
         if self.daemon(service.name).exists():
-            raise UsageError(
-                f"{service.name} is installed with --system; `tandem service uninstall --name "
-                f"{service.name}` first, or give --system",
-                param="system",
-            )
+            raise _installed(service.name, "with --system", ", or give --system")
         file = self.file(service.name)
         if file.exists():
             self.uninstall(service.name)
@@ -211,13 +212,11 @@ class Launchd:
     def prepare(self, service: Service) -> list[str]:
         """Write the property list of a service that starts at boot; return the commands to run as root. Raises UsageError."""
         if self.file(service.name).exists():
-            raise UsageError(
-                f"{service.name} is installed without --system; `tandem service uninstall --name {service.name}` first",
-                param="system",
-            )
+            raise _installed(service.name, "without --system")
         file, user = self.daemon(service.name), pwd.getpwuid(os.getuid()).pw_name
         loaded = [f"sudo launchctl bootout system/{launchd_label(service.name)}"] if file.exists() else []
-        _write(file, launchd_agent(service, UserName=user))
+        variables = {"HOME": str(Path.home()), **service.variables}
+        _write(file, launchd_agent(replace(service, variables=variables), UserName=user))
         return [
             *loaded,
             f"sudo install -m 644 -o root -g wheel {shlex.quote(str(file))} {DAEMONS}/",
@@ -371,16 +370,16 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     log = _log(name)
     command = _service_command(serve_words(arguments.words))
     stop_s = math.ceil(settings.process.drain_timeout + END_S)
+    service = Service(name, tuple(command), Path.cwd(), log, environment, stop_s)
     for text in (*command, str(Path.cwd()), str(log), *environment.values()):
         if not text.isprintable():  # unit files and property lists cannot hold it; also catches bytes that are not UTF-8
             raise UsageError(f"{text!r}: a service's options, directories and variables must be printable text")
     try:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if arguments.system and isinstance(holder, Launchd):
-            service = Service(name, tuple(command), Path.cwd(), log, {"HOME": str(Path.home()), **environment}, stop_s)
             print("Two commands install it, now and for every start of this Mac:", *holder.prepare(service), sep="\n")
             return 0
-        holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
+        holder.install(service)
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be written: {error.strerror or error}; {name} is not installed") from None
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")

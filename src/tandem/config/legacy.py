@@ -70,12 +70,13 @@ def ring_values(environment: Mapping[str, str], chosen: Collection[str] = ()) ->
         effective |= {"WORKER_HOSTS", "WORKER_SSH"}
         count = len(workers) + 1
         if not laid_out and (devices := values.setdefault("tensor_parallel_size", (count, "NUM_DEVICES"))[0]) != count:
-            raise ConfigError(
-                f"NUM_DEVICES={devices}: this machine and those of WORKER_HOSTS are {count}; set NUM_DEVICES={count}",
-                param="tensor_parallel_size",
-            )
+            why = f"this machine and those of WORKER_HOSTS are {count}; set NUM_DEVICES={count}"
+            raise ConfigError(f"NUM_DEVICES={devices}: {why}", param="tensor_parallel_size")
         hosts = [{"ssh": "127.0.0.1"}, *({"ssh": ssh, "ips": [address]} for address, ssh in workers.items())]
-        values["hostfile"] = (json.dumps(hosts), "WORKER_HOSTS")
+        home = f"{Path.home()}/"  # each machine has its own, which readers of the variable expand from ~
+        named = [(name, path.startswith(home), path.removeprefix(home)) for name, path in hub_cache(environment).items()]
+        envs = [f"{name}={'~/' if below else ''}{path}" for name, below, path in named]
+        values["hostfile"] = (json.dumps({"envs": envs, "hosts": hosts}), "WORKER_HOSTS")
     reasons = {**COMBINED, **NOT_MAPPED}
     in_vain = (variable for variable in reasons if variable not in effective and environment.get(variable, "").strip())
     return values, [f"{variable} has no effect: {reasons[variable]}" for variable in in_vain]
@@ -91,10 +92,8 @@ def _workers(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the ssh destination of each worker by address; empty without workers. Raises ConfigError."""
     addresses, logins = (environment.get(name, "").replace(",", " ").split() for name in ("WORKER_HOSTS", "WORKER_SSH"))
     if len(addresses) != len(logins):
-        raise ConfigError(
-            f"WORKER_HOSTS has {len(addresses)} address(es) and WORKER_SSH {len(logins)}; set USER@HOST for each",
-            param="hostfile",
-        )
+        counts = f"WORKER_HOSTS has {len(addresses)} address(es) and WORKER_SSH {len(logins)}"
+        raise ConfigError(f"{counts}; set USER@HOST for each", param="hostfile")
     if twice := next((text for texts in (addresses, logins) for text in texts if texts.count(text) > 1), None):
         raise ConfigError(f"WORKER_HOSTS and WORKER_SSH: {twice} is there twice; name each machine once", param="hostfile")
     return dict(zip(addresses, logins, strict=True))

@@ -171,7 +171,8 @@ def _is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
-def _is_address(value: object) -> bool:
+def is_ipv4(value: object) -> bool:
+    """True for the text of an IPv4 address."""
     try:
         return isinstance(value, str) and bool(ipaddress.IPv4Address(value))
     except ValueError:
@@ -179,7 +180,7 @@ def _is_address(value: object) -> bool:
 
 
 def _is_reachable(value: object) -> bool:
-    return _is_address(value) and not ipaddress.IPv4Address(str(value)).is_unspecified
+    return is_ipv4(value) and not ipaddress.IPv4Address(str(value)).is_unspecified
 
 
 def _is_device(value: object) -> bool:
@@ -202,7 +203,7 @@ CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "python": (_is_text, "the path of that host's Python"),
     "ips": (_is_list, 'a list such as ["10.0.0.1"]'),
     "address": (_is_reachable, 'the IPv4 address at which all other hosts reach this one, such as "192.168.1.4"'),
-    "ip": (_is_address, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
+    "ip": (is_ipv4, "IPv4 addresses, which is what MLX's ring takes; find the host's with `ssh {ssh} ifconfig`"),
     "rdma": (_is_list, 'a list such as [null, "rdma_en2"]'),
     "device": (_is_device, 'a device such as "rdma_en2", a list of devices, or null'),
     **dict.fromkeys(

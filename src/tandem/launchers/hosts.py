@@ -9,6 +9,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TypeVar
 
 from tandem.config.settings import ParallelSettings, ProcessSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
@@ -28,6 +29,7 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import HostPayload
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 JOIN_S = 30.0
 """Seconds for which a node agent tries to join."""
@@ -43,6 +45,12 @@ def copy_line(label: str, line: str) -> None:
     """
     sys.stderr.write(printable(f"{line}\n" if line.startswith("{") else f"[{label}] {line}\n"))
     sys.stderr.flush()
+
+
+def _own(member: JoinedHost, rows: Sequence[Sequence[T]]) -> list[T]:
+    """Return the host's row of what mlx.launch prepared for each rank; empty if there is none."""
+    rank = member.mlx.rank
+    return list(rows[rank]) if rank is not None and rank < len(rows) else []
 
 
 class HostsLauncher(Launcher):
@@ -129,10 +137,7 @@ class HostsLauncher(Launcher):
     def addresses(self, slot: int) -> list[str]:
         """Return the IP addresses for the rank's collectives; single-address backends use the first."""
         member = self._member(slot)
-        mlx = member.mlx
-        if mlx.rank is not None and mlx.rank < len(mlx.hostfile):
-            return [endpoint.rpartition(":")[0] for endpoint in mlx.hostfile[mlx.rank]]
-        return [self._address(member)]
+        return [end.rpartition(":")[0] for end in _own(member, member.mlx.hostfile)] or [self._address(member)]
 
     def meeting_address(self, slot: int) -> str:
         """Return the coordinator's address for a group that begins with this rank; all its ranks must reach it."""
@@ -140,8 +145,8 @@ class HostsLauncher(Launcher):
 
     def devices(self, slot: int) -> Devices:
         """Return the RDMA devices of the rank's machine towards each slot; empty if unknown."""
-        mlx = self._member(slot).mlx
-        return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
+        member = self._member(slot)
+        return _own(member, member.mlx.devices)
 
     def _member(self, slot: int) -> JoinedHost:
         return self._members[self._slots.index(slot)]
@@ -259,40 +264,28 @@ class HostsLauncher(Launcher):
 
     def _listeners(self, rank: int) -> list[str]:
         member, addresses = self._members[rank], self.addresses(self._slots[rank])
-        mlx = member.mlx
-        prepared = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
-        listeners = []
-        for index, address in enumerate(addresses):
-            wanted = [int(prepared[index].rpartition(":")[2])] if prepared and self._rank_groups == 1 else []
-            [port] = self.membership.reserve(member, address, 1, wanted)
-            listeners.append(f"{address}:{port}")
-        return listeners
+        prepared = [*(end.rpartition(":")[2] for end in _own(member, member.mlx.hostfile)), *[""] * len(addresses)]
+        return [self._listener(member, address, port) for address, port in zip(addresses, prepared, strict=False)]
+
+    def _listener(self, member: JoinedHost, address: str, prepared: str) -> str:
+        """Return the address with a free port: for the first rank group `prepared`, if that is free."""
+        wanted = [int(prepared)] if prepared and self._rank_groups == 1 else []
+        [port] = self.membership.reserve(member, address, 1, wanted)
+        return f"{address}:{port}"
 
     def _coordinator(self, rank: int, prepared: str) -> str:
         """Return IP:port of the group's coordinator, on the machine of `rank`."""
         address, _, port = prepared.rpartition(":")
         if rank or not prepared:
             address, port = self.meeting_address(self._slots[rank]), ""
-        wanted = [int(port)] if port and self._rank_groups == 1 else []
-        [free] = self.membership.reserve(self._members[rank], address, 1, wanted)
-        return f"{address}:{free}"
+        return self._listener(self._members[rank], address, port)
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
         """Ask the rank's host to start the rank."""
         member = self._members[rank]
-        process = self.membership.begin(member)
-        self.membership.send(
-            member,
-            StartRank(
-                process.number,
-                rank,
-                payload,
-                self._variables(rank),
-                extra_env,
-                self._files.get(rank, {}),
-                len(self._together(member)),
-            ),
-        )
+        process, files, sharing = self.membership.begin(member), self._files.get(rank, {}), len(self._together(member))
+        variables = self._variables(rank)
+        self.membership.send(member, StartRank(process.number, rank, payload, variables, extra_env, files, sharing))
         return process
 
     def _variables(self, rank: int) -> dict[str, str]:

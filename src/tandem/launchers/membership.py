@@ -251,25 +251,17 @@ class Membership:
                     if earlier.join.attempt > join.attempt:
                         return  # a delayed message: the node agent has reconnected since
                     self._strike(earlier, "has joined anew")
+                facts = join.facts
                 if (reason := self._objection(join)) is not None:
-                    seldom.warning(
-                        "refused %s (%s): %s; it may join when that is mended", join.facts.name, join.facts.address, reason
-                    )
+                    seldom.warning("refused %s (%s): %s; it may join when that is mended", facts.name, facts.address, reason)
                     self._refusals[join.slot] = reason
                     self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
-                member = JoinedHost(identity, join, join.slot, time.monotonic())
-                self._members[identity] = member
-                log.info(
-                    "%s has joined from %s%s: %s, %d cores, %.0f GiB",
-                    join.facts.name,
-                    join.facts.address,
-                    "" if join.slot is None else f" for rank {join.slot}",
-                    join.facts.chip or join.facts.system,
-                    join.facts.cores,
-                    join.facts.memory_bytes / 2**30,
-                )
+                self._members[identity] = JoinedHost(identity, join, join.slot, time.monotonic())
+                rank, gib = "" if join.slot is None else f" for rank {join.slot}", facts.memory_bytes / 2**30
+                machine = f"{facts.chip or facts.system}, {facts.cores} cores, {gib:.0f} GiB"
+                log.info("%s has joined from %s%s: %s", facts.name, facts.address, rank, machine)
                 self._changed.notify_all()
             # Within the lock: other threads may post to a visible member, and a host drops messages that precede this one.
             self._end.post(identity, hosts.Welcome(self._heartbeat))
@@ -277,12 +269,8 @@ class Membership:
     def _objection(self, join: hosts.Join) -> str | None:
         """Return why the node agent is refused, None if it is admitted. Uses up its ticket."""
         facts, own = join.facts, versions()
-        different = [
-            f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
-            for name in own
-            if facts.versions.get(name) != own[name]
-        ]
-        if different:
+        theirs = {name: facts.versions.get(name, "missing") for name in own}
+        if different := [f"{name} {theirs[name]} (here {own[name]})" for name in own if theirs[name] != own[name]]:
             return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
         if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):
             return "its ticket is not valid, or has been used"

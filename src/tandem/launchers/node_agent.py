@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -222,11 +221,8 @@ class NodeAgent:
             try:
                 link.send(hosts.Ports(message.number, free_ports(message.count, message.address, message.wanted)))
             except OSError as error:
-                link.send(
-                    hosts.Ports(
-                        message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: {error.strerror}"
-                    )
-                )
+                why = f"{socket.gethostname()} cannot listen on {message.address}: {error.strerror}"
+                link.send(hosts.Ports(message.number, [], why))
         elif isinstance(message, hosts.StartRank):
             self._start(link, message)
         elif isinstance(message, hosts.KeepStandby):
@@ -263,13 +259,9 @@ def host_ranks(payload: HostPayload) -> int:
     raise_limit()
     keep_awake()
     host = NodeAgent(payload, launched_process_group())
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        host.end()
-
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
-            signal.signal(number, on_signal)
+            signal.signal(number, lambda number, frame: host.end())
     if not payload.rejoin:
         watch_lifeline(host.end)
     return host.run()

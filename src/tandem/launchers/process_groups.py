@@ -47,14 +47,9 @@ def make_process_group(backend: str, size: int, first_rank: int) -> ProcessGroup
                 f"the layout needs {first_rank + size} GPUs, there are {len(gpus)}; use fewer ranks, or --backend ring",
                 param="backend",
             )
-        process_group = nccl_process_group(size, f"127.0.0.1:{free_ports(1)[0]}")
-        return replace(
-            process_group,
-            environment=[
-                {**own, "CUDA_VISIBLE_DEVICES": gpu}
-                for own, gpu in zip(process_group.environment, gpus[first_rank:], strict=False)
-            ],
-        )
+        group = nccl_process_group(size, f"127.0.0.1:{free_ports(1)[0]}")
+        owned = zip(group.environment, gpus[first_rank:], strict=False)
+        return replace(group, environment=[{**own, "CUDA_VISIBLE_DEVICES": gpu} for own, gpu in owned])
     if backend == "mpi":
         raise LayoutError(
             "--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
@@ -83,48 +78,37 @@ def jaccl_process_group(backend: str, hosts: Sequence[str], devices: Sequence[De
     Raises LayoutError for a missing or one-sided device in the mesh (jaccl) or ring (jaccl-ring), one of a host for itself, or a
     mesh of over 8 ranks.
     """
-    size = len(hosts)
-    if backend == "jaccl" and size > JACCL_MESH:
-        raise LayoutError(
-            f"--backend jaccl connects at most {JACCL_MESH} ranks with one another, this group has "
-            f"{size}; use jaccl-ring, or more stages",
-            param="backend",
-        )
-    for i, row in enumerate(devices):
-        if len(row) != size:
-            raise LayoutError(
-                f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
-                f"the group has {size} ranks; `rdma` needs one entry for each host",
-                param="backend",
-            )
-        if row[i] is not None:
-            raise LayoutError(
-                f"--backend {backend}: `rdma` of {hosts[i]} lists {row[i]} for itself; put null there", param="backend"
-            )
-        needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
-        for j in needed:
-            if j != i and not row[j]:
-                raise LayoutError(
-                    f"--backend {backend}: the hostfile lists no RDMA device of {hosts[i]} for "
-                    f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring",
-                    param="backend",
-                )
-    wires = [[len(cell) if isinstance(cell, list) else bool(cell) for cell in row] for row in devices]
-    for i, j in combinations(range(size), 2):
-        if wires[i][j] == wires[j][i]:
-            continue
-        raise LayoutError(
-            f"--backend {backend}: `rdma` of {hosts[i]} lists {wires[i][j]:d} devices for {hosts[j]}, "
-            f"and that of {hosts[j]} {wires[j][i]:d} for {hosts[i]}; list one for each cable at both "
-            "ends",
-            param="backend",
-        )
-    ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
+    if trouble := _device_trouble(backend, hosts, devices):
+        raise LayoutError(f"--backend {backend}: {trouble}", param="backend")
+    size, ring = len(hosts), {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
     return ProcessGroup(
         backend,
         [{"MLX_RANK": str(i), "MLX_JACCL_COORDINATOR": coordinator, **ring} for i in range(size)],
         [{"MLX_IBV_DEVICES": json.dumps([list(row) for row in devices])}] * size,
     )
+
+
+def _device_trouble(backend: str, hosts: Sequence[str], devices: Sequence[Devices]) -> str:
+    """Return the first error in a group's devices; empty if there is none."""
+    size = len(hosts)
+    if backend == "jaccl" and size > JACCL_MESH:
+        return f"connects at most {JACCL_MESH} ranks with one another, this group has {size}; use jaccl-ring, or more stages"
+    for i, row in enumerate(devices):
+        if len(row) != size:
+            lists = f"the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and the group has {size} ranks"
+            return f"{lists}; `rdma` needs one entry for each host"
+        if row[i] is not None:
+            return f"`rdma` of {hosts[i]} lists {row[i]} for itself; put null there"
+        needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
+        if (lacking := next((j for j in needed if j != i and not row[j]), None)) is not None:
+            lists = f"the hostfile lists no RDMA device of {hosts[i]} for {hosts[lacking]}"
+            return f"{lists}; complete `rdma` of {hosts[i]}, or use ring"
+    wires = [[len(cell) if isinstance(cell, list) else bool(cell) for cell in row] for row in devices]
+    for i, j in combinations(range(size), 2):
+        if wires[i][j] != wires[j][i]:
+            lists = f"`rdma` of {hosts[i]} lists {wires[i][j]:d} devices for {hosts[j]}"
+            return f"{lists}, and that of {hosts[j]} {wires[j][i]:d} for {hosts[i]}; list one for each cable at both ends"
+    return ""
 
 
 def nccl_process_group(size: int, coordinator: str) -> ProcessGroup:

@@ -32,15 +32,13 @@ def network_withheld(error: OSError, address: str) -> bool:
         wanted = ipaddress.IPv4Address(socket.gethostbyname(address))
     except (OSError, ValueError):
         return False
-    return any(wanted in network for network in _own_networks())
+    return any(wanted in own.network for own in inet_addresses(output_of(["ifconfig", "-a"]) or ""))
 
 
-def _own_networks() -> list[ipaddress.IPv4Network]:
-    text = output_of(["ifconfig", "-a"]) or ""
-    return [
-        ipaddress.IPv4Network(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}", strict=False)
-        for address, mask in _INET.findall(text)
-    ]
+def inet_addresses(ifconfig: str) -> list[ipaddress.IPv4Interface]:
+    """Return the IPv4 addresses in the output of macOS's `ifconfig`."""
+    found = _INET.findall(ifconfig)
+    return [ipaddress.IPv4Interface(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}") for address, mask in found]
 
 
 def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:

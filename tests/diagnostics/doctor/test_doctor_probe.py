@@ -126,7 +126,7 @@ def test_a_probe_lost_after_gathering_leaves_the_evidence_of_the_others(
     monkeypatch: pytest.MonkeyPatch, request_name: str, seconds: float
 ) -> None:
     dying = [sys.executable, "-c", DYING.format(request=request_name, seconds=seconds)]
-    monkeypatch.setattr(examine, "remote_probe", lambda host, python=None: dying if host == "b" else local_probe())
+    monkeypatch.setattr(examine, "probe_command", lambda host, python=None: dying if host == "b" else local_probe())
     monkeypatch.setattr(examine, "_identity", lambda facts: (str(time.monotonic()), []))  # all are this machine
     hosts = [Host("localhost", "127.0.0.1"), Host("b", "127.0.0.1"), Host("c", "127.0.0.1")]
     evidence = examine.examine(examine.Question(hosts=hosts, port=0, seconds=0.1))

@@ -424,12 +424,8 @@ class Struck:
         return SimpleNamespace(text="other words", gaps=[0.5])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [("-pp", "the answer of one rank from stages"), ("-tp", "3 tokens of one rank's, expected; another after 1"), (None, "")],
-)
-def test_layouts_of_hosts(wrong: str | None, words: str, cluster: Task, tmp_path: Path, monkeypatch: Patch) -> None:
-    cluster = msgspec.structs.replace(cluster, model=str(tiny_model(tmp_path / "tiny")))
+def served_layouts(wrong: str | None, model: Path, task: Task, monkeypatch: Patch) -> Task:
+    """The task with a tiny model, whose answers are others wherever `tandem serve` is given the option `wrong`."""
 
     @contextmanager
     def serving(model: str, *options: str, **_: object) -> Any:
@@ -442,7 +438,21 @@ def test_layouts_of_hosts(wrong: str | None, words: str, cluster: Task, tmp_path
     monkeypatch.setattr(hosts, "serving", serving)
     monkeypatch.setattr(hosts, "scored", scored)
     monkeypatch.setattr(hosts, "rates", lambda *_: (5.0, 60.0))
-    if wrong:
+    return msgspec.structs.replace(task, model=str(tiny_model(model)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("-pp", "the answer of one rank from stages"),
+        ("-tp", "3 tokens of one rank's, expected; another after 1"),
+        ("--fast-sync", ""),
+        (None, ""),
+    ],
+)
+def test_layouts_of_hosts(wrong: str | None, words: str, cluster: Task, tmp_path: Path, monkeypatch: Patch) -> None:
+    cluster = served_layouts(wrong, tmp_path / "tiny", cluster, monkeypatch)
+    if words:
         differs(hosts.layouts, cluster, words)
     else:
         found = hosts.layouts(cluster)
@@ -554,3 +564,17 @@ def test_fast_fences(task: Task, monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(risky, "sums", late)
     differs(risky.fast_fences, task, "ranks [0, 1] have not ended in time, seen")
+
+
+@pytest.mark.parametrize("wrong", ["--fast-sync", None])
+def test_fast_fences_over_machines(wrong: str | None, cluster: Task, tmp_path: Path, monkeypatch: Patch) -> None:
+    """A fault that only ranks with fast fences have, over the machines: sums of two ranks here are right."""
+    cluster = served_layouts(wrong, tmp_path / "tiny", cluster, monkeypatch)
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(risky, "this_device", lambda: SimpleNamespace(gpu=True))
+    monkeypatch.setattr(risky, "serving", serves())
+    monkeypatch.setattr(risky, "sums", lambda fast_sync: {"us": 1.0})
+    if wrong:
+        differs(risky.fast_fences, cluster, "3 tokens of one rank's, expected; another after 1")
+    else:
+        assert risky.fast_fences(cluster)["tensor parallelism, fast fences, 1 x 24: tokens/s"] == 5.0

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tandem.cli.screen import screen
 from tandem.diagnostics.doctor import topology
 from tandem.diagnostics.doctor.parsing import Interface, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts, GatherFacts
-from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, probe_command
 from tandem.env import child_environment, variable
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent_server import PORT
@@ -31,7 +30,7 @@ from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent_messages import PairElement, PairHello, PairIdentity, PairProof
-from tandem.system.privacy import LOCAL_NETWORK
+from tandem.system.privacy import LOCAL_NETWORK, refusal
 from tandem.system.tools import find_tool
 
 GATHER_S = 60.0
@@ -79,18 +78,13 @@ def write(arguments: argparse.Namespace) -> int:
 
 def _gather(hosts: Sequence[str]) -> dict[str, Facts]:
     """Return the facts of every host by name. Raises UsageError naming a host that does not answer."""
-
-    def ask(name: str) -> Facts:
-        link = ProbeLink(name, local_probe() if name in LOCAL_NAMES else remote_probe(name))
+    with Probes(len(hosts)) as probes:
+        probes.links |= {name: ProbeLink(name, probe_command(name)) for name in hosts}
         try:
-            return link.ask(GatherFacts(), Facts, GATHER_S)
+            facts = probes.each(lambda name: probes.ask(name, GatherFacts(), Facts, GATHER_S), hosts)
         except ProbeLost as error:
-            raise UsageError(f"{name}: {error.message}" + (f"; {error.remedy}" if error.remedy else "")) from None
-        finally:
-            link.close()
-
-    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
-        return dict(zip(hosts, pool.map(ask, hosts), strict=True))
+            raise UsageError(error.message) from None
+    return dict(zip(hosts, facts, strict=True))
 
 
 def _own(
@@ -215,16 +209,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
     _follow(agents, paired)
+    texts = ("chip", "system", "links", "version")
     rows = [
         {
             "name": agent.name,
             "addresses": list(agent.addresses),
             "port": agent.port,
-            "chip": agent.facts.get("chip", ""),
-            "system": agent.facts.get("system", ""),
+            **{name: agent.facts.get(name, "") for name in texts},
             "memory_bytes": _number(agent.facts.get("memory", "")),
-            "links": agent.facts.get("links", ""),
-            "version": agent.facts.get("version", ""),
             "paired": _is_paired(agent, paired),
         }
         for agent in agents
@@ -237,19 +229,10 @@ def _find(seconds: float, *, as_json: bool) -> int:
         if sys.platform == "darwin":
             print(f"if they run: {LOCAL_NETWORK}")
         return 0
-    table = Table("name", "address", "chip", "memory", "system", "links", "tandem", "paired", box=None)
+    table = Table("name", "address", "memory", "chip", "system", "links", "tandem", "paired", box=None)
     for row, agent in zip(rows, agents, strict=True):
-        memory = f"{_number(agent.facts.get('memory', '')) / _GIB:.0f} GiB"
-        table.add_row(
-            agent.name,
-            ", ".join(agent.addresses),
-            str(row["chip"]),
-            memory,
-            str(row["system"]),
-            str(row["links"]),
-            str(row["version"]),
-            "yes" if row["paired"] else "no",
-        )
+        memory, others = f"{_number(agent.facts.get('memory', '')) / _GIB:.0f} GiB", [str(row[name]) for name in texts]
+        table.add_row(agent.name, ", ".join(agent.addresses), memory, *others, "yes" if row["paired"] else "no")
     screen(highlight=False, markup=False).print(table)
     return 0
 
@@ -298,10 +281,5 @@ def _locate(target: str, seconds: float) -> tuple[str, int]:
 
 def reachable(agent: Found) -> str:
     """Return the agent's first address that accepts a connection, else its first address."""
-    for address in agent.addresses:
-        try:
-            with socket.create_connection((address, agent.port), timeout=1.0):
-                return address
-        except OSError:
-            continue
-    return agent.addresses[0]
+    answering = (address for address in agent.addresses if refusal(address, agent.port, 1.0) is None)
+    return next(answering, agent.addresses[0])

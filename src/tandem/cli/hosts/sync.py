@@ -58,7 +58,11 @@ def sync_workers(settings: Settings) -> None:
         return
     hosts = others(read_hostfile(text))
     if own := next((address for host in hosts for address in host.ips if is_own(address)), None):
-        raise UsageError(f"WORKER_HOSTS: {own} is this machine's own address; name those of the others", param="hostfile")
+        raise UsageError(
+            f"WORKER_HOSTS: {own} is this machine's own address; start on a machine that is no worker, or set WORKER_HOSTS, "
+            "WORKER_SSH and API_HOST for this one as the head",
+            param="hostfile",
+        )
     machines, failures = {machine_id(): "127.0.0.1"}, []
     for host, (machine, failure) in zip(hosts, install(hosts, settings.parallel.remote_python), strict=True):
         same = "" if failure else machines.setdefault(machine, host.ssh)

@@ -12,7 +12,7 @@ from itertools import combinations
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.examine import addressed
 from tandem.diagnostics.doctor.probe_messages import RunRank
-from tandem.diagnostics.doctor.probe_session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_session import ANSWER_S, ProbeLink, ProbeLost, Probes, probe_command
 from tandem.diagnostics.tasks import LATE, RankTimes, Row, TimingTask, local_group, run_ranks, timing_group
 from tandem.errors import ConfigError, RankFailure
 from tandem.launchers.hostfile import LOCAL_NAMES, HostEntry, Hostfile
@@ -69,14 +69,10 @@ class HostsBench(Probes):
     def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
         """Store the options; `python` is the remote interpreter where the file names none. Raises ConfigError for one host."""
         if len(hostfile.hosts) < 2:
-            raise ConfigError(
-                f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure this machine",
-                param="hostfile",
-            )
+            why = "has one host; name two or more, or leave it out to measure this machine"
+            raise ConfigError(f"--hostfile {hostfile.path}: {why}", param="hostfile")
         super().__init__(3)  # two ranks run at once; the third thread closes probes
-        self._file = hostfile
-        self._python = python
-        self._timeout_s = timeout_s
+        self._file, self._python, self._timeout_s = hostfile, python, timeout_s
 
     @property
     def names(self) -> list[str]:
@@ -105,13 +101,9 @@ class HostsBench(Probes):
         """Time collectives and hops between two entries of the hosts file, as seen by the first. Raises RankFailure, and
         LayoutError if the backend is unavailable there."""
         entries = [self._file.hosts[index] for index in pair]
-        ends = addressed(
-            [
-                Host(entry.ssh, entry.reached_at or "", tuple(entry.rdma[i] for i in pair) if entry.rdma else (), ips=entry.ips)
-                for entry in entries
-            ],
-            LOCAL_NAMES,
-        )
+        devices = [tuple(entry.rdma[i] for i in pair) if entry.rdma else () for entry in entries]
+        named = zip(entries, devices, strict=True)
+        ends = addressed([Host(one.ssh, one.reached_at or "", rdma, ips=one.ips) for one, rdma in named], LOCAL_NAMES)
         hosts = [replace(host, name=self._probe(entry, end)) for end, (entry, host) in enumerate(zip(entries, ends, strict=True))]
         task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations, fast_sync=fast_sync)
         try:
@@ -124,8 +116,7 @@ class HostsBench(Probes):
         """Return the name of the probe for rank `end` (0 or 1) of a pair; start the probe if there is none."""
         name = f"{entry.ssh} ({end})"
         if name not in self.links:
-            command = local_probe() if entry.is_here else remote_probe(entry.ssh, entry.python or self._python)
-            self.links[name] = ProbeLink(entry.ssh, command)
+            self.links[name] = ProbeLink(entry.ssh, probe_command(entry.ssh, entry.python or self._python))
         return name
 
     def _whole(self, entry: HostEntry, times: RankTimes) -> RankTimes:
@@ -155,11 +146,8 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
 
     The fence cost is the extra time of `between` over `all_sum` at the smallest size.
     """
-    by_name = {
-        name: sorted((row for row in rows if row.operation == name), key=lambda row: row.bytes)
-        for name in ("all_sum", "between", "tcp")
-    }
-    alone, between, hops = by_name["all_sum"], by_name["between"], by_name["tcp"]
+    ordered = sorted(rows, key=lambda row: row.bytes)
+    alone, between, hops = ([row for row in ordered if row.operation == name] for name in ("all_sum", "between", "tcp"))
     least = between[0].median_us
     return LinkProfile(
         hosts=pair,

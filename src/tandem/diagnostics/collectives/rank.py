@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,7 @@ class _Timer:
 
         `chain(sums)` computes `CROSSINGS` operations, with a sum after each if `sums`. The difference is the sums' cost.
         """
-        bare: list[float] = []
-        times: list[float] = []
+        bare, times = list[float](), list[float]()
         for _ in range(max(self._iterations // CROSSINGS, 3)):  # interleaved, so that disturbances hit both alike
             bare += self._timed(lambda _: chain(False), 1, warm_up=1)
             times += self._timed(lambda _: chain(True), 1, warm_up=1)
@@ -65,16 +65,9 @@ class _Timer:
         return times[warm_up:]
 
     def _note(self, operation: str, size: int, times: list[float]) -> None:
-        median = percentile(times, 0.5)
-        self.rows.append(
-            Row(
-                operation=operation,
-                bytes=size,
-                median_us=1e6 * median,
-                p99_us=1e6 * percentile(times, 0.99),
-                gb_per_s=size / median / 1e9,
-            )
-        )
+        median, p99 = percentile(times, 0.5), percentile(times, 0.99)
+        rate = size / median / 1e9
+        self.rows.append(Row(operation=operation, bytes=size, median_us=1e6 * median, p99_us=1e6 * p99, gb_per_s=rate))
 
 
 def time_rank(task: TimingTask) -> RankTimes:
@@ -117,30 +110,19 @@ def _joined(task: TimingTask) -> list[Row]:
         _check(group.sum(array), group.size * mean, f"a sum of {size} bytes over {group.size} ranks gives")
     for size, array in arrays.items() if "between" in task.operations else ():
         timer.between(size, lambda sums, array=array: mx.eval(_chain(group, array, sums)))  # type: ignore[misc]
-        _check(
-            _chain(group, array, True), mean + CROSSINGS * group.size, f"{CROSSINGS} sums of {size} bytes between operations give"
-        )
+        what = f"{CROSSINGS} sums of {size} bytes between operations give"
+        _check(_chain(group, array, True), mean + CROSSINGS * group.size, what)
     if "tcp" in task.operations:
         assert task.keys is not None
         channel = TcpChannel(task.keys, *task.listen)
         channel.connect([task.following])
         for size in task.sizes:
             whole = max(size // ITEM_BYTES, 1) * ITEM_BYTES
-            timer(
-                "tcp",
-                whole,
-                lambda step, size=whole: _lap(channel, task.rank, step, size),  # type: ignore[misc]
-                task.ranks,
-            )
+            timer("tcp", whole, partial(_lap, channel, task.rank, whole), task.ranks)
     if "ring" in task.operations and task.backend == "ring":
         link = RingLink(task.ranks)
         for size, array in arrays.items():
-            timer(
-                "ring",
-                size,
-                lambda _, array=array: _ring_lap(link, task.rank, array),  # type: ignore[misc]
-                task.ranks,
-            )
+            timer("ring", size, partial(_ring_lap, link, task.rank, array), task.ranks)
     mx.eval(group.sum(mx.zeros(1)))  # barrier: no rank closes its channel while a peer still reads from it
     if "tcp" in task.operations:
         channel.close()
@@ -164,7 +146,7 @@ def _check(total: mx.array, expected: float, what: str) -> None:
         raise TandemError(f"{what} {expected:g} everywhere, expected; others, seen")
 
 
-def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
+def _ring_lap(link: RingLink, rank: int, array: mx.array, step: int) -> None:
     """Send an array once around MLX's ring."""
     if rank == 0:
         link.send(array, 0)
@@ -174,7 +156,7 @@ def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
     link.flush()
 
 
-def _lap(channel: TcpChannel, rank: int, step: int, size: int) -> None:
+def _lap(channel: TcpChannel, rank: int, size: int, step: int) -> None:
     """Send `size` bytes once around the ring of TCP channels."""
     header = FrameHeader(step, "float32", (size // ITEM_BYTES,))
     if rank == 0:

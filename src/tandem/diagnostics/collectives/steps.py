@@ -72,14 +72,8 @@ def measure_steps(*, gpu: bool) -> list[Step]:
         per_byte = max((large.step - small.step) / (large.bytes - small.bytes), 1e-15)
         overhead = max(small.step - small.bytes * per_byte, 0.0)
         rate = 2 * chunk * large.parameters / max(large.chunk - overhead, large.chunk / 10)
-        steps.append(
-            Step(
-                weights=kind,
-                gb_per_s=rounded(1e-9 / per_byte),
-                tflops=rounded(rate / 1e12),
-                layer_us=rounded(1e6 * overhead / layers),
-            )
-        )
+        speed, flops, layer = rounded(1e-9 / per_byte), rounded(rate / 1e12), rounded(1e6 * overhead / layers)
+        steps.append(Step(weights=kind, gb_per_s=speed, tflops=flops, layer_us=layer))
         mx.clear_cache()
     return steps
 
@@ -108,12 +102,7 @@ def _measured(kind: Weights, hidden: int, layers: int, chunk: int) -> _Times:
         ended.append(time.perf_counter())
         token = following
     steps = [after - before for before, after in pairwise(ended[WARM_UP:])]
-    return _Times(
-        step=percentile(steps, 0.5),
-        chunk=percentile(chunks[-CHUNKS:], 0.5),
-        bytes=weights,
-        parameters=layers * _parameters(hidden),
-    )
+    return _Times(percentile(steps, 0.5), percentile(chunks[-CHUNKS:], 0.5), weights, layers * _parameters(hidden))
 
 
 def _model(kind: Weights, hidden: int, layers: int) -> Model:

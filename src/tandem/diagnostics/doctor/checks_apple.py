@@ -62,9 +62,8 @@ def _has_rdma(evidence: Evidence, name: str, facts: Facts, findings: Findings) -
         state = "is disabled" if enabled is False else "is not there: `rdma_ctl status` does not say that it is enabled"
         findings.fail(name, f"RDMA {state}", ENABLE)
     elif not rdma_devices(facts.outputs.get("ibv_devices")):
-        findings.fail(
-            name, "ibv_devices lists no device", "plug in the Thunderbolt 5 cable (on a Mac Studio not beside the Ethernet port)"
-        )
+        remedy = "plug in the Thunderbolt 5 cable (on a Mac Studio not beside the Ethernet port)"
+        findings.fail(name, "ibv_devices lists no device", remedy)
     else:
         return True
     return False
@@ -89,24 +88,21 @@ def _device(
 ) -> None:
     devices = rdma_devices(facts.outputs.get("ibv_devices"))
     state = rdma_port_states(facts.outputs.get("ibv_devinfo")).get(device, "PORT_ACTIVE")
-    name = device.removeprefix("rdma_")
+    name, named = device.removeprefix("rdma_"), f"{device} (for {peer.name})"
     there = interfaces(facts)
     bridge = next((interface.name for interface in there if name in interface.members), None)
     if device not in devices:
-        findings.fail(host.name, f"has no device {device} (for {peer.name}), only {', '.join(devices)}", setup)
+        findings.fail(host.name, f"has no device {named}, only {', '.join(devices)}", setup)
     elif state != "PORT_ACTIVE":
-        findings.fail(host.name, f"{device} (for {peer.name}) is {state}", f"check the cable between {host.name} and {peer.name}")
+        findings.fail(host.name, f"{named} is {state}", f"check the cable between {host.name} and {peer.name}")
     elif bridge:
-        findings.fail(
-            host.name, f"the interface of {device} is part of {bridge}", evidence.on(host.name, f"sudo ifconfig {bridge} down")
-        )
+        remedy = evidence.on(host.name, f"sudo ifconfig {bridge} down")
+        findings.fail(host.name, f"the interface of {device} is part of {bridge}", remedy)
     elif there and not any(interface.networks for interface in there if interface.name == name):
         # jaccl cannot use a device without an IPv4 address.
-        findings.fail(
-            host.name,
-            f"{name}, the interface of {device} (for {peer.name}), has no IPv4 address; a restart of the Mac takes it away",
-            evidence.on(host.name, f"sudo ifconfig {name} inet 169.254.{address} netmask 255.255.0.0 alias"),
-        )
+        problem = f"{name}, the interface of {named}, has no IPv4 address; a restart of the Mac takes it away"
+        remedy = evidence.on(host.name, f"sudo ifconfig {name} inet 169.254.{address} netmask 255.255.0.0 alias")
+        findings.fail(host.name, problem, remedy)
 
 
 def _macos(facts: Facts) -> tuple[int, int] | None:
@@ -129,9 +125,8 @@ def macos(evidence: Evidence, findings: Findings) -> str:
             findings.fail(name, f"build {build}, on {source} {wanted}", evidence.on(name, UPDATE))
     for name, facts in evidence.macs.items():
         if (version := _macos(facts)) is not None and version < SMOOTH_MACOS:
-            findings.warn(
-                name, "before 26.3 RDMA sends 4 KB at a time and runs out of memory under load", evidence.on(name, UPDATE)
-            )
+            problem = "before 26.3 RDMA sends 4 KB at a time and runs out of memory under load"
+            findings.warn(name, problem, evidence.on(name, UPDATE))
     return f"build {wanted} on all Macs"
 
 
@@ -150,37 +145,23 @@ def thunderbolt(evidence: Evidence, findings: Findings) -> str:
         kind, address = _kind_of(facts, host.address), host.address or "its address"
         kinds.add(kind)
         if kind == "wifi":
-            findings.fail(
-                host.name, f"{host.address} is on Wi-Fi", "tandem hosts write --over thunderbolt, with a cable between the Macs"
-            )
+            remedy = "tandem hosts write --over thunderbolt, with a cable between the Macs"
+            findings.fail(host.name, f"{host.address} is on Wi-Fi", remedy)
         elif kind != "thunderbolt" and evidence.backend.startswith("jaccl"):
             if cable := _on_cable(facts):
-                findings.warn(
-                    host.name,
-                    f"pipeline stages and weights would go over {address} ({kind}), not over the cable, where it has {cable}",
-                    f"put the addresses of the cables into `ips`, {cable} for {host.name}; stages of one "
-                    "rank group alone do not need it",
-                )
+                why = f"pipeline stages and weights would go over {address} ({kind}), not over the cable, where it has {cable}"
+                remedy = f"put the addresses of the cables into `ips`, {cable} for {host.name}"
+                findings.warn(host.name, why, f"{remedy}; stages of one rank group alone do not need it")
         elif kind != "thunderbolt":
-            findings.warn(
-                host.name,
-                f"{address} is not on a Thunderbolt interface",
-                'networksetup -setmanual "Thunderbolt Bridge" 10.254.0.1 255.255.255.252   (and 10.254.0.2 on the other)',
-            )
+            remedy = 'networksetup -setmanual "Thunderbolt Bridge" 10.254.0.1 255.255.255.252   (and 10.254.0.2 on the other)'
+            findings.warn(host.name, f"{address} is not on a Thunderbolt interface", remedy)
     return f"addresses are on: {', '.join(sorted(kinds))}"
 
 
 def _on_cable(facts: Facts) -> str:
     """Return an address of the machine on a Thunderbolt interface; empty if there is none."""
-    return next(
-        (
-            str(network.ip)
-            for interface in interfaces(facts)
-            for network in interface.networks
-            if interface.kind == "thunderbolt" and not network.ip.is_link_local
-        ),
-        "",
-    )
+    cabled = (network.ip for there in interfaces(facts) if there.kind == "thunderbolt" for network in there.networks)
+    return next((str(address) for address in cabled if not address.is_link_local), "")
 
 
 def _kind_of(facts: Facts, address: str) -> str:
@@ -207,22 +188,15 @@ def accelerators(evidence: Evidence, findings: Findings) -> str:
 
 def fences(evidence: Evidence, findings: Findings) -> str:
     """Check that MLX's fast fences are off: they can hang the GPU until the Mac is restarted."""
+    effect = "which has locked GPUs up until the Mac was restarted; ranks go by --fast-sync"
     if _is_on(evidence.variables):
-        findings.warn(
-            "",
-            f"`envs` of the hosts file sets {FAST_FENCE}, which has locked GPUs up until the Mac was "
-            "restarted; ranks go by --fast-sync and not by it",
-            f"take {FAST_FENCE} out of `envs`",
-        )
+        problem = f"`envs` of the hosts file sets {FAST_FENCE}, {effect} and not by it"
+        findings.warn("", problem, f"take {FAST_FENCE} out of `envs`")
     for name, facts in evidence.macs.items():
         if _is_on(facts.variables):
             look = evidence.on(name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
-            findings.warn(
-                name,
-                f"{FAST_FENCE} is set there, which has locked GPUs up until the Mac was restarted; "
-                "ranks go by --fast-sync, other programs by it",
-                f"{look}   (take it out, and `unset` it here)",
-            )
+            problem = f"{FAST_FENCE} is set there, {effect}, other programs by it"
+            findings.warn(name, problem, f"{look}   (take it out, and `unset` it here)")
     return "MLX's own, on all Macs"
 
 
@@ -236,7 +210,6 @@ def power(evidence: Evidence, findings: Findings) -> str:
         if "'Battery Power'" in facts.outputs.get("battery", ""):
             findings.warn(name, "it runs on its battery: it slows down, and sleeps when that is low", f"plug {name} in")
         if re.search(r"^\s*lowpowermode\s+1", facts.outputs.get("power", ""), re.MULTILINE):
-            findings.warn(
-                name, "low power mode is on: everything takes longer", evidence.on(name, "sudo pmset -a lowpowermode 0")
-            )
+            remedy = evidence.on(name, "sudo pmset -a lowpowermode 0")
+            findings.warn(name, "low power mode is on: everything takes longer", remedy)
     return "on mains, at full power; while ranks run they do not sleep unless a lid is closed"

@@ -34,9 +34,8 @@ def ray(evidence: Evidence, findings: Findings) -> str:
     start = f"ray stop -f, then ray start ... --resources='{{\"{UNIT}\": 1}}'"
     for node in there:
         if not node.bundle:
-            findings.add(
-                "warn" if units else "fail", node.address, f"no `{UNIT}` resource, so no rank", f"on {node.address}: {start}"
-            )
+            problem, remedy = f"no `{UNIT}` resource, so no rank", f"on {node.address}: {start}"
+            findings.add("warn" if units else "fail", node.address, problem, remedy)
     free = sum(node.units(node.free) for node in there)
     return f"{len(nodes)} node(s), {units} device(s) for ranks, {free} of them free"
 
@@ -61,26 +60,17 @@ def hostname(evidence: Evidence, findings: Findings) -> str:
         addresses = [ipaddress.ip_address(address.split("%")[0]) for address in facts.hostname_addresses]
         line = f"{evidence.host(name).address or _own_address(facts)} {facts.hostname}"
         if not addresses:
-            findings.warn(
-                name,
-                f"its name {facts.hostname} resolves to nothing",
-                evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts"),
-            )
+            remedy = evidence.on(name, f"echo '{line}' | sudo tee -a /etc/hosts")
+            findings.warn(name, f"its name {facts.hostname} resolves to nothing", remedy)
         elif addresses[0].is_loopback:
-            findings.add(
-                "warn" if evidence.ray is None else "fail",
-                name,
-                f"its name {facts.hostname} resolves to {addresses[0]}",
-                evidence.on(name, _fix_name(facts, line)),
-            )
+            problem, remedy = f"its name {facts.hostname} resolves to {addresses[0]}", evidence.on(name, _fix_name(facts, line))
+            findings.add("warn" if evidence.ray is None else "fail", name, problem, remedy)
     return "each machine's name resolves to an address that others can use"
 
 
 def _own_address(facts: Facts) -> str:
-    return next(
-        (str(network.ip) for interface in interfaces(facts) if interface.kind != "loopback" for network in interface.networks),
-        "ADDRESS",
-    )
+    others = (interface for interface in interfaces(facts) if interface.kind != "loopback")
+    return next((str(network.ip) for interface in others for network in interface.networks), "ADDRESS")
 
 
 def _fix_name(facts: Facts, line: str) -> str:
@@ -101,12 +91,8 @@ def clock(evidence: Evidence, findings: Findings) -> str:
         off = abs(reading.ahead) - reading.within
         if off > CLOCK_WARN_S:
             remedy = "sudo sntp -sS time.apple.com" if name in evidence.macs else "sudo timedatectl set-ntp true"
-            findings.add(
-                "fail" if off > CLOCK_FAIL_S else "warn",
-                name,
-                f"{abs(reading.ahead):.1f} s {'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}",
-                evidence.on(name, remedy),
-            )
+            problem = f"{abs(reading.ahead):.1f} s {'ahead of' if reading.ahead > 0 else 'behind'} {evidence.here}"
+            findings.add("fail" if off > CLOCK_FAIL_S else "warn", name, problem, evidence.on(name, remedy))
     return f"within {max((abs(reading.ahead) for reading in evidence.clocks.values()), default=0.0):.3f} s"
 
 
@@ -114,13 +100,10 @@ def ports(evidence: Evidence, findings: Findings) -> str:
     """Check that the requested ports are free."""
     for name, facts in evidence.facts.items():
         for port in facts.busy_ports:
-            owner = port_owner(facts, port)
+            by = f" by {owner}" if (owner := port_owner(facts, port)) else ""
             look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
-            findings.fail(
-                name,
-                f"port {port} is taken{f' by {owner}' if owner else ''}",
-                evidence.on(name, look) + "   (end that, or choose another --port)",
-            )
+            remedy = evidence.on(name, look) + "   (end that, or choose another --port)"
+            findings.fail(name, f"port {port} is taken{by}", remedy)
     return "those asked for are free"
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
 from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts
-from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
+from tandem.diagnostics.doctor.topology import free_subnets, physical
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6
@@ -37,8 +37,7 @@ def _real(facts: Facts, local: bool) -> list[Interface]:
     suffices for RDMA; such addresses count only if `local`: Tandem connects to them."""
     real = [
         replace(interface, networks=[network for network in interface.networks if local or not network.ip.is_link_local])
-        for interface in interfaces(facts)
-        if interface.kind != "loopback" and not is_virtual(interface.name)
+        for interface in physical(interfaces(facts))
     ]
     return [interface for interface in real if interface.networks]
 
@@ -58,30 +57,29 @@ def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]
     for interface in here:
         for gateway in outward:
             if interface.name not in routers and any(gateway.address in network.network for network in interface.networks):
-                clashes[interface.name] = (
-                    interface,
-                    (
-                        f"the subnet of {interface.name} ({interface.networks[0]}) holds the default gateway "
-                        f"{gateway.address} of {gateway.interface}"
-                    ),
-                )
+                holds = f"holds the default gateway {gateway.address} of {gateway.interface}"
+                clashes[interface.name] = interface, f"the subnet of {interface.name} ({interface.networks[0]}) {holds}"
     for first, second in combinations(here, 2):
         if {first.name, second.name} <= routers or first.name in clashes or second.name in clashes:
             continue
         if any(a.network.overlaps(b.network) for a in first.networks for b in second.networks):
             loser = second if first.name in routers or second.point_to_point else first
-            clashes[loser.name] = (
-                loser,
-                (f"{first.name} ({first.networks[0]}) and {second.name} ({second.networks[0]}) share a subnet"),
-            )
+            both = f"{first.name} ({first.networks[0]}) and {second.name} ({second.networks[0]})"
+            clashes[loser.name] = loser, f"{both} share a subnet"
     return list(clashes.values())
 
 
 def _readdress(facts: Facts, interface: Interface, address: str) -> str:
-    name, old = interface.name, interface.networks[0]
+    name, removed = interface.name, _without(facts, interface.name, interface.networks[0])
     if facts.system == "Darwin":
-        return f"sudo ifconfig {name} inet {old.ip} delete && sudo ifconfig {name} inet {address} netmask 255.255.255.252"
-    return f"sudo ip addr del {old} dev {name} && sudo ip addr add {address}/30 dev {name}"
+        return f"{removed} && sudo ifconfig {name} inet {address} netmask 255.255.255.252"
+    return f"{removed} && sudo ip addr add {address}/30 dev {name}"
+
+
+def _without(facts: Facts, interface: str, address: ipaddress.IPv4Interface) -> str:
+    """Return the command that takes an address away."""
+    mac = facts.system == "Darwin"
+    return f"sudo ifconfig {interface} inet {address.ip} delete" if mac else f"sudo ip addr del {address} dev {interface}"
 
 
 def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Findings) -> None:
@@ -95,14 +93,9 @@ def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Find
         seen.append((facts.hostname, here))
         for interface in here:
             for network in interface.networks:
-                owner = owners.setdefault(str(network.ip), name)
-                if owner != name:
-                    remove = (
-                        f"ifconfig {interface.name} inet {network.ip} delete"
-                        if facts.system == "Darwin"
-                        else f"ip addr del {network} dev {interface.name}"
-                    )
-                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too", evidence.on(name, f"sudo {remove}"))
+                if (owner := owners.setdefault(str(network.ip), name)) != name:
+                    remedy = evidence.on(name, _without(facts, interface.name, network))
+                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too", remedy)
 
 
 def reachable(evidence: Evidence, findings: Findings) -> str:
@@ -112,11 +105,8 @@ def reachable(evidence: Evidence, findings: Findings) -> str:
             address = evidence.host(target).address
             withheld = LOCAL_NETWORK in link.error
             look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
-            findings.fail(
-                f"{source} -> {target}",
-                f"{address}: {link.error}",
-                look if withheld else f"{look}   (then see firewall of {target})",
-            )
+            then = "" if withheld else f"   (then see firewall of {target})"
+            findings.fail(f"{source} -> {target}", f"{address}: {link.error}", look + then)
     return f"{len(evidence.links)} ways, each tried on a fresh port"
 
 
@@ -132,12 +122,9 @@ def speed(evidence: Evidence, findings: Findings) -> str:
         if link.bandwidth < SLOW_WARN or link.latency_s > LATE_WARN_S:
             bad = link.bandwidth < SLOW_FAIL or link.latency_s > LATE_FAIL_S
             look = "route -n get" if source in evidence.macs else "ip route get"
-            findings.add(
-                "fail" if bad else "warn",
-                f"{source} -> {target}",
-                _speed(link.bandwidth, link.latency_s),
-                evidence.on(source, f"{look} {evidence.host(target).address}") + "   (is that the fast interface?)",
-            )
+            remedy = evidence.on(source, f"{look} {evidence.host(target).address}") + "   (is that the fast interface?)"
+            found = _speed(link.bandwidth, link.latency_s)
+            findings.add("fail" if bad else "warn", f"{source} -> {target}", found, remedy)
     worst = min(link.bandwidth for link in links.values()), max(link.latency_s for link in links.values())
     return f"at least {_speed(*worst)}"
 
@@ -157,17 +144,13 @@ def no_sum(evidence: Evidence) -> str:
 
 def collective(evidence: Evidence, findings: Findings) -> str:
     """Check that an all_sum over all machines succeeds, and report its latency by message size."""
-    jaccl = evidence.backend.startswith("jaccl")
+    remedy = "see `reachable` and `firewall` above; then run this again"
+    if evidence.backend.startswith("jaccl"):
+        remedy = "wait 30 s and run this again; if it stays, restart the machines (RDMA resources may be stuck)"
     slowest: dict[int, float] = {}
     for name, times in evidence.collected.items():
         if times.error:
-            findings.fail(
-                name,
-                f"{evidence.backend}: {times.error}",
-                "wait 30 s and run this again; if it stays, restart the machines (RDMA resources may be stuck)"
-                if jaccl
-                else "see `reachable` and `firewall` above; then run this again",
-            )
+            findings.fail(name, f"{evidence.backend}: {times.error}", remedy)
         for size, seconds in times.latency_s.items():
             slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
     shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))

@@ -29,12 +29,9 @@ def versions(evidence: Evidence, findings: Findings) -> str:
                 findings.fail(name, f"{package} is {version}, on {source} {wanted}", _install(evidence, name, package, wanted))
     for name, facts in evidence.facts.items():
         if facts.outputs.get("translated", "").strip() == "1":
-            findings.fail(
-                name,
-                "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon",
-                evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
-                + "   (then make the environment anew with it)",
-            )
+            problem = "its Python is one for Intel, run by Rosetta: MLX needs one for Apple silicon"
+            remedy = evidence.on(name, "uv python install cpython-3.12-macos-aarch64-none")
+            findings.fail(name, problem, f"{remedy}   (then make the environment anew with it)")
     first = next(iter(evidence.facts.values())).versions
     return ", ".join(f"{name} {value}" for name, value in first.items())
 
@@ -93,16 +90,10 @@ def _different(evidence: Evidence, copies: Mapping[str, ModelFacts], findings: F
 
 
 def _copy(evidence: Evidence, name: str) -> str:
-    source = next(
-        (
-            facts.model.path
-            for facts in (evidence.facts.get(evidence.here),)
-            if facts is not None and facts.model is not None and facts.model.path
-        ),
-        evidence.model,
-    )
     if name == evidence.here:
         return f"name a model that is on {name}"
+    here = evidence.facts.get(evidence.here)
+    source = here.model.path if here and here.model and here.model.path else evidence.model
     return f"rsync -a {source}/ {name}:{source}/   (or serve with --weights-from head)"
 
 
@@ -119,10 +110,7 @@ def memory(evidence: Evidence, findings: Findings) -> str:
             remedy = planned.command + (f"   ({planned.remedies[0]})" if planned.remedies else "")
             findings.fail(name, f"{text}, may use {need.budget / GIB:.2f} GiB", remedy)
         elif need.needed > free:
-            findings.warn(
-                name,
-                f"{text}, {free / GIB:.2f} GiB are free just now",
-                evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)",
-            )
+            remedy = evidence.on(name, "ps -axo rss,comm | sort -rn | head") + "   (end what you can)"
+            findings.warn(name, f"{text}, {free / GIB:.2f} GiB are free just now", remedy)
     most = max(need.needed / need.budget for need in planned.needs.values())
     return f"{planned.label}: at most {most:.0%} of what a machine may use"

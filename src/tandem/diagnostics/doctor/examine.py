@@ -20,7 +20,7 @@ from tandem.diagnostics.doctor.checks_links import TRIED
 from tandem.diagnostics.doctor.evidence import Clock, DoctorCheck, Evidence, Finding, Host, Need, PlannedMemory, macs, several
 from tandem.diagnostics.doctor.parsing import firewalls, interfaces
 from tandem.diagnostics.doctor.probe_messages import Facts
-from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.doctor.probe_session import ProbeLink, ProbeLost, Probes, local_probe, probe_command
 from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
 from tandem.errors import UsageError
 from tandem.launchers.host_facts import address_towards
@@ -127,15 +127,8 @@ class _Examination:
         self._question = question
         self._say = on_progress
         self._probes, self._links = probes, probes.links
-        self._evidence = Evidence(
-            list(question.hosts) or [Host(HERE)],
-            HERE,
-            question.backend,
-            question.model,
-            question.variables,
-            question.weights_from_head,
-            ray=question.ray,
-        )
+        hosts, variables, from_head = list(question.hosts) or [Host(HERE)], question.variables, question.weights_from_head
+        self._evidence = Evidence(hosts, HERE, question.backend, question.model, variables, from_head, ray=question.ray)
 
     def run(self) -> Evidence:
         evidence = self._evidence
@@ -155,11 +148,9 @@ class _Examination:
     def _start(self) -> None:
         """Start a probe on this machine and on every machine of the hosts file."""
         hosts = self._evidence.hosts
-        self._evidence.here = next((host.name for host in hosts if host.name in LOCAL_NAMES), HERE)
-        self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
-        for host in hosts:
-            if host.name != self._evidence.here:
-                self._links[host.name] = _link(host)
+        self._evidence.here = here = next((host.name for host in hosts if host.name in LOCAL_NAMES), HERE)
+        self._links[here] = ProbeLink(here, local_probe())
+        self._links |= {host.name: _link(host) for host in hosts if host.name != here}
 
     def _gather(self) -> None:
         question = self._question
@@ -301,7 +292,7 @@ def _own_address(other: str | None) -> str:
 def _link(host: Host) -> ProbeLink:
     if host.command:
         return ProbeLink(host.name, host.command, ray_variables())
-    return ProbeLink(host.name, remote_probe(host.name, host.python))
+    return ProbeLink(host.name, probe_command(host.name, host.python))
 
 
 def _identity(facts: Facts) -> tuple[str, list[str]]:

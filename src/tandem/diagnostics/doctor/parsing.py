@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from tandem.diagnostics.doctor.probe_messages import Facts
 from tandem.json_types import JsonObject
+from tandem.launchers.hostfile import is_ipv4
+from tandem.system.privacy import inet_addresses
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ def gateways(facts: Facts) -> list[DefaultGateway]:
         return [
             DefaultGateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", ""))
             for route in routes
-            if route.get("dst") == "default" and _is_ipv4(route.get("gateway", ""))
+            if route.get("dst") == "default" and is_ipv4(route.get("gateway", ""))
         ]
     defaults = []
     for line in facts.outputs.get("routes", "").splitlines():
         words = line.split()
-        if len(words) >= 4 and words[0] == "default" and _is_ipv4(words[1]):
+        if len(words) >= 4 and words[0] == "default" and is_ipv4(words[1]):
             defaults.append(DefaultGateway(ipaddress.IPv4Address(words[1]), words[3]))
     return defaults
 
@@ -162,14 +164,6 @@ def _json_list(text: str) -> list[JsonObject]:
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def _is_ipv4(text: str) -> bool:
-    try:
-        ipaddress.IPv4Address(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _linux_interface(entry: JsonObject) -> Interface:
     name = str(entry.get("ifname", ""))
     networks = [
@@ -177,15 +171,8 @@ def _linux_interface(entry: JsonObject) -> Interface:
         for address in entry.get("addr_info", [])
         if address.get("family") == "inet"
     ]
-    kind = (
-        "loopback"
-        if "LOOPBACK" in entry.get("flags", [])
-        else "wifi"
-        if name.startswith("wl")
-        else "thunderbolt"
-        if name.startswith("thunderbolt")
-        else ""
-    )
+    named = next((kind for prefix, kind in (("wl", "wifi"), ("thunderbolt", "thunderbolt")) if name.startswith(prefix)), "")
+    kind = "loopback" if "LOOPBACK" in entry.get("flags", []) else named
     return Interface(name, networks, kind, point_to_point=_is_pair(networks))
 
 
@@ -199,27 +186,16 @@ def _ifconfig(text: str) -> list[Interface]:
         head = re.match(r"([\w.]+): flags=\w+<([^>]*)>", block)
         if head is None or "UP" not in head[2].split(",") or "status: inactive" in block:
             continue
-        networks = [
-            ipaddress.IPv4Interface(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}")
-            for address, mask in re.findall(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", block, re.MULTILINE)
-        ]
         members = re.findall(r"^\s+member: (\S+)", block, re.MULTILINE)
-        there.append(Interface(head[1], networks, "loopback" if "LOOPBACK" in head[2] else "", members))
+        there.append(Interface(head[1], inet_addresses(block), "loopback" if "LOOPBACK" in head[2] else "", members))
     return there
 
 
 def _hardware_kinds(text: str) -> dict[str, str]:
     """Return interface -> kind, from `networksetup -listallhardwareports`."""
-    kinds = {}
-    for port, device in re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text):
-        kinds[device] = (
-            "wifi"
-            if "Wi-Fi" in port or "AirPort" in port
-            else "thunderbolt"
-            if port.startswith("Thunderbolt") and "Ethernet" not in port
-            else "ethernet"
-        )
-    return kinds
+    kinds = (("wifi", ".*(Wi-Fi|AirPort)"), ("thunderbolt", "Thunderbolt(?!.*Ethernet)"), ("ethernet", ""))
+    ports = re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text)
+    return {device: next(kind for kind, pattern in kinds if re.match(pattern, port)) for port, device in ports}
 
 
 def _application_firewall(text: str | None) -> list[FirewallState]:

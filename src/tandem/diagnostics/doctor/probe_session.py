@@ -11,13 +11,13 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from tandem.crash_guard import start_thread
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.probe_messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
 from tandem.diagnostics.tasks import RankTimes, TimingTask, timing_group
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.base import ProcessGroup
+from tandem.launchers.hostfile import LOCAL_NAMES
 from tandem.launchers.process_groups import Devices, jaccl_process_group, nccl_process_group, ring_process_group
 from tandem.launchers.ssh import HostProcess, diagnose, remote_command, ssh_command
 from tandem.processes.interpreter import module_command
@@ -49,23 +49,15 @@ class ProbeLink(HostProcess):
         self._late = 0
         """Number of requests that timed out and whose replies may still arrive."""
         self._complaints: list[str] = []
-        self._readers += [
-            start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
-            start_thread(self._read_errors, name="errors", on_failure=lambda _: None),
-        ]
+        self._follow(self._process.stdout, self._take, "answers", lambda: self._replies.put(None))
+        self._follow(self._process.stderr, self._keep, "errors")
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
-            for line in stream:
-                if line.startswith(MARK):
-                    self._replies.put(line.removeprefix(MARK))
-        self._replies.put(None)
+    def _take(self, line: bytes) -> None:
+        if line.startswith(MARK):
+            self._replies.put(line.removeprefix(MARK))
 
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as stream:
-            self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
+    def _keep(self, line: bytes) -> None:
+        self._complaints += [line.decode(errors="replace").strip()] if line.strip() else []
 
     def ask(self, request: Request, kind: type[T], timeout_s: float) -> T:
         """Send a request and return the reply. Raises ProbeLost after `timeout_s` seconds, if the probe failed, or if the reply
@@ -152,8 +144,10 @@ def local_probe() -> list[str]:
     return module_command(PROBE)
 
 
-def remote_probe(host: str, python: str | None = None) -> list[str]:
-    """Return the command of a probe on another machine, over a node agent or ssh, like that of its ranks."""
+def probe_command(host: str, python: str | None = None) -> list[str]:
+    """Return the command of a probe on a host of a hosts file: on this machine, or over a node agent or ssh as for its ranks."""
+    if host in LOCAL_NAMES:
+        return local_probe()
     if (agent := agent_name(host)) is not None:
         return link_command(agent, "probe")
     return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))

@@ -6,7 +6,6 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tandem.diagnostics.doctor.parsing import Interface
 from tandem.errors import ConfigError, LayoutError
@@ -19,12 +18,8 @@ VIRTUAL = ("docker", "br-", "virbr", "podman", "veth", "cni", "utun", "tailscale
 """Prefixes of virtual interfaces, whose addresses may repeat across machines without harm."""
 
 
-@dataclass(frozen=True)
-class Cable:
-    """A cable; each end is a pair (host, interface)."""
-
-    one: tuple[str, str]
-    other: tuple[str, str]
+Cable = list[tuple[str, str]]
+"""A cable's two ends, each a host and its interface."""
 
 
 def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
@@ -39,7 +34,7 @@ def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
         ends.append((host, interface))
     if len(ends) != 2 or ends[0][0] == ends[1][0]:
         raise ConfigError(f"--cable {text}: a cable has two ends, on two hosts", param="cable")
-    return Cable(ends[0], ends[1])
+    return ends
 
 
 def address_cables(
@@ -49,14 +44,14 @@ def address_cables(
 
     Raises ConfigError for an interface that is named twice.
     """
-    named = [end for cable in cables for end in (cable.one, cable.other)]
+    named = [end for cable in cables for end in cable]
     if twice := [end for end in named if named.count(end) > 1]:
         raise ConfigError(f"--cable: {':'.join(twice[0])} is named twice", param="cable")
     fresh = free_subnets(networks_of(machines))
     addresses: dict[str, list[tuple[str, ipaddress.IPv4Interface]]] = {}
     for cable in cables:
         subnet = next(fresh)
-        for number, (host, interface) in enumerate((cable.one, cable.other), start=1):
+        for number, (host, interface) in enumerate(cable, start=1):
             addresses.setdefault(host, []).append((interface, ipaddress.IPv4Interface(f"{subnet[number]}/30")))
     return addresses
 
@@ -91,20 +86,8 @@ def _shared(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -
     ways = {name: {network: speed for speed, network in reversed(_subnets(machines[name]))} for name in order}
     common = [network for network in ways[order[0]] if all(network in ways[name] for name in order)]
     common.sort(key=lambda network: (max(ways[name][network] for name in order), str(network)))
-    return [
-        {
-            name: str(
-                next(
-                    network.ip
-                    for interface in _usable(machines[name])
-                    for network in interface.networks
-                    if network.network == best
-                )
-            )
-            for name in order
-        }
-        for best in common
-    ]
+    every = {name: [network for there in physical(machines[name]) for network in there.networks] for name in order}
+    return [{name: str(next(own.ip for own in every[name] if own.network == best)) for name in order} for best in common]
 
 
 def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interface]]) -> str:
@@ -133,27 +116,19 @@ def add_meeting_addresses(hostfile: str, machines: Mapping[str, Sequence[Interfa
     return json.dumps(data, indent=2)
 
 
-def _usable(there: Iterable[Interface]) -> list[Interface]:
-    return [interface for interface in there if interface.kind != "loopback" and not is_virtual(interface.name)]
+def physical(there: Iterable[Interface]) -> list[Interface]:
+    """Return the interfaces but for loopback and those of containers, virtual machines and tunnels."""
+    return [interface for interface in there if interface.kind != "loopback" and not interface.name.startswith(VIRTUAL)]
 
 
 def _subnets(there: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Network]]:
-    return [(RANK.get(interface.kind, 1), network.network) for interface in _usable(there) for network in interface.networks]
+    return [(RANK.get(interface.kind, 1), network.network) for interface in physical(there) for network in interface.networks]
 
 
 def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.IPv4Address | None:
     """Return the address of `here` on a cable to `there`; None without a cable."""
-    others = {network.network for cable in _usable(there) if cable.point_to_point for network in cable.networks}
-    return next(
-        (
-            network.ip
-            for cable in _usable(here)
-            if cable.point_to_point
-            for network in cable.networks
-            if network.network in others
-        ),
-        None,
-    )
+    own, others = ([end for one in physical(ends) if one.point_to_point for end in one.networks] for ends in (here, there))
+    return next((end.ip for end in own if end.network in {other.network for other in others}), None)
 
 
 def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network]) -> tuple[str, str]:
@@ -184,8 +159,3 @@ def free_subnets(used: Iterable[ipaddress.IPv4Network]) -> Iterator[ipaddress.IP
         for subnet in ipaddress.IPv4Network(pool).subnets(new_prefix=30):
             if not any(subnet.overlaps(other) for other in taken):
                 yield subnet
-
-
-def is_virtual(interface: str) -> bool:
-    """True for interfaces of containers, virtual machines and tunnels."""
-    return interface.startswith(VIRTUAL)

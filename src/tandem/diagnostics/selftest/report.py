@@ -8,6 +8,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count, product
+from string import ascii_lowercase
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,26 +45,13 @@ def redacted(text: str, names: Iterable[str]) -> str:
     for place in sorted(places, key=len, reverse=True):
         text = re.sub(rf"{re.escape(place)}(?:/[\w.@+-]+)*/?", "<path>", text)
     text = _PATH.sub("<path>", text)
-    placeholders = {name: _placeholder(number) for number, name in enumerate(x for x in known if not x.startswith("/"))}
+    letters = ("".join(word) for length in count(1) for word in product(ascii_lowercase, repeat=length))
+    placeholders = {name: f"<{word}>" for name, word in zip((x for x in known if not x.startswith("/")), letters, strict=False)}
     if words := [re.escape(name) for name in placeholders if len(name) >= SHORTEST]:  # all in one pass: <aa> holds a word too
         text = re.sub(rf"(?<![\w.-])(?:{'|'.join(words)})(?![\w-])", lambda match: placeholders[match[0]], text)
     for pattern, replacement in _PATTERNS:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _placeholder(number: int) -> str:
-    """Return <a>, ..., <z>, <aa>, <ab>, ... for 0, 1, ..."""
-    letters = ""
-    while number >= 0:
-        letters, number = chr(ord("a") + number % 26) + letters, number // 26 - 1
-    return f"<{letters}>"
-
-
-def redacted_figures(figures: Figures, names: Iterable[str]) -> Figures:
-    """Return the figures with redacted texts."""
-    known = list(names)
-    return {name: redacted(value, known) if isinstance(value, str) else value for name, value in figures.items()}
 
 
 FORMAT = 1
@@ -98,8 +87,7 @@ def facts() -> Figures:
 
 def _system_version() -> str:
     if sys.platform == "darwin":
-        words = [(output_of(["sw_vers", f"-{name}"]) or "").strip() for name in ("productVersion", "buildVersion")]
-        return " ".join(words)
+        return " ".join((output_of(["sw_vers", f"-{name}"]) or "").strip() for name in ("productVersion", "buildVersion"))
     return platform.release().split("-")[0]
 
 
@@ -133,19 +121,14 @@ def make_report(
 ) -> Report:
     """Return a report with redacted `outcomes`. `facts` are copied unredacted."""
     known = list(names)
-    checks = [
-        replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
-        for outcome in outcomes
-    ]
-    return Report(
-        date=date,
-        platform=platform_of(facts),
-        machine={name: facts[name] for name in HEAD if name in facts},
-        model=redacted(model, known),
-        hosts=hosts,
-        wanted=wanted,
-        checks=checks,
-    )
+
+    def clean(outcome: CheckResult) -> CheckResult:
+        figures = {name: redacted(value, known) if isinstance(value, str) else value for name, value in outcome.figures.items()}
+        return replace(outcome, detail=redacted(outcome.detail, known), figures=figures)
+
+    machine, checks = {name: facts[name] for name in HEAD if name in facts}, list(map(clean, outcomes))
+    platform, model = platform_of(facts), redacted(model, known)
+    return Report(date=date, platform=platform, machine=machine, model=model, hosts=hosts, wanted=wanted, checks=checks)
 
 
 def platform_of(facts: Figures) -> str:

@@ -19,7 +19,7 @@ from tandem.diagnostics.tasks import Figures, Task
 from tandem.env import machine_memory, runtime_dir
 from tandem.launchers.host_facts import address_towards
 from tandem.launchers.hostfile import read_hostfile
-from tandem.system.privacy import connect_trouble
+from tandem.system.privacy import connect_trouble, refusal
 from tandem.system.tools import output_of, sysctl
 from tandem.testing import tiny_model
 
@@ -108,11 +108,8 @@ def network(task: Task) -> Figures:
 
 def _connects(address: str, port: int) -> str:
     """Return why a connection fails; empty if it succeeds."""
-    try:
-        socket.create_connection((address, port), timeout=3.0).close()
-    except OSError as error:
-        return connect_trouble(error, address)
-    return ""
+    error = refusal(address, port, 3.0)
+    return connect_trouble(error, address) if error else ""
 
 
 def model(task: Task) -> Figures:
@@ -131,17 +128,6 @@ def make_random(directory: Path) -> None:
     last = directory / "tokenizer_config.json"
     if last.exists():
         return
-    tiny_model(
-        directory,
-        "llama",
-        layers=4,
-        dtype="float32",
-        config={
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_attention_heads": 8,
-            "head_dim": 32,
-            "max_position_embeddings": CONTEXT,
-        },
-    )
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+    tiny_model(directory, "llama", layers=4, dtype="float32", config={**shape, "max_position_embeddings": CONTEXT})
     last.write_text(json.dumps({**json.loads(last.read_text()), "model_max_length": CONTEXT}, indent=2))
