@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ from huggingface_hub import HfApi, errors, get_session, hf_hub_url, snapshot_dow
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
+from tandem.checkpoints.catalogue import copies_of
 from tandem.checkpoints.files import Progress, weight_names
 from tandem.checkpoints.safetensors import header_length, read_header
-from tandem.checkpoints.stored import new_directory, used
+from tandem.checkpoints.stored import hub_dir, new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 from tandem.json_types import JsonObject
@@ -137,12 +139,19 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{where}: access is restricted; accept its terms and log in to the hub", param="model") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub", param="model") from error
+        known = " (the catalogue of names has it; `tandem search` asks the hub)" if copies_of(repo) else ""
+        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub{known}", param="model") from error
     except (errors.HFValidationError, ValueError) as error:
         raise ModelNotFound(f"{where}: not a valid hub id: {_line(error)}", param="model") from error
     except TandemError:
         raise
     except HUB_ERRORS as error:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise ModelNotFound(
+                f"{where}: the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and "
+                "`prune`) or set HF_HUB_CACHE to another disk, and run the command again",
+                param="model",
+            ) from error
         raise ModelNotFound(
             f"{where}: no such directory here, and the hub cannot be reached ({_line(error)}); name a local directory "
             "or try again online",

@@ -18,7 +18,7 @@ from functools import partial
 
 import msgspec
 
-from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.arguments import exit_code, fail, load_settings, unknown_home
 from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
@@ -27,12 +27,15 @@ from tandem.config.several import alone, settings_of
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.errors import ConfigError, LayoutError, RankFailure, UsageError
+from tandem.launchers.host_addresses import hosts_for
 from tandem.launchers.registry import launcher_kind
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
+from tandem.planner.hardware import machine
 from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.processes.device import this_device
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
@@ -58,7 +61,30 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     set_up(settings.process.log_level, log_format=settings.process.log_format)
     for warning in loaded.warnings:
         log.warning("%s", warning)
+    settings = _named(settings)
     return _laid_out(settings) if loaded.sources.get("tensor_parallel_size") == "NUM_DEVICES" else settings
+
+
+def _named(settings: Settings) -> Settings:
+    """Return the settings with the hub id for a model that is named as in the catalogue, and print which one.
+
+    Raises UsageError.
+    """
+    chosen = known(settings.model.model, partial(_room, settings))
+    if chosen is None:
+        return settings
+    print(f"tandem: {chosen.line}", file=sys.stderr)
+    return replace(settings, model=replace(settings.model, model=chosen.id))
+
+
+def _room(settings: Settings) -> int:
+    """Return the bytes that a model may use on all its machines; a host of unknown memory counts as this machine."""
+    hosts, here = hosts_for(settings.parallel), this_device(settings.parallel.device).memory_bytes
+    memory = [
+        machine(host.ssh, host.memory_bytes, dict(host.facts).get("chip", "m4-pro")).memory if host.memory_bytes else here
+        for host in hosts
+    ]
+    return int(sum(memory or [here]) * settings.scheduler.memory_fraction)
 
 
 def _laid_out(settings: Settings) -> Settings:

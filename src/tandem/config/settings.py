@@ -18,7 +18,7 @@ class ModelSettings:
     """Which model, and how it is held in memory."""
 
     model: str = ""
-    """Directory, GGUF file, hub id (org/name), or `demo`."""
+    """Directory, GGUF file, name (`llama3.2`, docs/models.md), hub id (org/name), or `demo`."""
     served_name: str | None = None
     """Name by which clients ask for the model; by default that of the directory or the hub. `default` always works."""
     revision: str | None = None

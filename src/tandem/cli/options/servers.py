@@ -9,7 +9,7 @@ from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
-    "get": "Download a model: `demo`, or a hub id (org/name).",
+    "get": "Download a model: `demo`, a name such as `llama3.2`, or a hub id (org/name).",
     "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
     "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
     "rm": "Remove a model from this machine's caches.",
