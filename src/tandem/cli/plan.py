@@ -17,6 +17,7 @@ from tandem.checkpoints import catalogue
 from tandem.checkpoints.catalogue import Chosen
 from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.screen import screen
+from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import require_quantizable
@@ -114,7 +115,11 @@ def _held(stage: Stage) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Return 0. Raises UsageError for wrong arguments, NothingFits after printing the compared layouts."""
     profile = read_profile(arguments.profile) if arguments.profile else None
-    hosts = _hosts(arguments, profile)
+    hosts, share = _hosts(arguments, profile), arguments.memory_fraction
+    machines = [
+        dataclasses.replace(one, memory=counted_memory(one.memory, share, arguments.max_memory)) for one in hosts.machines
+    ]
+    hosts = dataclasses.replace(hosts, machines=machines)
     model = _model(arguments, hosts)
     request = _request(arguments, model.description)
     cluster = cluster_of(

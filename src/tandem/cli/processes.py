@@ -24,6 +24,7 @@ from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
+from tandem.config.sizes import counted_memory
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.errors import ConfigError, LayoutError, RankFailure, UsageError
@@ -84,7 +85,8 @@ def _room(settings: Settings) -> int:
         machine(host.ssh, host.memory_bytes, dict(host.facts).get("chip", "m4-pro")).memory if host.memory_bytes else here
         for host in hosts
     ]
-    return int(sum(memory or [here]) * settings.scheduler.memory_fraction)
+    share, most = settings.scheduler.memory_fraction, settings.scheduler.max_memory
+    return int(sum(counted_memory(nbytes, share, most) for nbytes in memory or [here]) * share)
 
 
 def _laid_out(settings: Settings) -> Settings:

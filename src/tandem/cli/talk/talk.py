@@ -127,12 +127,17 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 def run_chat(arguments: argparse.Namespace) -> int:
     """Run a conversation (commands: cli/talk/conversation.py). Return the exit code."""
+    if arguments.prompt == "":
+        raise UsageError("the prompt is empty; leave it out to talk", param="prompt")
     params, console = asked_of(arguments), screen()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
         if not model.can_chat:
             raise UsageError("the model has no chat template; use `tandem generate`, or give --chat-template")
         talk, interrupts, interrupted = Conversation(model, params, other, system=arguments.system), Interrupts(), False
+        if arguments.prompt is not None:
+            _answer(talk, arguments.prompt, None, interrupts)
+            return 0
         prompt = make_prompt(interrupts)
         if terminal:
             stack.enter_context(interrupts.deferred())
