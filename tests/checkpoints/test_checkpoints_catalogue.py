@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
+import threading
 from datetime import date
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -83,7 +86,7 @@ def test_an_unknown_name_has_its_neighbours_before_any_network(command, monkeypa
 
 
 def test_the_hosts_file_says_how_much_memory_there_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tandem.cli.processes.this_device", lambda _: SimpleNamespace(memory_bytes=12 * GIB))
+    monkeypatch.setattr("tandem.planner.hosts.this_device", lambda _: SimpleNamespace(memory_bytes=12 * GIB))
     hosts = tmp_path / "hosts.json"
     for facts, copy in (("", "4bit"), ('"memory": "64GB", "chip": "m4-max", ', "8bit")):
         hosts.write_text(f'[{{{facts}"ssh": "a", "ips": ["10.0.0.1"]}}, {{{facts}"ssh": "b", "ips": ["10.0.0.2"]}}]')
@@ -105,6 +108,63 @@ def test_a_request_may_name_the_model_as_people_do():
 def test_models_that_are_planned_for_by_name_are_in_the_catalogue():
     both = [preset for preset in presets() if names.find(preset.rpartition("/")[2])]
     assert len(both) > 25
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A mirror of the hub whose search answers what the test puts into it; paths that were asked for."""
+
+    class Mirror(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self.server.asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.server.body)))
+            self.end_headers()
+            self.wfile.write(self.server.body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    server.asked, server.body = [], b"[]"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("tandem.checkpoints.hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr("tandem.checkpoints.hub.build_hf_headers", dict)  # the client's own asks the hub for more, and keeps it
+    monkeypatch.setattr("tandem.checkpoints.hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("tandem.planner.hosts.this_device", lambda _: SimpleNamespace(memory_bytes=12 * GIB))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_search_has_the_catalogue_and_what_the_hub_finds_with_what_fits(hub, capsys):
+    twice = "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
+    found = [
+        {"id": "org/coder", "safetensors": {"parameters": {"BF16": 1 << 30, "U32": 1 << 28}}},
+        {"id": "org/unsized"},
+        {"id": twice},
+    ]
+    hub.body = json.dumps(found).encode()
+    assert main(["search", "qwen3", "coder", "30b"]) == 0
+    table = capsys.readouterr()
+    assert re.search(r"qwen3-coder:30b +mlx-community/\S+-4bit +qwen3_moe +16.0 GiB +does not fit: needs about", table.out)
+    assert re.search(r"org/coder +- +3.0 GiB +fits", table.out) and "size unknown" in table.out
+    assert table.out.count(twice) == 1 and "search=qwen3+coder+30b&filter=mlx" in hub.asked[0]
+    assert main(["search"]) == 0 and len(hub.asked) == 1, "the hub is not asked for everything"
+    assert capsys.readouterr().out.count("mlx-community/") > 80
+    assert main(["search", "llama3.2", "--max-memory", "half"]) == 2
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'[{"name": 1}]', b'[{"id": "a/b", "safetensors": {"parameters": 1}}]', None])
+def test_without_the_hub_the_catalogue_is_searched(hub, body, monkeypatch, capsys):
+    hub.body = body or b""
+    if body is None:
+        monkeypatch.setattr("tandem.checkpoints.hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert main(["search", "phi4-mini"]) == 0
+    table = capsys.readouterr()
+    assert "mlx-community/Phi-4-mini-instruct" in table.out and "the hub's own search is left out" in table.err
+    assert main(["search", "qwen3:9b"]) == 1
+    assert "nothing is found (did you mean qwen3" in capsys.readouterr().err
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch):

@@ -18,7 +18,7 @@ from tandem.version import __version__
 
 EXIT_UNREAD = 141
 """Exit code of a process ended by SIGPIPE: 128 plus the signal's number."""
-EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
+EPILOG = """run is another name for chat; pull, search, list, show, rm and ps for model get, search, list ...
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
 

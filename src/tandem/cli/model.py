@@ -12,14 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from tandem.checkpoints import catalogue
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
 from tandem.cli.screen import models_table, screen, size
+from tandem.config.loading import build
+from tandem.config.validation import validate
 from tandem.errors import ConfigError
 from tandem.models.description import describe
+from tandem.planner.hosts import room
 
 DAY_S = 86400.0
 
@@ -30,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _of_server(arguments)
     if arguments.action == "list":
         return _list()
+    if arguments.action == "search":
+        return _search(arguments)
     if arguments.action == "show":
         return _show(arguments.name)
     if arguments.action == "rm":
@@ -69,6 +75,35 @@ def _list() -> int:
     if extra:
         print(f"{size(sum(extra))} more are slices and headers of models from other machines (tandem model prune)")
     return 0
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    """Print models of the catalogue and of the hub; return 1 if there is none. Raises UsageError."""
+    given = {name: getattr(arguments, name) for name in ("hostfile", "memory_fraction", "max_memory")}
+    settings, words = build(given), " ".join(arguments.terms)
+    validate(settings)
+    available, rows = room(settings), []
+    for model in catalogue.search(words.split()):
+        chosen = catalogue.choose(model, available)
+        rows.append((model.names[0], chosen.id, model.type, model.nbytes(chosen.quant)))
+    told = f"the catalogue is of {catalogue.catalogue().checked}"
+    if words:
+        from tandem.checkpoints import hub  # imports the hub's client
+
+        try:
+            rows += [("", name, "-", nbytes) for name, nbytes in hub.search(words) if name not in {row[1] for row in rows}]
+        except hub.SEARCH_ERRORS as error:
+            told += f"; the hub's own search is left out: {hub.line(error)}"
+    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
+    for name, copy, kind, nbytes in rows:
+        fits = catalogue.shortage(nbytes, available) or "fits" if nbytes else "size unknown"
+        table.add_row(name, copy, kind, size(nbytes) if nbytes else "-", fits)
+    if rows:
+        screen(markup=False).print(table)
+    near = " or ".join(catalogue.closest(words))
+    nothing = "" if rows else f"nothing is found{f' (did you mean {near}?)' if near else ''}; "
+    print(f"tandem: {nothing}{told}", file=sys.stderr)
+    return 0 if rows else 1
 
 
 def _show(name: str) -> int:

@@ -24,19 +24,16 @@ from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
-from tandem.config.sizes import counted_memory
 from tandem.crash_guard import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.errors import ConfigError, LayoutError, RankFailure, UsageError
-from tandem.launchers.host_addresses import hosts_for
 from tandem.launchers.registry import launcher_kind
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
-from tandem.planner.hardware import machine
+from tandem.planner.hosts import room
 from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.processes.device import this_device
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
@@ -71,22 +68,11 @@ def _named(settings: Settings) -> Settings:
 
     Raises UsageError.
     """
-    chosen = known(settings.model.model, partial(_room, settings))
+    chosen = known(settings.model.model, partial(room, settings))
     if chosen is None:
         return settings
     print(f"tandem: {chosen.line}", file=sys.stderr)
     return replace(settings, model=replace(settings.model, model=chosen.id))
-
-
-def _room(settings: Settings) -> int:
-    """Return the bytes that a model may use on all its machines; a host of unknown memory counts as this machine."""
-    hosts, here = hosts_for(settings.parallel), this_device(settings.parallel.device).memory_bytes
-    memory = [
-        machine(host.ssh, host.memory_bytes, dict(host.facts).get("chip", "m4-pro")).memory if host.memory_bytes else here
-        for host in hosts
-    ]
-    share, most = settings.scheduler.memory_fraction, settings.scheduler.max_memory
-    return int(sum(counted_memory(nbytes, share, most) for nbytes in memory or [here]) * share)
 
 
 def _laid_out(settings: Settings) -> Settings:

@@ -10,6 +10,7 @@ from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
     "get": "Download a model: `demo`, a name such as `llama3.2`, or a hub id (org/name).",
+    "search": "Find models by words: those of the catalogue and of the hub, with size, and whether they fit.",
     "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
     "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
     "rm": "Remove a model from this machine's caches.",
@@ -20,7 +21,7 @@ MODEL_ACTIONS = {
     "load": "Load a model of a running server that has several.",
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
-SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
+SHORT = {"pull": "get", "search": "search", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
 """Ollama's command -> action of `tandem model`."""
 
 
@@ -34,7 +35,10 @@ def add_model_action(parser: Parser, name: str) -> None:
     """Add the options of one action of `tandem model`."""
     if name in ("ps", "load", "unload"):
         add_server(parser)
-    if name not in ("list", "ps", "prune"):
+    if name == "search":
+        parser.add_argument("terms", nargs="*", metavar="WORDS", help="by default all of the catalogue.")
+        add_as_for_serve(parser, "hostfile", "memory_fraction", "max_memory")
+    if name not in ("list", "ps", "prune", "search"):
         parser.add_argument("name", metavar="MODEL")
     if name == "get":
         add_as_for_serve(parser, "revision")
