@@ -124,10 +124,9 @@ def choose(model: KnownModel, room: int, quant: str | None = None) -> Chosen:
     """Return the copy to load where a model may use `room` bytes: the most precise one that takes at most half, which leaves
     room for KV, else the smallest. Raise UsageError if there is no copy in the quantisation `quant`."""
     if quant is not None and quant not in model.copies:
+        other = f"{model.base} has 16" if quant == "bf16" else f"`tandem model convert {model.base} --quant {quant}` makes one"
         raise UsageError(
-            f"{model.names[0]}: the catalogue has no {quant} copy, only {', '.join(model.copies)}; "
-            f"`tandem model convert {model.base} --quant {quant}` makes one",
-            param="quant",
+            f"{model.names[0]}: the catalogue has no {quant} copy, only {', '.join(model.copies)}; {other}", param="quant"
         )
     small = [name for name in model.copies if 2 * model.nbytes(name) <= room]
     best = max(small, key=model.nbytes) if small else min(model.copies, key=model.nbytes)

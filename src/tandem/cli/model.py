@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import time
+from pathlib import Path
 from urllib.parse import quote
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 from tandem.checkpoints import catalogue
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
+from tandem.checkpoints.quantize import quantized
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
@@ -58,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.name == "demo":
             path = fetch_demo(report)
         else:
-            path = resolve(arguments.name, revision=arguments.revision, progress=report).path
+            known = catalogue.find(arguments.name) if arguments.action == "convert" else None
+            name = known[0].base if known is not None and not Path(arguments.name).exists() else arguments.name
+            files = resolve(name, revision=arguments.revision, progress=report)
+            path = quantized(files, arguments.quant, report) if arguments.action == "convert" else files.path
     print(path)
     return 0
 

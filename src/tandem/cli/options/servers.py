@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+from tandem.checkpoints.quantize import FORMATS
 from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
     "get": "Download a model: `demo`, a name such as `llama3.2`, or a hub id (org/name).",
     "search": "Find models by words: those of the catalogue and of the hub, with size, and whether they fit.",
+    "convert": "Store a copy of a model with fewer bits a weight, made by mlx-lm, in this machine's cache; print its path.",
     "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
     "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
     "rm": "Remove a model from this machine's caches.",
@@ -40,7 +42,9 @@ def add_model_action(parser: Parser, name: str) -> None:
         add_as_for_serve(parser, "hostfile", "memory_fraction", "max_memory")
     if name not in ("list", "ps", "prune", "search"):
         parser.add_argument("name", metavar="MODEL")
-    if name == "get":
+    if name == "convert":
+        parser.add_argument("--quant", choices=FORMATS, default="4bit", help="format of the weights [4bit]")
+    if name in ("get", "convert"):
         add_as_for_serve(parser, "revision")
     if name == "prune":
         parser.add_argument(
