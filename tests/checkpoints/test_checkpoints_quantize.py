@@ -14,6 +14,8 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.resolve import resolve
 from tandem.cli import model as command
 from tandem.cli.main import main
+from tandem.cli.processes import _named
+from tandem.config.loading import load
 from tandem.models.description import describe
 from tandem.testing import tiny_model
 
@@ -34,6 +36,10 @@ def test_a_model_is_converted_once_and_served_with_fewer_bits(cache, tmp_path, m
     monkeypatch.setattr(quantize.subprocess, "Popen", lambda *_, **__: pytest.fail("it is there"))
     assert main(["model", "convert", str(path), "--quant", "mxfp4"]) == 0
     assert capsys.readouterr().out.strip() == made
+    served = _named(load({"model": [str(path)]}).settings, "mxfp4").model
+    assert (served.model, served.served_name) == (made, "tiny-mxfp4"), "--quant of serve takes it too"
+    monkeypatch.setattr("tandem.planner.hosts.this_device", lambda _: SimpleNamespace(memory_bytes=1 << 40))
+    assert _named(load({"model": ["phi4"]}).settings, "4bit").model.model == "mlx-community/phi-4-4bit"
     asked = []
     monkeypatch.setattr(command, "resolve", lambda name, **_: asked.append(name) or ModelFiles(path, name))
     monkeypatch.setattr(command, "quantized", lambda files, quant, _: asked.append(quant) or Path(files.name))

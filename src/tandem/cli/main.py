@@ -61,7 +61,7 @@ CHAT = Command(
 SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
 COMMANDS = {
     "a model": {
-        "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
+        "serve": Command("Load a model and serve it over HTTP.", servers.add_serve, Later("serve:run")),
         "chat": CHAT,
         "generate": Command(
             "Complete a prompt in this terminal, by a running server or a model loaded here.",

@@ -50,22 +50,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "path":
         print(resolve(arguments.name).path)
         return 0
+    revision, quant = getattr(arguments, "revision", None), getattr(arguments, "quant", None)
+    print(fetched(arguments.name, revision, quant))
+    return 0
+
+
+def fetched(name: str, revision: str | None, quant: str | None) -> Path:
+    """Download a model, and convert its published weights to the format `quant` unless None; return its directory.
+
+    Progress is shown on a terminal. Raises UsageError.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
-        task = bars.add_task(arguments.name, total=None)
+        task = bars.add_task(name, total=None)
 
         def report(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total or None)
 
-        if arguments.name == "demo":
-            path = fetch_demo(report)
-        else:
-            known = catalogue.find(arguments.name) if arguments.action == "convert" else None
-            name = known[0].base if known is not None and not Path(arguments.name).exists() else arguments.name
-            files = resolve(name, revision=arguments.revision, progress=report)
-            path = quantized(files, arguments.quant, report) if arguments.action == "convert" else files.path
-    print(path)
-    return 0
+        if quant is None:
+            return fetch_demo(report) if name == "demo" else resolve(name, revision=revision, progress=report).path
+        known = None if Path(name).exists() else catalogue.find(name)
+        return quantized(resolve(known[0].base if known else name, revision=revision, progress=report), quant, report)
 
 
 def _list() -> int:

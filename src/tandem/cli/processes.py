@@ -18,6 +18,7 @@ from functools import partial
 
 import msgspec
 
+from tandem.checkpoints.catalogue import find
 from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.arguments import exit_code, fail, load_settings, unknown_home
 from tandem.config.api_keys import ClientLimits
@@ -59,16 +60,23 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     set_up(settings.process.log_level, log_format=settings.process.log_format)
     for warning in loaded.warnings:
         log.warning("%s", warning)
-    settings = _named(settings)
+    settings = _named(settings, getattr(arguments, "quant", None))
     return _laid_out(settings) if loaded.sources.get("tensor_parallel_size") == "NUM_DEVICES" else settings
 
 
-def _named(settings: Settings) -> Settings:
+def _named(settings: Settings, quant: str | None = None) -> Settings:
     """Return the settings with the hub id for a model that is named as in the catalogue, and print which one.
 
-    Raises UsageError.
+    A model without a copy in the format `quant` is converted into the cache. Raises UsageError.
     """
-    chosen = known(settings.model.model, partial(room, settings))
+    model, found = settings.model, find(settings.model.model)
+    chosen = known(model.model, partial(room, settings), quant if found is not None and quant in found[0].copies else None)
+    if quant is not None and (chosen is None or chosen.quant != quant):
+        from tandem.cli.model import fetched  # imports the screen's library
+
+        path = fetched(model.model, model.revision, quant)
+        name = model.served_name or path.name.rpartition("-")[0]
+        return replace(settings, model=replace(model, model=str(path), revision=None, served_name=name))
     if chosen is None:
         return settings
     print(f"tandem: {chosen.line}", file=sys.stderr)

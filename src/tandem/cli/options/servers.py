@@ -43,7 +43,7 @@ def add_model_action(parser: Parser, name: str) -> None:
     if name not in ("list", "ps", "prune", "search"):
         parser.add_argument("name", metavar="MODEL")
     if name == "convert":
-        parser.add_argument("--quant", choices=FORMATS, default="4bit", help="format of the weights [4bit]")
+        add_quant(parser, "4bit")
     if name in ("get", "convert"):
         add_as_for_serve(parser, "revision")
     if name == "prune":
@@ -143,9 +143,23 @@ def add_service(service: Parser) -> None:
         parser.add_argument("--name", default="default", help="of the service, where there are several [default]")
 
 
+def add_quant(parser: Parser, default: str | None = None) -> None:
+    """Add the option for weights of fewer bits."""
+    text = "format of the weights: the model's copy on the hub, else a conversion that is made once, in the cache"
+    action = parser.add_argument("--quant", choices=FORMATS, default=default, help=f"{text} [{default or 'as stored'}]")
+    if default is None:  # one of many options
+        parser.seldom.add(action)
+
+
+def add_serve(serve: Parser) -> None:
+    """Add the options of `tandem serve`."""
+    add_settings(serve, SERVE_SECTIONS)
+    add_quant(serve)
+
+
 def add_up(up: Parser) -> None:
     """Add the options of `tandem up`."""
-    add_settings(up, SERVE_SECTIONS)
+    add_serve(up)
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
     up.add_argument("--replace", action="store_true", help="first end the server of that name that runs, once it has finished.")
     up.set_defaults(now=False)
