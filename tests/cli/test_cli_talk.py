@@ -212,7 +212,7 @@ setattr(owner, name, strike)
 if sys.argv[1] == "ask":
     said.append("")
 command._opened, command.asked_of = opened, lambda arguments: {}
-sys.exit(command.run_chat(argparse.Namespace(system=None)))
+sys.exit(command.run_chat(argparse.Namespace(system=None, prompt=None)))
 """
 
 
@@ -248,6 +248,15 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
         terminal.type("hello\r\x04")
         assert terminal.ends() == 0
         assert "tokens" in terminal.text.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_prompt_behind_the_model_is_answered_once(url, capsys):
+    for words in (["hello"], ["--max-tokens", "4", "hello"]):
+        assert main(["run", "tiny", "--url", url, "--max-tokens", "4", *words]) == 0
+        assert capsys.readouterr().out.strip()
+    assert main(["chat", "tiny", "--url", url, ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
 
 
 EVIL = "a\x1b]0;owned\x07b\x9b2J"
@@ -333,6 +342,9 @@ def test_variables_that_tandem_up_has_read_too_do_not_hide_its_server(asks, url,
         assert (code, bool(text)) == (0, True)
         code, _, error = asks(*words, "--layer-split", "1,2")  # an option does: the model is to be loaded here
         assert (code, "/there: no such directory" in error) == (2, True)
+        known = "mlx-community/Llama-3.2-3B-Instruct-4bit"  # which this server does not have: so it was asked
+        place.write(Record(os.getpid(), "127.0.0.1", int(url.rpartition(":")[2]), known, time.time(), 1.0))
+        assert f"has no model '{known}'" in asks("llama3.2")[2]
     finally:
         os.close(lock)
 

@@ -7,7 +7,7 @@ import pytest
 from tandem.config.loading import build, load
 from tandem.config.options import options
 from tandem.config.settings import ProcessSettings, SchedulerSettings, Settings
-from tandem.config.sizes import wired_bytes
+from tandem.config.sizes import counted_memory, wired_bytes
 from tandem.config.validation import api_keys, is_loopback, validate
 from tandem.errors import ConfigError
 
@@ -103,6 +103,12 @@ def test_remote_code_warns():
 def test_what_is_wired_is_a_word_or_a_size(text, size):
     validate(Settings(scheduler=SchedulerSettings(wired=text)))
     assert wired_bytes(text) == size
+
+
+def test_most_memory_is_a_size():
+    with pytest.raises(ConfigError, match="--max-memory: 'half' is not a memory size such as 64GB"):
+        validate(Settings(scheduler=SchedulerSettings(max_memory="half")))
+    assert counted_memory(64 << 30, 0.5, "16GB") == 32 << 30 and counted_memory(8 << 30, 0.5, "16GB") == 8 << 30
 
 
 @pytest.mark.parametrize("text", ["much", "", "0", "-1GB"])

@@ -144,9 +144,9 @@ def test_random_requests_are_answered_as_if_alone(family: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
-    [({"memory_fraction": 1e-7}, OutOfMemory), ({"kv_tokens": 10**12}, OutOfMemory), ({"start_timeout": 0.001}, RankFailure)],
+    [({"max_memory": "1KB"}, OutOfMemory), ({"kv_tokens": 10**12}, OutOfMemory), ({"start_timeout": 0.001}, RankFailure)],
 )
-def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, float], kind: type[Exception]) -> None:
+def test_what_cannot_start_ends_cleanly(model: Path, changes: dict[str, Any], kind: type[Exception]) -> None:
     settings = settings_of(model, pipeline_parallel_size=2, **changes)
     engine = Engine(settings, plan_layout(settings))
     with pytest.raises(kind):

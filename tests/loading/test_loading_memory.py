@@ -227,6 +227,18 @@ def test_two_ranks_of_a_mac_do_not_take_its_memory_twice(mac, installed):
     assert 2 * memory.cache_bytes(2) <= min(2, MACS[installed] / 16) * GIB
 
 
+@pytest.mark.parametrize(("share", "sharing"), [(0.85, 1), (0.425, 2), (0.0001, 1)])
+def test_ranks_of_a_machine_take_at_most_what_is_named(mac, share, sharing):
+    mac()
+    whole = memory.memory_bytes()
+    try:
+        memory.limit_memory(share, sharing, "10GB")
+        assert memory.memory_bytes() * share * sharing == pytest.approx(min(10 * GIB, whole * share * sharing))
+    finally:
+        memory.limit_memory(share, sharing)
+    assert memory.memory_bytes() == whole
+
+
 def test_the_device_is_what_is_asked_for(mac):
     mlx = mac()
     memory.choose_device("auto")

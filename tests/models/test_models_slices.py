@@ -345,6 +345,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, directory: Path) -> None:
         super().__init__(("127.0.0.1", 0), HubHandler)
         self.directory = directory
+        self.repo = "org/tiny"
         self.sent: Counter[str] = Counter()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -365,14 +366,15 @@ class HubHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         files = sorted(self.server.directory.iterdir())
-        if path.startswith("/api/models/org/tiny/tree/"):
+        repo = self.server.repo
+        if path.startswith(f"/api/models/{repo}/tree/"):
             self.answer(
                 json.dumps([{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]).encode()
             )
-        elif path.startswith("/api/models/org/tiny"):
+        elif path.startswith(f"/api/models/{repo}"):
             names = [{"rfilename": f.name} for f in files]
-            self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": names}).encode())
-        elif path.startswith("/org/tiny/resolve/") and (self.server.directory / path.rpartition("/")[2]).is_file():
+            self.answer(json.dumps({"id": repo, "sha": COMMIT, "siblings": names}).encode())
+        elif path.startswith(f"/{repo}/resolve/") and (self.server.directory / path.rpartition("/")[2]).is_file():
             self.file(self.server.directory / path.rpartition("/")[2])
         else:
             self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
@@ -481,8 +483,10 @@ def test_ranks_download_their_slices_and_answer(tmp_path: Path, hub: FakeHub) ->
 
 def test_planning_for_a_hub_model_downloads_headers_alone(tmp_path: Path, hub: FakeHub) -> None:
     script = "import sys; from tandem.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    done = in_hub_process(script, "plan", "org/tiny", "--hosts", "a=8GB:m4", "--json", home=tmp_path, url=hub.url)
+    hub.repo = "mlx-community/phi-4-4bit"  # the copy that the name stands for, at a mirror
+    done = in_hub_process(script, "plan", "phi4", "--hosts", "a=8GB:m4", "--json", home=tmp_path, url=hub.url)
     assert done.returncode == 0 and json.loads(done.stdout)["chosen"], done.stderr
+    assert json.loads(done.stdout)["model"] == hub.repo
     for path in weight_files(hub.directory):
         assert 0 < hub.sent[path.name] <= 131072 < path.stat().st_size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,14 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, get_session, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url, snapshot_download
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
+from tandem.checkpoints.catalogue import copies_of
 from tandem.checkpoints.files import Progress, weight_names
 from tandem.checkpoints.safetensors import header_length, read_header
-from tandem.checkpoints.stored import new_directory, used
+from tandem.checkpoints.stored import hub_dir, new_directory, used
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
 from tandem.json_types import JsonObject
@@ -24,6 +26,8 @@ HEADER_GUESS = 128 * 1024
 """Bytes of the first request; nearly every header is shorter."""
 PARALLEL = 8
 TIMEOUT_S = 30.0
+SEARCH_S, FOUND = 8.0, 10
+"""Seconds that a search may take, and models that it asks for."""
 
 HUB_ERRORS: tuple[type[Exception], ...] = (
     *(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)),
@@ -33,6 +37,8 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
 )
 """All errors of the hub's client, which have no common base. Those of its HTTP library differ between versions, and its
 Rust downloader raises RuntimeError."""
+SEARCH_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a search: also an answer that is none of the hub's."""
 
 
 def download(repo: str, revision: str | None, patterns: Sequence[str], progress: Progress | None = None) -> Path:
@@ -69,6 +75,23 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(save, names))
     return target
+
+
+def search(words: str) -> list[tuple[str, int]]:
+    """Return hub id and bytes of weights (0: unknown) of the most used MLX models that the hub finds.
+
+    Raise the client's errors (`SEARCH_ERRORS`).
+    """
+    asked: JsonObject = {"search": words, "filter": "mlx", "sort": "downloads", "limit": FOUND, "expand": ["safetensors"]}
+    url = f"{constants.ENDPOINT}/api/models"
+    response = get_session().get(url, params=asked, headers=build_hf_headers(), timeout=SEARCH_S)
+    hf_raise_for_status(response)
+    found = []
+    for model in response.json():
+        stored = (model.get("safetensors") or {}).get("parameters") or {}
+        bits = {dtype: int((re.findall(r"\d+", dtype) or [8])[0]) for dtype in stored}  # BF16, U32, F8_E4M3, BOOL
+        found.append((str(model["id"]), sum(count * bits[dtype] // 8 for dtype, count in stored.items())))
+    return found
 
 
 def _matching(repo: str, snapshot: Path, patterns: Sequence[str]) -> list[str]:
@@ -138,18 +161,26 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{where}: access is restricted; accept its terms and log in to the hub", param="model") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub", param="model") from error
+        known = " (the catalogue of names has it; `tandem search` asks the hub)" if copies_of(repo) else ""
+        raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub{known}", param="model") from error
     except (errors.HFValidationError, ValueError) as error:
-        raise ModelNotFound(f"{where}: not a valid hub id: {_line(error)}", param="model") from error
+        raise ModelNotFound(f"{where}: not a valid hub id: {line(error)}", param="model") from error
     except TandemError:
         raise
     except HUB_ERRORS as error:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise ModelNotFound(
+                f"{where}: the disk of {hub_dir()} is full; what has arrived is kept: free space (`tandem model list`, `rm` and "
+                "`prune`) or set HF_HUB_CACHE to another disk, and run the command again",
+                param="model",
+            ) from error
         raise ModelNotFound(
-            f"{where}: no such directory here, and the hub cannot be reached ({_line(error)}); name a local directory "
+            f"{where}: no such directory here, and the hub cannot be reached ({line(error)}); name a local directory "
             "or try again online",
             param="model",
         ) from error
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
+    """Return the first line of an error, cut to 300 characters, without names and numbers of errors."""
     return re.sub(r"^Got: |\w+Error: |\[Errno -?\d+\] ", "", str(error).split("\n")[0])[:300]

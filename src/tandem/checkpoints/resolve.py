@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from tandem.checkpoints.catalogue import Chosen, catalogue, choose, closest, find
 from tandem.checkpoints.demo import complete_demo
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles, Progress
 from tandem.checkpoints.stored import DEMO, demo_path, used
+from tandem.config.settings import SchedulerSettings
 from tandem.env import cache_dir
 from tandem.errors import ModelNotFound, UsageError
+from tandem.processes.device import this_device
 from tandem.system.files import file_trouble
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -22,10 +25,10 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 def resolve(model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True) -> ModelFiles:
     """Make `model` available as a local directory; return its files.
 
-    `model` is a directory, a .gguf file (converted once into the cache directory), `demo`, or a hub id (org/name,
-    downloaded into the hub's own cache). `revision` applies only to hub ids. Without `weights` only the headers of a
-    hub model's weights are downloaded (see `ModelFiles.headers`). Raise `ModelNotFound`, and the errors of the GGUF
-    conversion.
+    `model` is a directory, a .gguf file (converted once into the cache directory), `demo`, a hub id (org/name,
+    downloaded into the hub's own cache), or a name for one (`known`). `revision` applies only to hub ids. Without
+    `weights` only the headers of a hub model's weights are downloaded (see `ModelFiles.headers`). Raise
+    `ModelNotFound`, and the errors of the GGUF conversion.
     """
     if not model:
         raise UsageError("no model is given: name a directory, a GGUF file, a hub id (org/name) or demo", param="model")
@@ -46,9 +49,28 @@ def resolve(model: str, *, revision: str | None = None, progress: Progress | Non
         from tandem.checkpoints.gguf.convert import convert_cached  # imports numpy, which few processes need
 
         return ModelFiles(convert_cached(path, progress), name_of(model))
+    if (chosen := known(model)) is not None:
+        model = chosen.id
     if HUB_ID.match(model):
         return _hub_model(model, revision, progress if weights else None, weights=weights)
     raise _unknown(model, path)
+
+
+def memory_here() -> int:
+    """Return the bytes of this machine's memory that a model may use by default."""
+    return int(this_device().memory_bytes * SchedulerSettings.memory_fraction)
+
+
+def known(model: str, room: Callable[[], int] = memory_here, quant: str | None = None) -> Chosen | None:
+    """Return the copy that a name of the catalogue stands for; None for `demo`, a path, a hub id or an unknown name.
+
+    The quantisation is `quant`, else the one that ends the name, else it suits the bytes that `room` returns: those that
+    the model may use. Raise UsageError for a quantisation without a copy.
+    """
+    found = find(model) if model != "demo" else None
+    if found is None or Path(model).expanduser().exists():
+        return None
+    return choose(found[0], room(), quant or found[1])
 
 
 def expect(model: str) -> None:
@@ -58,7 +80,7 @@ def expect(model: str) -> None:
         _demo()
     elif path.is_dir():
         _directory(path)
-    elif not path.exists() and not HUB_ID.match(model):
+    elif not path.exists() and not HUB_ID.match(model) and find(model) is None:
         raise _unknown(model, path)
 
 
@@ -66,8 +88,13 @@ def _unknown(model: str, path: Path) -> ModelNotFound:
     if path.exists():
         return ModelNotFound(f"{model}: is a pipe or a device; name a directory or a GGUF file", param="model")
     near = difflib.get_close_matches(model, ["demo", DEMO, *_beside(path)], 1)
-    meant = f"; did you mean {'demo' if near[0] == DEMO else near[0]}?" if near else ""
-    return ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")
+    names = ["demo" if name == DEMO else name for name in near] or closest(model)
+    meant = f"; did you mean {' or '.join(names)}?" if names else ""
+    return ModelNotFound(
+        f"{model}: no such directory or file, not a hub id (org/name), and not a name of the catalogue of "
+        f"{catalogue().checked}{meant or ';'} `tandem search WORDS` finds models",
+        param="model",
+    )
 
 
 def _beside(path: Path) -> list[str]:
@@ -83,7 +110,8 @@ def name_of(model: str) -> str:
     """Return the name of a model without resolving it: `ModelFiles.name` of `resolve`'s result."""
     path = Path(model).expanduser()
     if model == "demo" or not path.exists():
-        return DEMO if model == "demo" else model
+        chosen = known(model)
+        return DEMO if model == "demo" else model if chosen is None else chosen.id
     if not path.is_file():
         return path.name or path.resolve().name
     from tandem.checkpoints.gguf.header import model_stem

@@ -79,6 +79,8 @@ class Parser(argparse.ArgumentParser):
         if self.translate is not None:
             args = self.translate(args)
         namespace, unknown = super().parse_known_args(args, namespace)
+        if len(unknown) == 1 and not unknown[0].startswith("-") and getattr(namespace, "prompt", "") is None:
+            namespace.prompt = unknown.pop()  # argparse takes no optional argument that comes after options
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             near = _nearest(flags[0], self._option_string_actions) if flags else None
@@ -204,6 +206,7 @@ OFTEN = frozenset(
         "max_batch_size",
         "kv_tokens",
         "memory_fraction",
+        "max_memory",
         "draft_model",
         "host",
         "port",

@@ -36,7 +36,7 @@ from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_na
 POLL_S = 0.2
 TAIL = 20
 """Lines of the log to show for a server that did not start."""
-GENERAL = ("model_argument", "profile", "config")
+GENERAL = ("model_argument", "profile", "config", "quant")
 """Arguments of the settings that are no setting's flag."""
 
 

@@ -18,7 +18,7 @@ from tandem.version import __version__
 
 EXIT_UNREAD = 141
 """Exit code of a process ended by SIGPIPE: 128 plus the signal's number."""
-EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
+EPILOG = """run is another name for chat; pull, search, list, show, rm and ps for model get, search, list ...
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
 
@@ -61,7 +61,7 @@ CHAT = Command(
 SELFTEST = "Run checks of hardware and libraries on this machine, and write a report of one page."
 COMMANDS = {
     "a model": {
-        "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
+        "serve": Command("Load a model and serve it over HTTP.", servers.add_serve, Later("serve:run")),
         "chat": CHAT,
         "generate": Command(
             "Complete a prompt in this terminal, by a running server or a model loaded here.",

@@ -6,20 +6,26 @@ import argparse
 import math
 import sys
 import time
+from pathlib import Path
 from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
+from tandem.checkpoints import catalogue
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
+from tandem.checkpoints.quantize import quantized
 from tandem.checkpoints.resolve import resolve
 from tandem.checkpoints.stored import find_stored, kept, prune, remove, stored, unused
 from tandem.cli.address import find_server
 from tandem.cli.screen import models_table, screen, size
+from tandem.config.loading import build
+from tandem.config.validation import validate
 from tandem.errors import ConfigError
 from tandem.models.description import describe
+from tandem.planner.hosts import room
 
 DAY_S = 86400.0
 
@@ -30,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _of_server(arguments)
     if arguments.action == "list":
         return _list()
+    if arguments.action == "search":
+        return _search(arguments)
     if arguments.action == "show":
         return _show(arguments.name)
     if arguments.action == "rm":
@@ -42,19 +50,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "path":
         print(resolve(arguments.name).path)
         return 0
+    revision, quant = getattr(arguments, "revision", None), getattr(arguments, "quant", None)
+    print(fetched(arguments.name, revision, quant))
+    return 0
+
+
+def fetched(name: str, revision: str | None, quant: str | None) -> Path:
+    """Download a model, and convert its published weights to the format `quant` unless None; return its directory.
+
+    Progress is shown on a terminal. Raises UsageError.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
-        task = bars.add_task(arguments.name, total=None)
+        task = bars.add_task(name, total=None)
 
         def report(done: int, total: int) -> None:
             bars.update(task, completed=done, total=total or None)
 
-        if arguments.name == "demo":
-            path = fetch_demo(report)
-        else:
-            path = resolve(arguments.name, revision=arguments.revision, progress=report).path
-    print(path)
-    return 0
+        if quant is None:
+            return fetch_demo(report) if name == "demo" else resolve(name, revision=revision, progress=report).path
+        known = None if Path(name).exists() else catalogue.find(name)
+        return quantized(resolve(known[0].base if known else name, revision=revision, progress=report), quant, report)
 
 
 def _list() -> int:
@@ -69,6 +85,35 @@ def _list() -> int:
     if extra:
         print(f"{size(sum(extra))} more are slices and headers of models from other machines (tandem model prune)")
     return 0
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    """Print models of the catalogue and of the hub; return 1 if there is none. Raises UsageError."""
+    given = {name: getattr(arguments, name) for name in ("hostfile", "memory_fraction", "max_memory")}
+    settings, words = build(given), " ".join(arguments.terms)
+    validate(settings)
+    available, rows = room(settings), []
+    for model in catalogue.search(words.split()):
+        chosen = catalogue.choose(model, available)
+        rows.append((model.names[0], chosen.id, model.type, model.nbytes(chosen.quant)))
+    told = f"the catalogue is of {catalogue.catalogue().checked}"
+    if words:
+        from tandem.checkpoints import hub  # imports the hub's client
+
+        try:
+            rows += [("", name, "-", nbytes) for name, nbytes in hub.search(words) if name not in {row[1] for row in rows}]
+        except hub.SEARCH_ERRORS as error:
+            told += f"; the hub's own search is left out: {hub.line(error)}"
+    table = Table("name", "on the hub", "type", "size", "here", box=None, pad_edge=False)
+    for name, copy, kind, nbytes in rows:
+        fits = catalogue.shortage(nbytes, available) or "fits" if nbytes else "size unknown"
+        table.add_row(name, copy, kind, size(nbytes) if nbytes else "-", fits)
+    if rows:
+        screen(markup=False).print(table)
+    near = " or ".join(catalogue.closest(words))
+    nothing = "" if rows else f"nothing is found{f' (did you mean {near}?)' if near else ''}; "
+    print(f"tandem: {nothing}{told}", file=sys.stderr)
+    return 0 if rows else 1
 
 
 def _show(name: str) -> int:

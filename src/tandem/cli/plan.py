@@ -13,8 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints import catalogue
+from tandem.checkpoints.catalogue import Chosen
+from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.screen import screen
+from tandem.config.sizes import counted_memory
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import require_quantizable
@@ -112,10 +115,15 @@ def _held(stage: Stage) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Return 0. Raises UsageError for wrong arguments, NothingFits after printing the compared layouts."""
     profile = read_profile(arguments.profile) if arguments.profile else None
-    model = _model(arguments)
+    hosts, share = _hosts(arguments, profile), arguments.memory_fraction
+    machines = [
+        dataclasses.replace(one, memory=counted_memory(one.memory, share, arguments.max_memory)) for one in hosts.machines
+    ]
+    hosts = dataclasses.replace(hosts, machines=machines)
+    model = _model(arguments, hosts)
     request = _request(arguments, model.description)
     cluster = cluster_of(
-        _hosts(arguments, profile),
+        hosts,
         arguments.link or [],
         description=model.description,
         request=request,
@@ -134,8 +142,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model(arguments: argparse.Namespace) -> Planned:
-    """Return the model of a preset or of files. Raises ConfigError for --quant with files, whose weights are fixed."""
+def _model(arguments: argparse.Namespace, hosts: Hosts) -> Planned:
+    """Return the model of a preset or of files; a name of the catalogue is the copy that `tandem serve` would choose.
+
+    Raises ConfigError for --quant with files, whose weights are fixed.
+    """
+    room = int(sum(machine.memory for machine in hosts.machines) * arguments.memory_fraction)
+    if (chosen := _chosen(arguments, room)) is not None:
+        asked, arguments.model, arguments.quant = arguments.quant, chosen.id, None
+        preset = next(filter(None, map(find, chosen.model.names)), None)
+        if preset is not None:
+            native = preset[1].native is not None and chosen.quant == "mxfp4"
+            found = planned(*preset, "native" if native else chosen.quant)
+            return dataclasses.replace(found, copy=chosen.id, note=found.note if asked else chosen.line)
     name, stored = copied(arguments.model)
     preset = None if stored and arguments.quant else find(name)
     if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
@@ -149,6 +168,14 @@ def _model(arguments: argparse.Namespace) -> Planned:
             param="quant",
         )
     return planned_files(resolve(arguments.model, revision=arguments.revision, weights=False))
+
+
+def _chosen(arguments: argparse.Namespace, room: int) -> Chosen | None:
+    """Return the copy that a name of the catalogue stands for; None for another name, a revision, or weights of no copy."""
+    found = None if arguments.revision else catalogue.find(arguments.model)
+    if found is None or (arguments.quant is not None and arguments.quant not in found[0].copies):
+        return None
+    return known(arguments.model, lambda: room, arguments.quant)
 
 
 def _meant(model: str) -> str:

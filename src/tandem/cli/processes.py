@@ -18,7 +18,8 @@ from functools import partial
 
 import msgspec
 
-from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.catalogue import find
+from tandem.checkpoints.resolve import known, resolve
 from tandem.cli.arguments import exit_code, fail, load_settings, unknown_home
 from tandem.config.api_keys import ClientLimits
 from tandem.config.loading import from_json
@@ -32,6 +33,7 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
+from tandem.planner.hosts import room
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
@@ -58,7 +60,27 @@ def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     set_up(settings.process.log_level, log_format=settings.process.log_format)
     for warning in loaded.warnings:
         log.warning("%s", warning)
+    settings = _named(settings, getattr(arguments, "quant", None))
     return _laid_out(settings) if loaded.sources.get("tensor_parallel_size") == "NUM_DEVICES" else settings
+
+
+def _named(settings: Settings, quant: str | None = None) -> Settings:
+    """Return the settings with the hub id for a model that is named as in the catalogue, and print which one.
+
+    A model without a copy in the format `quant` is converted into the cache. Raises UsageError.
+    """
+    model, found = settings.model, find(settings.model.model)
+    chosen = known(model.model, partial(room, settings), quant if found is not None and quant in found[0].copies else None)
+    if quant is not None and (chosen is None or chosen.quant != quant):
+        from tandem.cli.model import fetched  # imports the screen's library
+
+        path = fetched(model.model, model.revision, quant)
+        name = model.served_name or path.name.rpartition("-")[0]
+        return replace(settings, model=replace(model, model=str(path), revision=None, served_name=name))
+    if chosen is None:
+        return settings
+    print(f"tandem: {chosen.line}", file=sys.stderr)
+    return replace(settings, model=replace(settings.model, model=chosen.id))
 
 
 def _laid_out(settings: Settings) -> Settings:

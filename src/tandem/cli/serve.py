@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from tandem.checkpoints.resolve import expect
 from tandem.cli.arguments import say
 from tandem.cli.hosts.sync import sync_workers
 from tandem.cli.options import vllm_mlx
@@ -81,11 +82,13 @@ def run_launcher(arguments: argparse.Namespace) -> int:
 
 
 def checked(settings: Settings) -> Settings:
-    """Return the settings, with all models named if there are several. Raises UsageError if no model is given."""
+    """Return the settings, with names for all of several models. Raises UsageError without a model, or for an unknown name."""
     if several(settings):
         return with_names(settings)
     if not settings.model.model:
         raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+    if "/" not in settings.model.model:
+        expect(settings.model.model)
     return settings
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 from xml.parsers.expat import ExpatError
 
-from tandem.checkpoints.resolve import expect
 from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
 from tandem.config.options import RENAMED, options
@@ -359,8 +358,6 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
             param="api_key",
         )
     _check_places(Path.cwd(), Path(sys.prefix), _log(name), Path(settings.model.model or "."))
-    if settings.model.model:
-        expect(settings.model.model)
     if arguments.system and isinstance(holder, Systemd):
         raise UsageError(
             "--system: is about macOS; on Linux `loginctl enable-linger`, given once, starts a user's services with the machine",

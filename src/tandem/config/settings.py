@@ -18,7 +18,7 @@ class ModelSettings:
     """Which model, and how it is held in memory."""
 
     model: str = ""
-    """Directory, GGUF file, hub id (org/name), or `demo`."""
+    """Directory, GGUF file, name (`llama3.2`, docs/models.md), hub id (org/name), or `demo`."""
     served_name: str | None = None
     """Name by which clients ask for the model; by default that of the directory or the hub. `default` always works."""
     revision: str | None = None
@@ -183,6 +183,9 @@ class SchedulerSettings:
     """Most GB in that directory; what was used least recently goes first."""
     memory_fraction: float = 0.85
     """Share of a machine's memory that its ranks may use together, weights included."""
+    max_memory: str | None = None
+    """Most memory of a machine that its ranks may use together, such as 32GB; of each GPU where ranks have their own. By
+    default the share (`memory_fraction`) alone decides."""
     wired: str = "auto"
     """Weights that macOS must leave in a Mac's GPU memory, so that the next answer is not late: auto (all, as long as
     enough is left for the rest of the Mac), off, or most of them as a size such as 40GB. Nothing elsewhere."""

@@ -21,6 +21,14 @@ def memory_size(text: str, label: str, param: str = "hosts") -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def counted_memory(nbytes: int, fraction: float, most: str | None) -> int:
+    """Return the bytes that count as a machine's memory, so that the share `fraction` of them is at most `most` (32GB).
+
+    Raises ConfigError.
+    """
+    return nbytes if most is None else min(nbytes, int(memory_size(most, "--max-memory", "max_memory") / fraction))
+
+
 def wired_bytes(text: str, label: str = "--wired") -> int | None:
     """Return the bytes of `--wired`: None for `auto`, 0 for `off`, else the size. Raises ConfigError."""
     if text in ("auto", "off"):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tandem.config.api_keys import MOST, ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import ParallelSettings, Settings
-from tandem.config.sizes import wired_bytes
+from tandem.config.sizes import memory_size, wired_bytes
 from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative_config
 from tandem.errors import ConfigError
 
@@ -117,6 +117,8 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
         for item in value if option.repeated and value is not None else (value,):
             _check_item(option.name, item, label)
     wired_bytes(settings.scheduler.wired, label("wired"))
+    if settings.scheduler.max_memory is not None:
+        memory_size(settings.scheduler.max_memory, label("max_memory"), "max_memory")
     if settings.scheduler.kv_disk is not None and settings.scheduler.prefix_cache == 0:
         raise ConfigError(
             f"{label('kv_disk')}: is about the prefix cache, which {label('prefix_cache')} 0 turns off; leave one out",

@@ -180,6 +180,7 @@ def _stage_specs(
             attention=model.attention,
             fuse_projections=model.fuse_projections,
             vocab_size=description.vocab_size,
+            max_memory=settings.scheduler.max_memory,
             memory_share=settings.scheduler.memory_fraction / sum(sizes),
             eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,

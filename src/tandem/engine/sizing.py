@@ -149,7 +149,8 @@ def _kv_tokens(settings: Settings, layout: RankGroupLayout, ranks: Sequence[Read
     if tokens > min(room) or tokens < 2:
         raise OutOfMemory(
             f"the KV cache has room for {min(room)} tokens beside the weights and would need "
-            f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
+            f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise "
+            f"{'--max-memory' if chosen.max_memory else '--memory-fraction'}",
             param="kv_tokens",
         )
     return tokens

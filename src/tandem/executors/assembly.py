@@ -47,7 +47,7 @@ def load_slice(
     files: ModelFiles | None = None,
 ) -> StageModel:
     """Load the layers of `spec` from `files`, or from its model directory if None. Raises ModelError."""
-    limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
+    limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing, spec.max_memory)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
     dequantize = dequantizes(spec.dequantize, gpu=on_gpu())
@@ -85,7 +85,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
         raise OutOfMemory(
             f"{spec.label} of {spec.model_name} needs {need / 2**20:.0f} MiB for its weights, and may use "
             f"{allowed / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size), use a smaller or quantised model, "
-            "or raise --memory-fraction",
+            f"or raise {'--max-memory' if spec.max_memory else '--memory-fraction'}",
             param="memory_fraction",
         )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from tandem.config.sizes import counted_memory
 from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
 from tandem.system.metal import wires_memory
@@ -56,13 +58,16 @@ def cache_bytes(sharing: int) -> int:
     return min(GPU_CACHE_BYTES, memory_bytes() // CACHE_PART) // sharing if on_gpu() else CPU_CACHE_BYTES
 
 
-def limit_memory(share: float, sharing: int) -> None:
+def limit_memory(share: float, sharing: int, most: str | None = None) -> None:
     """Set MLX's memory and cache limits; without limits its buffers grow with the largest prompt.
 
-    `share` is the fraction of memory for this rank's weights and KV; `sharing` is the number of ranks on the machine.
+    `share` is the fraction of memory for this rank's weights and KV; `sharing` is the number of ranks on the machine. From
+    now on `memory_bytes` returns so little that the share of all these ranks is at most `most`, such as 32GB.
     Metal's default limit for each process is one and a half times all memory. Work queued on a GPU holds memory for
     layers and tokens ahead; at the limit MLX waits for it.
     """
+    global _count
+    _count = partial(counted_memory, fraction=share * sharing, most=most)
     mx.set_cache_limit(cache_bytes(sharing))
     if on_gpu():
         whole = 1.0 if on_metal() else CUDA_SHARE
@@ -160,14 +165,17 @@ def device_name() -> str:
     return f"{name} (GPU {chosen})" if chosen and mx.cuda.is_available() else name
 
 
+_count: Callable[[int], int] = int
+
+
 def memory_bytes() -> int:
-    """Return the bytes of the memory that holds weights and KV."""
+    """Return the bytes of the memory that holds weights and KV, within the limit of `limit_memory`."""
     if on_gpu():
         info = mx.device_info()
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if key in info:
-                return int(info[key])
-    return machine_memory()
+                return _count(int(info[key]))
+    return _count(machine_memory())
 
 
 def memory_use() -> tuple[int, int]:

@@ -281,6 +281,7 @@ class Named:
     hostfile: str | None = None
     profile: str | None = None
     fast_sync: str = "off"
+    max_memory: str | None = None
 
 
 def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
@@ -298,6 +299,7 @@ def serve_flags(plan: LayoutPlan, request: Request, named: Named) -> list[str]:
     else:
         flags += ["--tensor-parallel-size", str(sizes[0])] if sizes[0] > 1 else []
         flags += ["--pipeline-parallel-size", str(len(sizes))] if len(sizes) > 1 else []
+    flags += ["--max-memory", named.max_memory] if named.max_memory else []
     if named.fast_sync != "off":
         flags += ["--fast-sync", named.fast_sync]
     if shares := _shares(layout):

@@ -7,9 +7,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tandem.config.sizes import memory_size
+from tandem.config.settings import Settings
+from tandem.config.sizes import counted_memory, memory_size
 from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
+from tandem.launchers.host_addresses import hosts_for
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.models.description import ModelDescription
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, chip_of, link, machine
@@ -114,6 +116,20 @@ def this_machine() -> Hosts:
     if device.gpu and known is None:
         note += f" Its speed is not known, that of {found.chip} is assumed."
     return Hosts(machines=[found], notes=[note])
+
+
+def room(settings: Settings) -> int:
+    """Return the bytes that a model may use on all machines of the settings; a host of unknown memory counts as this one.
+
+    Raise ConfigError.
+    """
+    share, most = settings.scheduler.memory_fraction, settings.scheduler.max_memory
+    here = this_device(settings.parallel.device).memory_bytes
+    memory = [
+        machine(host.ssh, host.memory_bytes, dict(host.facts).get("chip", "m4-pro")).memory if host.memory_bytes else here
+        for host in hosts_for(settings.parallel)
+    ]
+    return int(sum(counted_memory(nbytes, share, most) for nbytes in memory or [here]) * share)
 
 
 def nominal_machine(host: HostProfile) -> Machine:

@@ -89,6 +89,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Identity of the rank's machine, from its launcher."""
     sharing: int = 1
     """Ranks of the group that share that machine's memory."""
+    max_memory: str | None = None
+    """Most memory of the machine, or of its GPU, that all ranks there may use together, such as 32GB; None for the share."""
     gpu_share: float | None = None
     """Fraction of the GPU's memory if the rank has one of several GPUs to itself; else None."""
     weights_from: str = "local"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from fastapi import Request
 from starlette.types import Scope
 
+from tandem.checkpoints.catalogue import copies_of
 from tandem.config.api_keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
@@ -108,6 +109,10 @@ class Api:
         for served in self.served:
             if name in served.client.adapters:
                 return served.adapted(name)
+        ids = copies_of(name)
+        for served in self.served:
+            if not ids.isdisjoint(served.names()):
+                return served
         names = ", ".join(served.name for served in self.listed())
         raise NotFoundError(
             f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model", code="model_not_found"

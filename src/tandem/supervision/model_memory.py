@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
+from tandem.config.sizes import counted_memory
 from tandem.engine.build_layout import RankGroupLayout, plan_layout
 from tandem.errors import OutOfMemory, UsageError
 from tandem.kv.budget import held_sequences
@@ -17,7 +18,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import rank_position, rank_states, rank_weights
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
-from tandem.supervision.replica_process import replica_settings
+from tandem.supervision.replica_process import divided, replica_settings
 
 HERE = "this machine"
 MARGIN = 1.03
@@ -72,7 +73,8 @@ def look_at_machines(settings: Settings) -> Machines:
 
 def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
     """Return the bytes that all loaded models together may use on each machine."""
-    return {name: int(size * settings.scheduler.memory_fraction) for name, size in machines.memory.items()}
+    share, most = settings.scheduler.memory_fraction, settings.scheduler.max_memory
+    return {name: int(counted_memory(size, share, most) * share) for name, size in machines.memory.items()}
 
 
 def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
@@ -118,10 +120,10 @@ def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_on
     if needs:
         # Rounded up: a rounding error of the share could lose a token and fail the start.
         share = min(max(bytes_ / machines.memory[name] for name, bytes_ in needs.items()) * 1.0001, 1.0)
+        scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
     else:
-        count = 1 if launcher_kind(settings.parallel).own_devices else at_once or 1
-        share = settings.scheduler.memory_fraction / count
-    return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=share))
+        scheduler = divided(settings.scheduler, 1 if launcher_kind(settings.parallel).own_devices else at_once or 1)
+    return dataclasses.replace(settings, scheduler=scheduler)
 
 
 def check_fit(name: str, model: Footprint, budget: dict[str, int], pinned: dict[str, dict[str, int]]) -> None:

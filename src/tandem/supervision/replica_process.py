@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from tandem.config.loading import to_json
-from tandem.config.settings import Role, Settings
+from tandem.config.settings import Role, SchedulerSettings, Settings
+from tandem.config.sizes import memory_size
 from tandem.env import engine_socket_path
 from tandem.launchers.host_addresses import ranks_of, replica_hosts, role_of
 from tandem.launchers.process_groups import visible_gpus
@@ -175,6 +176,12 @@ def _sharing_memory(settings: Settings, index: int) -> int:
     return -(-parallel.data_parallel_size * ranks_of(parallel) // len(visible_gpus()))
 
 
+def divided(scheduler: SchedulerSettings, count: int) -> SchedulerSettings:
+    """Return the settings of one of `count` engines that share the memory of these."""
+    most = scheduler.max_memory and str(memory_size(scheduler.max_memory, "--max-memory", "max_memory") // count)
+    return dataclasses.replace(scheduler, memory_fraction=scheduler.memory_fraction / count, max_memory=most)
+
+
 def replica_settings(settings: Settings, index: int, number: int | None = None, role: Role | None = None) -> Settings:
     """Return the settings of one engine: its socket and role, and its hosts or its share of cores and memory.
 
@@ -195,8 +202,7 @@ def replica_settings(settings: Settings, index: int, number: int | None = None, 
             parallel = dataclasses.replace(parallel, threads_per_rank=threads)
     if index and launcher_kind(parallel).by_hand:
         parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
-    share = settings.scheduler.memory_fraction / _sharing_memory(settings, index)
-    scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
+    scheduler = divided(settings.scheduler, _sharing_memory(settings, index))
     server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # an engine needs no API keys
     return dataclasses.replace(
         settings,

@@ -266,7 +266,7 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
         help="latency of one stream, throughput of all, or capacity for KV tokens; by default latency for one stream, "
         "else throughput.",
     )
-    add_as_for_serve(group, "dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction")
+    add_as_for_serve(group, "dtype", "dequantize", "kv_dtype", "prefill_chunk", "memory_fraction", "max_memory")
     group.add_argument(
         "--layout",
         action="append",

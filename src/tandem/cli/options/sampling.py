@@ -35,6 +35,7 @@ def add_chat(parser: Parser) -> None:
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", help="a system message to begin with.")
     _add_both(parser, group, CHAT_DEFAULTS)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one message: print the answer to it, and end.")
 
 
 def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:

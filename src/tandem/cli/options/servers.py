@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+from tandem.checkpoints.quantize import FORMATS
 from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings, filled
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
-    "get": "Download a model: `demo`, or a hub id (org/name).",
+    "get": "Download a model: `demo`, a name such as `llama3.2`, or a hub id (org/name).",
+    "search": "Find models by words: those of the catalogue and of the hub, with size, and whether they fit.",
+    "convert": "Store a copy of a model with fewer bits a weight, made by mlx-lm, in this machine's cache; print its path.",
     "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
     "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
     "rm": "Remove a model from this machine's caches.",
@@ -20,7 +23,7 @@ MODEL_ACTIONS = {
     "load": "Load a model of a running server that has several.",
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
-SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
+SHORT = {"pull": "get", "search": "search", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
 """Ollama's command -> action of `tandem model`."""
 
 
@@ -34,9 +37,14 @@ def add_model_action(parser: Parser, name: str) -> None:
     """Add the options of one action of `tandem model`."""
     if name in ("ps", "load", "unload"):
         add_server(parser)
-    if name not in ("list", "ps", "prune"):
+    if name == "search":
+        parser.add_argument("terms", nargs="*", metavar="WORDS", help="by default all of the catalogue.")
+        add_as_for_serve(parser, "hostfile", "memory_fraction", "max_memory")
+    if name not in ("list", "ps", "prune", "search"):
         parser.add_argument("name", metavar="MODEL")
-    if name == "get":
+    if name == "convert":
+        add_quant(parser, "4bit")
+    if name in ("get", "convert"):
         add_as_for_serve(parser, "revision")
     if name == "prune":
         parser.add_argument(
@@ -135,9 +143,23 @@ def add_service(service: Parser) -> None:
         parser.add_argument("--name", default="default", help="of the service, where there are several [default]")
 
 
+def add_quant(parser: Parser, default: str | None = None) -> None:
+    """Add the option for weights of fewer bits."""
+    text = "format of the weights: the model's copy on the hub, else a conversion that is made once, in the cache"
+    action = parser.add_argument("--quant", choices=FORMATS, default=default, help=f"{text} [{default or 'as stored'}]")
+    if default is None:  # one of many options
+        parser.seldom.add(action)
+
+
+def add_serve(serve: Parser) -> None:
+    """Add the options of `tandem serve`."""
+    add_settings(serve, SERVE_SECTIONS)
+    add_quant(serve)
+
+
 def add_up(up: Parser) -> None:
     """Add the options of `tandem up`."""
-    add_settings(up, SERVE_SECTIONS)
+    add_serve(up)
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
     up.add_argument("--replace", action="store_true", help="first end the server of that name that runs, once it has finished.")
     up.set_defaults(now=False)

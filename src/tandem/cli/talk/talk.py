@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from tandem.checkpoints.resolve import name_of, resolve
+from tandem.checkpoints.catalogue import copies_of
+from tandem.checkpoints.resolve import known, name_of, resolve
 from tandem.cli.address import api_key, named_url, record_url, started
 from tandem.cli.arguments import DEFAULT_URL, fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
@@ -126,12 +127,17 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 def run_chat(arguments: argparse.Namespace) -> int:
     """Run a conversation (commands: cli/talk/conversation.py). Return the exit code."""
+    if arguments.prompt == "":
+        raise UsageError("the prompt is empty; leave it out to talk", param="prompt")
     params, console = asked_of(arguments), screen()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
         if not model.can_chat:
             raise UsageError("the model has no chat template; use `tandem generate`, or give --chat-template")
         talk, interrupts, interrupted = Conversation(model, params, other, system=arguments.system), Interrupts(), False
+        if arguments.prompt is not None:
+            _answer(talk, arguments.prompt, None, interrupts)
+            return 0
         prompt = make_prompt(interrupts)
         if terminal:
             stack.enter_context(interrupts.deferred())
@@ -226,6 +232,9 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Ite
     with ExitStack() as stack:
 
         def load(name: str) -> Model:
+            if (chosen := known(name)) is not None:
+                print(f"tandem: {chosen.line}", file=sys.stderr)
+                name = chosen.id
             resolve(name, weights=False)  # raises for an unknown model, before the current one is unloaded
             stack.close()
             model = _load({**options, "model": name}, defaults)
@@ -260,7 +269,9 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings, options: Json
         return None
     if model is None:
         return (DEFAULT_URL if record is None else record_url(record)), None
-    return (record_url(record), asked) if record is not None and model in record.model.split(", ") else None
+    copies = {model, *copies_of(model)}
+    same = next((name for name in (record.model.split(", ") if record else ()) if name in copies), None)
+    return None if record is None or same is None else (record_url(record), asked and same)
 
 
 def _load(options: JsonObject, defaults: Mapping[str, float]) -> LocalModel:
