@@ -51,17 +51,14 @@ def tiny_model(
 
 def _weights(settings: JsonObject, *, quantized: bool, seed: int, dtype: str) -> dict[str, mx.array]:
     # mlx is imported lazily: tests of packages without mlx import this module too.
-    import importlib
-
     import mlx.core as mx
     import mlx.nn as nn
     import numpy as np
     from mlx.utils import tree_flatten, tree_unflatten
 
-    from tandem.models.families.table import module_of
+    from tandem.loading.build_model import build_model
 
-    module = importlib.import_module(f"mlx_lm.models.{module_of(settings['model_type'])}")
-    model = module.Model(module.ModelArgs.from_dict(settings))
+    model = build_model(settings)
     rng = np.random.default_rng(seed)
     arrays = []
     for name, array in sorted(tree_flatten(model.parameters())):

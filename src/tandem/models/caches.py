@@ -234,7 +234,7 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("gemma3n", "gemma4", "gemma4_text", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing),
     "falcon_h1": _falcon_h1,
-    "mimo_v2_flash": _mimo_v2,
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _mimo_v2),
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
 }

@@ -17,8 +17,10 @@ from tandem.json_types import JsonMapping
 class Family:
     """Deviations of one model type from the defaults."""
 
+    source: Literal["mlx_lm", "mlx_vlm"] = "mlx_lm"
+    """Package whose module computes the type. mlx-lm where both have it, unless the row says why not."""
     module: str = ""
-    """Module of `mlx_lm.models`, if its name differs from the type."""
+    """Module of the package's `models`, if its name differs from the type."""
     layers: str = "model.layers"
     """Path of the list of decoder layers. Adapters use it to name modules; so do checkpoints without an output
     projection."""
@@ -217,6 +219,11 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
+    **dict.fromkeys(("k2_horizon", "kolibri1"), Family(source="mlx_vlm", layers=_NESTED, tied="config-false")),
+    "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
+    "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
     "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
 }
@@ -300,5 +307,5 @@ def family_of(model_type: str) -> Family:
 
 
 def module_of(model_type: str) -> str:
-    """Return the name of the type's module in `mlx_lm.models`, which may not exist."""
+    """Return the name of the type's module in its source's `models`, which may not exist."""
     return family_of(model_type).module or ALIASES.get(model_type, model_type)

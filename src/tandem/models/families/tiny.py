@@ -97,6 +97,13 @@ _STEP: JsonObject = {
     **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
     "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
 }
+_MIMO: JsonObject = _ROUTED | {
+    "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
+    "partial_rotary_factor": 0.5, "n_shared_experts": None,
+}
 _GEMMA3: JsonObject = {
     "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
 }
@@ -263,13 +270,7 @@ TINY: dict[str, JsonObject] = {
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "mellum": _HEAD | _MOE | _KINDS | {"rope_parameters": _ROPES},
-    "mimo_v2_flash": _ROUTED | {
-        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
-        "partial_rotary_factor": 0.5, "n_shared_experts": None,
-    },
+    "mimo_v2_flash": _MIMO,
     "minicpm": _MUP,
     "minicpm3": _MLA | _MUP | {
         "rope_scaling": {
@@ -345,6 +346,15 @@ TINY: dict[str, JsonObject] = {
         "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
+    "k2_horizon": _HEAD | {"rope_parameters": {"rope_theta": 9000.0, "rope_type": "default"}},
+    "kolibri1": _HEAD | _MOE | _KINDS | {"shared_expert_intermediate_size": 64},
+    "cohere2_moe": _HEAD | _MOE | _KINDS | {
+        "layer_types": ["full_attention", "sliding_attention"], "moe_num_shared_experts": 2, "logit_scale": 0.5,
+        "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96,
+    },
+    "mimo_v2": _MIMO,
+    "step3p7": {"text_config": _STEP | {"num_attention_heads": 4}},
+    "mistral_large3": {"text_config": _ROUTED | _MLA | {"num_key_value_heads": 4, "model_type": "mistral_large3"}},
     "bailing_moe_v3": _BAILING | _MLA | {
         "layer_group_size": 2, "head_dim": 16, "n_group": 1, "topk_group": 1, "short_conv_kernel_size": 4,
         "moe_shared_expert_intermediate_size": 64,

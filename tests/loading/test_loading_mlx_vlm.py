@@ -1,0 +1,92 @@
+"""Types that mlx-vlm computes: what is said without it, weights under the names of the original, and where they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tandem.checkpoints.resolve import resolve
+from tandem.cli.main import main
+from tandem.config.settings import ModelSettings, ParallelSettings, Settings
+from tandem.engine import build_layout
+from tandem.errors import UnsupportedModel
+from tandem.loading import dry_run
+from tandem.loading.build_model import build_model
+from tandem.models.description import text_config
+from tandem.models.families.table import FAMILIES
+from tandem.models.families.tiny import tiny_config
+from tandem.models.partition import uncut
+from tandem.testing import tiny_model
+
+TYPES = sorted(name for name, family in FAMILIES.items() if family.source == "mlx_vlm")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({}, "mlx-vlm and pillow not installed here"),
+        ({"mlx-vlm": "0.7.12"}, "pillow not installed here"),
+        ({"mlx-vlm": "0.7.9", "pillow": "12.0.0"}, "mlx-vlm 0.7.9 is here"),
+        ({"mlx-vlm": "0.8.0rc1", "pillow": "12.0.0"}, "mlx-vlm 0.8.0 is here"),
+    ],
+)
+def test_a_model_of_mlx_vlm_is_refused_without_it(
+    installed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the commands, and by the engine before any weights are downloaded: from a hub it has their headers alone."""
+    (tmp_path / "config.json").write_text('{"model_type": "kolibri1"}')
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    for named in ("kolibri1", str(tmp_path)):
+        assert main(["parity", "--tiny", named]) == 2
+        error = capsys.readouterr().err
+        assert said in error and "pip install --no-deps 'mlx-vlm>=0.7.10,<0.8'" in error and error.count("\n") == 1
+    downloads = []
+    files = resolve(str(tiny_model(tmp_path / "llama")))
+
+    def resolved(model: str, revision: str | None = None, weights: bool = True) -> object:
+        downloads.append(weights)
+        return files
+
+    description = build_layout.describe(files)
+    monkeypatch.setattr(build_layout, "resolve", resolved)
+    monkeypatch.setattr(build_layout, "describe", lambda files: dataclasses.replace(description, family="kolibri1"))
+    with pytest.raises(UnsupportedModel, match=said):
+        build_layout.plan_layout(
+            Settings(model=ModelSettings(model="org/name", weights_from="head"), parallel=ParallelSettings())
+        )
+    assert downloads == [False]
+
+
+@pytest.mark.parametrize("family", TYPES)
+def test_each_cut_is_exact_or_known_as_none(family: str) -> None:
+    """A second stage begins at each layer in turn: mlx-vlm's own logits, or the planner never begins one there."""
+    config = tiny_config(family)
+    assert dry_run.uncut_places(config) == uncut(text_config(config), 4)
+
+
+@pytest.mark.parametrize("family", ["kolibri1"])
+def test_weights_have_the_names_of_the_original_too(family: str, tmp_path: Path) -> None:
+    """Experts one by one, and no `language_model`."""
+    model = build_model(tiny_config(family, layers=1))
+    weights: dict[str, mx.array] = {}
+    own = dict(tree_flatten(model.parameters()))
+    for name, array in own.items():
+        plain = name.removeprefix("language_model.")
+        if ".switch_mlp." in plain:
+            before, after = plain.split(".switch_mlp.")
+            weights |= {f"{before}.experts.{i}.{after}": array[i] for i in range(array.shape[0])}
+        else:
+            weights[plain] = array
+    found = model.sanitize(weights)
+    assert {name: array.shape for name, array in found.items()} == {name: array.shape for name, array in own.items()}
