@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,7 +20,9 @@ from tandem.engine import build_layout
 from tandem.errors import UnsupportedModel
 from tandem.loading import dry_run
 from tandem.loading.build_model import build_model
-from tandem.models.description import text_config
+from tandem.loading.mlx_vlm_mends import partition
+from tandem.loading.stage import load_stage
+from tandem.models.description import describe, text_config
 from tandem.models.families.table import FAMILIES
 from tandem.models.families.tiny import tiny_config
 from tandem.models.partition import uncut
@@ -90,3 +95,35 @@ def test_weights_have_the_names_of_the_original_too(family: str, tmp_path: Path)
             weights[plain] = array
     found = model.sanitize(weights)
     assert {name: array.shape for name, array in found.items()} == {name: array.shape for name, array in own.items()}
+
+
+@pytest.mark.parametrize("family", ["hy_v4"])
+def test_hy_v4_is_mended_and_still_needs_it(family: str, tmp_path: Path) -> None:
+    """However a prompt is cut into chunks, its logits agree. What upstream selects still depends on an earlier length;
+    once it does not, mlx_vlm_mends.py can lose its entry, and this test."""
+    files = resolve(str(tiny_model(tmp_path, family, dtype="float32")))
+    stage = load_stage(files, describe(files), range(4), dtype="float32")
+    tokens = mx.array([[3 + (7 * i * i + 5 * i) % 290 for i in range(40)]], mx.int32)
+
+    def last(*ends: int) -> mx.array:
+        caches = stage.make_caches()
+        for start, end in pairwise((0, *ends)):
+            h = stage.forward(tokens[:, start:end], caches)
+            mx.eval(h)
+        return stage.head(h)[0, -1]
+
+    want = last(40)
+    for ends in ((32, 40), (20, 31, 40)):
+        assert mx.max(mx.abs(last(*ends) - want)).item() < 1e-4 * mx.max(mx.abs(want)).item()
+    spec = importlib.util.find_spec("mlx_vlm.models.hy_v4.indexer")
+    assert spec is not None and spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+
+    def selected(select: Any, keys: int) -> set[int]:
+        q, k, weights = (mx.random.normal(shape, key=mx.random.key(7)) for shape in ((1, 2, 1, 32), (1, 1, keys, 32), (1, 1, 2)))
+        return set(select(q, k, weights)[0, 0, 0, -6:].tolist())
+
+    as_is = theirs._partition_scores(6, False)
+    assert selected(as_is, 40) == selected(partition(6, False), 40)
+    assert selected(as_is, 100) != selected(partition(6, False), 100), "mlx-vlm selects rightly now: remove the mend"

@@ -44,6 +44,8 @@ KINDS = {
     "bailing_hybrid": "lightning",
     "nemotron-nas": "a layer that keeps nothing",
     "mimo_v2_flash": "windows with heads of their own",
+    "hy_v4": "an index that layers share",
+    "glm5_next": "pools of an index, and mlx-vlm's states",
 }
 
 

@@ -28,6 +28,16 @@ from tandem.models.families.table import Family
 _PLAIN = Family()
 
 
+@contextmanager
+def unevaluated() -> Iterator[None]:
+    """Ignore `mx.async_eval`, by which some models start what they compute: a trace must not evaluate absent weights."""
+    theirs, mx.async_eval = mx.async_eval, lambda *arrays: None
+    try:
+        yield
+    finally:
+        mx.async_eval = theirs
+
+
 class PipelineModel:
     """mlx-lm's model, run for the layers of one stage. Not thread-safe."""
 
@@ -159,6 +169,7 @@ class PipelineModel:
         self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self._made) if hasattr(cache, "offset"))])
         return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
 
+    @unevaluated()
     def _try(self) -> None:
         """Trace a call of this stage, without computing. Raise UnsupportedModel if its layers do not run separately."""
         shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
@@ -203,6 +214,7 @@ class PipelineModel:
             self._holder[self._name] = whole
             self._received.values, self._received.forwarded, self._received.out = (), (), None
 
+    @unevaluated()
     def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], StagePayload]:
         """Trace a whole call without computing.
 

@@ -21,7 +21,7 @@ from tandem.loading.adapters import Adapters
 from tandem.loading.build_model import build_model
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
-from tandem.loading.pipeline_model import PipelineModel
+from tandem.loading.pipeline_model import PipelineModel, unevaluated
 from tandem.loading.quantized_kv import Cache, GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
@@ -200,6 +200,7 @@ class StageModel:
         """Trace a call of one token without computing."""
         self._traced(1)
 
+    @unevaluated()
     def _traced(self, tokens: int) -> list[Cache]:
         """Return fresh caches after a call with `tokens` tokens, with lazy arrays that are never evaluated."""
         caches = self.make_caches()

@@ -21,14 +21,15 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_caches
 
 from tandem.json_types import JsonObject
+from tandem.loading.mlx_vlm_mends import mend
 from tandem.models.families.table import module_of
 from tandem.models.sources import require_source
 
 _CONFIGS = ("text", "vision", "audio")
 _PLACES = (("Config", "config"), ("VisionModel", "vision"), ("LanguageModel", "language"))
 """Submodules of mlx-vlm's packages that have the classes whose names end so."""
-_SHARED_CACHES = frozenset(("KVCache", "RotatingKVCache"))
-"""Cache classes of mlx-vlm that compute as mlx-lm's of that name, and so are replaced by these."""
+_PLAIN = frozenset(("KVCache", "HyV4KVCache"))
+"""Cache classes of mlx-vlm that compute as mlx-lm's KVCache, and differ from it in how they grow at most."""
 
 
 class TextTower(nn.Module):
@@ -49,6 +50,11 @@ class TextTower(nn.Module):
         """Decoder layers."""
         layers: list[nn.Module] = self.language_model.layers
         return layers
+
+    @property
+    def cast_predicate(self) -> Any:
+        """Choice of parameters that are cast to the type of computation; None for all."""
+        return getattr(self.language_model, "cast_predicate", None)
 
     @property
     def quant_predicate(self) -> Any:
@@ -76,6 +82,7 @@ def build_text_tower(config: JsonObject) -> TextTower:
     require_source(str(config["model_type"]))
     import_lazily()
     arch = importlib.import_module(f"mlx_vlm.models.{name}.{name}")
+    mend(name)
     configs = importlib.import_module(f"mlx_vlm.models.{name}.config")
     entries = {**{f"{part}_config": {} for part in _CONFIGS}, **copy.deepcopy(config)}
     made = configs.ModelConfig.from_dict(entries)
@@ -88,10 +95,27 @@ def build_text_tower(config: JsonObject) -> TextTower:
 def _shared(cache: Any) -> Any:
     """Return mlx-lm's cache for one of mlx-vlm's that computes alike, else the cache itself."""
     kind = type(cache).__name__
-    if kind not in _SHARED_CACHES:
-        return cache
-    sizes = {"max_size": cache.max_size, "keep": cache.keep} if kind == "RotatingKVCache" else {}
-    return getattr(mlx_lm_caches, kind)(**sizes)
+    if kind in _PLAIN:
+        return mlx_lm_caches.KVCache()
+    if kind == "RotatingKVCache":
+        return mlx_lm_caches.RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
+    if kind == "CacheList":
+        return mlx_lm_caches.CacheList(*map(_shared, cache.caches))
+    cache.__class__ = _with_one_state(type(cache))
+    return cache
+
+
+@functools.cache
+def _with_one_state(kind: Any) -> type:
+    """Return a subclass of one of mlx-vlm's cache classes whose `state` is all of it, as in mlx-lm."""
+
+    def from_state(cls: Any, state: Any) -> Any:
+        made = kind.from_state(*state)
+        made.__class__ = cls
+        return made
+
+    state = property(lambda self: (kind.state.fget(self), kind.meta_state.fget(self)))
+    return type(kind.__name__, (kind,), {"state": state, "from_state": classmethod(from_state), "merge": None})
 
 
 def import_lazily() -> None:

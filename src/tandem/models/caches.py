@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tandem.json_types import JsonMapping
+from tandem.models.partition import indexers
 
 Kind = Literal["positions", "latent", "state", "none"]
 
@@ -193,6 +194,26 @@ def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return LayerCache("positions", plain + index, whole=index)
 
 
+def _shared_index(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a hy_v4 layer: a latent, and the index's keys unless it shares what another one selected."""
+    shared = indexers(config, i + 1)[i] == "shared"
+    keys = 0 if shared else int(config.get("index_head_dim", 128))
+    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + keys, listed=True)
+
+
+def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a GLM-5-Next layer: a state, or a latent with one index key for `index_kpool` positions."""
+    kinds = config.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
+    if kinds[i % len(kinds)] != "linear_attention":
+        keys = 0 if indexers(config, i + 1)[i] == "shared" else int(config.get("index_head_dim", 128))
+        return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)), listed=True)
+    heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
+    own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
+    state = _state({"linear_attn_config": {**own, **(config.get("linear_attn_config") or {})}})
+    assert state is not None
+    return state
+
+
 def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
@@ -237,4 +258,6 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _mimo_v2),
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
+    "hy_v4": _shared_index,
+    "glm5_next": _glm5_next,
 }

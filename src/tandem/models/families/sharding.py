@@ -178,6 +178,7 @@ SHARDING: dict[str, Sharding] = {
     "qwen": older.QWEN1,
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), rules.GEMMA4),
     **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), rules.MIMO_V2),
+    "hy_v4": rules.HY_V4,
     "kolibri1": rules.moe(widths=((), rules.EXPERT, ("shared_expert_intermediate_size",))),
     "cohere2_moe": rules.moe(
         widths=(("prefix_dense_intermediate_size|intermediate_size",), rules.WIDTH, ("intermediate_size", _COHERE_SHARED))
@@ -251,6 +252,7 @@ SHARDING: dict[str, Sharding] = {
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
+    "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
     "openelm": "its layers have different numbers of heads, which have no divisor in common",
     "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",

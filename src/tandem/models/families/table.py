@@ -223,6 +223,10 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
     "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
     "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "glm5_next": Family(
+        source="mlx_vlm", layers=_NESTED, tied="config-false", one_by_one="its pools of index keys are those of one sequence"
+    ),
     "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
     "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
@@ -294,6 +298,7 @@ UNREAD: dict[str, tuple[str, ...]] = {
         ("head_dim",),
     ),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), ("num_hidden_layers", "head_dim")),
+    "glm5_next": ("head_dim",),
 }
 """Entries of config.json that mlx-lm's module of a type ignores: head_dim is then hidden_size / heads, and the layer
 count is `num_layers`."""

@@ -6,7 +6,7 @@ from tandem.json_types import JsonMapping, JsonObject
 
 EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
-_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
+_BY_LAYER = {"layer_types", "indexer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
 _OWN_NAMES = {"n_embd", "d_model", "model_dim"}
 """Keys for the hidden width in families that share no key with `BASE`."""
 _LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
@@ -353,6 +353,16 @@ TINY: dict[str, JsonObject] = {
         "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96,
     },
     "mimo_v2": _MIMO,
+    "hy_v4": _ROUTED | _MLA | _INDEX | {
+        "num_key_value_heads": 1, "hc_mult": 2, "indexer_types": ["full", "full", "shared", "full"],
+    },
+    "glm5_next": {
+        "text_config": _ROUTED | _MLA | _INDEX | {
+            "num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 32, "linear_num_heads": 2,
+            "linear_conv_kernel_dim": 4, "hc_mult": 2, "index_topk_pattern": "FFSF", "head_dim": 0,
+            "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention", "linear_attention"],
+        },
+    },
     "step3p7": {"text_config": _STEP | {"num_attention_heads": 4}},
     "mistral_large3": {"text_config": _ROUTED | _MLA | {"num_key_value_heads": 4, "model_type": "mistral_large3"}},
     "bailing_moe_v3": _BAILING | _MLA | {
