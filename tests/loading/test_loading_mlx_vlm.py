@@ -22,6 +22,7 @@ from tandem.loading import dry_run
 from tandem.loading.build_model import build_model
 from tandem.loading.mlx_vlm_mends import partition
 from tandem.loading.stage import load_stage
+from tandem.loading.stage_payload import TRACED, ArraySpec, StagePayload
 from tandem.models.description import describe, text_config
 from tandem.models.families.table import FAMILIES
 from tandem.models.families.tiny import tiny_config
@@ -97,10 +98,18 @@ def test_weights_have_the_names_of_the_original_too(family: str, tmp_path: Path)
     assert {name: array.shape for name, array in found.items()} == {name: array.shape for name, array in own.items()}
 
 
-@pytest.mark.parametrize("family", ["hy_v4"])
-def test_hy_v4_is_mended_and_still_needs_it(family: str, tmp_path: Path) -> None:
-    """However a prompt is cut into chunks, its logits agree. What upstream selects still depends on an earlier length;
-    once it does not, mlx_vlm_mends.py can lose its entry, and this test."""
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_token_ids_are_exact_between_stages(dtype: mx.Dtype) -> None:
+    ids = mx.array([[0, 257, 129_279], [65_537, 2**24 - 1, 5]], mx.int32)
+    payload = StagePayload(ArraySpec((), (4,)), (), (ArraySpec.of(mx.zeros(TRACED, mx.int32)),))
+    sent = payload.packed((mx.ones((2, 3, 4), dtype), ids))
+    assert sent.dtype == dtype and sent.shape[-1] == payload.width == 7
+    assert mx.array_equal(payload.unpacked(sent)[1], ids).item()
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "deepseek_v4"])
+def test_logits_do_not_depend_on_how_a_prompt_is_cut_into_chunks(family: str, tmp_path: Path) -> None:
+    """And upstream's still do; once they do not, mlx_vlm_mends.py can lose its entry, and this test that part."""
     files = resolve(str(tiny_model(tmp_path, family, dtype="float32")))
     stage = load_stage(files, describe(files), range(4), dtype="float32")
     tokens = mx.array([[3 + (7 * i * i + 5 * i) % 290 for i in range(40)]], mx.int32)
@@ -114,16 +123,40 @@ def test_hy_v4_is_mended_and_still_needs_it(family: str, tmp_path: Path) -> None
 
     want = last(40)
     for ends in ((32, 40), (20, 31, 40)):
-        assert mx.max(mx.abs(last(*ends) - want)).item() < 1e-4 * mx.max(mx.abs(want)).item()
-    spec = importlib.util.find_spec("mlx_vlm.models.hy_v4.indexer")
+        assert mx.max(mx.abs(last(*ends) - want)).item() < 1e-5 * mx.max(mx.abs(want)).item()
+    assert AS_IS[family](), "mlx-vlm is right now: remove the mend"
+
+
+def as_is(module: str) -> Any:
+    """A module of mlx-vlm without our mends."""
+    spec = importlib.util.find_spec(f"mlx_vlm.models.{module}")
     assert spec is not None and spec.loader is not None
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def selection_differs() -> bool:
+    """Of hy_v4's index, traced with 40 keys and used with 100."""
+    theirs = as_is("hy_v4.indexer")._partition_scores(6, False)
 
     def selected(select: Any, keys: int) -> set[int]:
         q, k, weights = (mx.random.normal(shape, key=mx.random.key(7)) for shape in ((1, 2, 1, 32), (1, 1, keys, 32), (1, 1, 2)))
         return set(select(q, k, weights)[0, 0, 0, -6:].tolist())
 
-    as_is = theirs._partition_scores(6, False)
-    assert selected(as_is, 40) == selected(partition(6, False), 40)
-    assert selected(as_is, 100) != selected(partition(6, False), 100), "mlx-vlm selects rightly now: remove the mend"
+    return selected(theirs, 40) == selected(partition(6, False), 40) and selected(theirs, 100) != selected(
+        partition(6, False), 100
+    )
+
+
+def compression_differs() -> bool:
+    """Of eight tokens in one chunk and in two, by DeepSeek V4's compressor."""
+    config = importlib.import_module("mlx_vlm.models.deepseek_v4.config").ModelConfig(hidden_size=64, qk_rope_head_dim=16)
+    compressor, caches = as_is("deepseek_v4.language").Compressor(config, 4, 32), importlib.import_module("mlx_vlm.models.cache")
+    x, once, twice = mx.random.normal((1, 8, 64), key=mx.random.key(7)), caches.PoolingCache(4), caches.PoolingCache(4)
+    want = compressor(x, once, 0)
+    compressor(x[:, :4], twice, 0)
+    return not mx.allclose(compressor(x[:, 4:], twice, 4), want, atol=1e-5).item()
+
+
+AS_IS = {"hy_v4": selection_differs, "deepseek_v4": compression_differs}

@@ -110,11 +110,13 @@ def _with_one_state(kind: Any) -> type:
     """Return a subclass of one of mlx-vlm's cache classes whose `state` is all of it, as in mlx-lm."""
 
     def from_state(cls: Any, state: Any) -> Any:
-        made = kind.from_state(*state)
-        made.__class__ = cls
+        *theirs, earlier = state
+        made = kind.from_state(*theirs)
+        made.__class__, made.earlier = cls, earlier
         return made
 
-    state = property(lambda self: (kind.state.fget(self), kind.meta_state.fget(self)))
+    # `earlier` is kept by compressed keys of deepseek_v4, see mlx_vlm_mends.py.
+    state = property(lambda self: (kind.state.fget(self), kind.meta_state.fget(self), getattr(self, "earlier", None)))
     return type(kind.__name__, (kind,), {"state": state, "from_state": classmethod(from_state), "merge": None})
 
 

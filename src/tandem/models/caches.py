@@ -214,6 +214,16 @@ def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return state
 
 
+def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a DeepSeek V4 layer: a window of keys, and compressed ones, with an index where windows overlap."""
+    head, index = int(config["head_dim"]), int(config.get("index_head_dim", 128))
+    listed, count = config.get("compress_ratios"), int(config["num_hidden_layers"])
+    ratio = listed[i] if listed else 0 if i in (0, count - 1) else 4 if i % 2 else 128
+    if ratio != 4:
+        return LayerCache("latent", head + (head // ratio if ratio else 0), listed=ratio > 0)
+    return LayerCache("latent", head + (head + index) // 4, 2 * 2 * 4 * (head + index), listed=True)
+
+
 def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
@@ -259,5 +269,6 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
     "hy_v4": _shared_index,
+    "deepseek_v4": _deepseek_v4,
     "glm5_next": _glm5_next,
 }

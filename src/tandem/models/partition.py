@@ -159,7 +159,10 @@ def _shared_indices(config: JsonMapping, num_layers: int) -> frozenset[int]:
 
 
 def indexers(config: JsonMapping, num_layers: int) -> list[str]:
-    """Return for each layer of hy_v4 and glm5_next whether its index is its own, `full` or `shared`, as mlx-vlm's configs derive it where it is missing."""
+    """Return for each layer of hy_v4 and glm5_next whether its index is `full`, its own, or `shared`.
+
+    mlx-vlm's configs derive it where it is missing.
+    """
     if kinds := config.get("indexer_types"):
         return list(kinds)
     if config.get("model_type") == "hy_v4":

@@ -224,6 +224,9 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
     "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
     "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "deepseek_v4": Family(
+        source="mlx_vlm", layers=_NESTED, tied="never", gives=(3,), one_by_one="its compressed keys are those of one sequence"
+    ),
     "glm5_next": Family(
         source="mlx_vlm", layers=_NESTED, tied="config-false", one_by_one="its pools of index keys are those of one sequence"
     ),

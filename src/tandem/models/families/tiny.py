@@ -356,6 +356,11 @@ TINY: dict[str, JsonObject] = {
     "hy_v4": _ROUTED | _MLA | _INDEX | {
         "num_key_value_heads": 1, "hc_mult": 2, "indexer_types": ["full", "full", "shared", "full"],
     },
+    "deepseek_v4": _ROUTED | {
+        "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "compress_ratios": [0, 4, 128, 4],
+        "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 2, "num_hash_layers": 2, "o_groups": 2,
+        "o_lora_rank": 32,
+    },
     "glm5_next": {
         "text_config": _ROUTED | _MLA | _INDEX | {
             "num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 32, "linear_num_heads": 2,
