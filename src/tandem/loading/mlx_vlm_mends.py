@@ -52,7 +52,7 @@ def compressed(theirs: Callable[..., mx.array], compressor: Any, x: mx.array, ca
         earlier = getattr(cache, "earlier", None)
         cache.earlier = tuple(part[:, -1:] for part in windows)
         if earlier is not None:
-            windows = [mx.concatenate(parts, axis=1) for parts in zip(earlier, windows, strict=True)]
+            windows = [mx.concatenate(list(parts), axis=1) for parts in zip(earlier, windows, strict=True)]
         compress = sys.modules[type(compressor).__module__]._overlap_compress_kv
         new = compress(*windows, compressor.ape, compressor.head_dim)[:, int(earlier is not None) :]
         new = compressor.rope(compressor.norm(new)[:, None], offset=base).squeeze(1)

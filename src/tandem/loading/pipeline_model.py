@@ -98,7 +98,7 @@ class PipelineModel:
         Other values that later layers need are appended: [B, L, H + ...]. `caches` are those of `make_caches`, or
         batches of such.
         """
-        full = [
+        full: list[Any] = [
             self._elsewhere(i, caches) if at is None else functools.reduce(operator.getitem, at, caches)
             for i, at in enumerate(self._places)
         ]
