@@ -62,8 +62,10 @@ def _weights(settings: JsonObject, *, quantized: bool, seed: int, dtype: str) ->
     rng = np.random.default_rng(seed)
     arrays = []
     for name, array in sorted(tree_flatten(model.parameters())):
-        if not mx.issubdtype(array.dtype, mx.floating):  # experts by token
-            arrays.append((name, mx.array(rng.integers(0, 2, array.shape)).astype(array.dtype)))
+        if not mx.issubdtype(array.dtype, mx.floating):  # experts by token are zeros as they are made
+            arrays.append(
+                (name, array if mx.any(array).item() else mx.array(rng.integers(0, 2, array.shape)).astype(array.dtype))
+            )
             continue
         noise = rng.standard_normal(array.shape, dtype=np.float32)
         values = 1 + 0.1 * noise if array.ndim == 1 and name.endswith("weight") else noise / 4

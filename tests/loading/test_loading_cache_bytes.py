@@ -29,6 +29,7 @@ UNTOLD = {
     "openelm": "its layers differ in heads, and count as the largest",
     "longcat_flash_ngram": "four tokens are not counted",
     "glm5_next": "a byte of each position, and keys that are not compressed yet, are not counted",
+    "qwen4_exp": "its n-grams' tokens, and keys that are not compressed yet, are not counted",
     "deepseek_v4": "keys that are not compressed yet are not counted",
 }
 

@@ -366,6 +366,9 @@ class _Placeholder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._layer
+
 
 class _OtherStage(_Placeholder):
     """Placeholder for a layer of another stage: returns its input in the form of the layer's output.

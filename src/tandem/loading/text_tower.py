@@ -42,7 +42,12 @@ class TextTower(nn.Module):
 
     def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
         """Map tokens [B, L] to logits [B, L, V]."""
-        logits: mx.array = self.language_model(tokens, cache=cache).logits
+        positions = {}
+        if hasattr(self.language_model, "_rope_deltas"):  # Qwen's modules keep those of one sequence unless they are given
+            start = next((one.offset for one in cache or () if hasattr(one, "offset")), 0)
+            positions["position_ids"] = mx.broadcast_to(start + mx.arange(tokens.shape[1])[None], tokens.shape)
+            self.language_model._batch_invariant_decode = None  # a second forward pass, which walks the layers' insides
+        logits: mx.array = self.language_model(tokens, cache=cache, **positions).logits
         return logits
 
     @property
@@ -127,7 +132,7 @@ def import_lazily() -> None:
     spec = importlib.util.find_spec("mlx_vlm")
     assert spec is not None and spec.submodule_search_locations
     root = Path(spec.submodule_search_locations[0])
-    for place in (root, *(root / "models").iterdir()):
+    for place in (root, root / "speculative", *(root / "models").iterdir()):
         if (place / "__init__.py").is_file():
             name = ".".join(("mlx_vlm", *place.relative_to(root).parts))
             own = importlib.util.spec_from_file_location(name, place / "__init__.py", submodule_search_locations=[str(place)])
@@ -142,10 +147,10 @@ def _executed(module: ModuleType, name: str) -> object:
         raise AttributeError(name)
     if name.startswith("processing"):  # model code imports processors for what they register, and calls none
         return ModuleType(f"{module.__name__}.{name}")
-    if (place := next((own for end, own in _PLACES if name.endswith(end)), "")) and importlib.util.find_spec(
-        f"{module.__name__}.{place}"
-    ):
-        return getattr(importlib.import_module(f"{module.__name__}.{place}"), name)
+    own = module.__name__.rpartition(".")[2]
+    place = f"{module.__name__}.{own if name == 'Model' else next((place for end, place in _PLACES if name.endswith(end)), '-')}"
+    if importlib.util.find_spec(place):
+        return getattr(importlib.import_module(place), name)
     del module.__dict__["__getattr__"]
     assert module.__spec__ is not None and module.__spec__.loader is not None
     module.__spec__.loader.exec_module(module)

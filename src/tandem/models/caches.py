@@ -7,7 +7,7 @@ of elements; `tests/loading/test_loading_cache_bytes.py` compares them with meas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.json_types import JsonMapping
@@ -224,6 +224,19 @@ def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return LayerCache("latent", head + (head + index) // 4, 2 * 2 * 4 * (head + index), listed=True)
 
 
+def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a Qwen4 layer: keys, values and those of an index, whole and in blocks; or a state, and with
+    n-grams the inputs of one more convolution."""
+    if _layer_kind(config, i) == "attention":
+        index = int(config.get("indexer_head_dim", 128))
+        return LayerCache("positions", plain + index + index // int(config.get("indexer_compress_ratio", 4)), listed=True)
+    state = _state(config)
+    assert state is not None
+    taps = int(config.get("ple_conv_kernel_size", 4)) - 1
+    inputs = int(config.get("ngram_size", 3)) * taps * int(config.get("hc_count", 4)) * int(config["hidden_size"])
+    return replace(state, state=state.state + (inputs if i + 1 in (config.get("ple_layer_ids") or ()) else 0))
+
+
 def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
@@ -269,6 +282,7 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
     "hy_v4": _shared_index,
+    "qwen4_exp": _qwen4_exp,
     "deepseek_v4": _deepseek_v4,
     "glm5_next": _glm5_next,
 }

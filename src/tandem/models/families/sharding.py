@@ -253,6 +253,7 @@ NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
     "deepseek_v4": "its grouped output projections and compressors have no rules yet",
+    "qwen4_exp": "its sparse attention and n-gram embeddings have no rules yet",
     "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
     "openelm": "its layers have different numbers of heads, which have no divisor in common",

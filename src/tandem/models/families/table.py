@@ -227,6 +227,14 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v4": Family(
         source="mlx_vlm", layers=_NESTED, tied="never", gives=(3,), one_by_one="its compressed keys are those of one sequence"
     ),
+    "qwen4_exp": Family(
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="config-false",
+        gives=(1,),
+        one_by_one="its sparse attention and n-grams are computed for sequences of one length",
+        defaults=_EVERY_FOURTH,
+    ),
     "glm5_next": Family(
         source="mlx_vlm", layers=_NESTED, tied="config-false", one_by_one="its pools of index keys are those of one sequence"
     ),

@@ -361,6 +361,17 @@ TINY: dict[str, JsonObject] = {
         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 2, "num_hash_layers": 2, "o_groups": 2,
         "o_lora_rank": 32,
     },
+    "qwen4_exp": {
+        "text_config": _NEXT | {
+            "model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "full_attention"], "hc_count": 2,
+            "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 500, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4,
+            "indexer_n_heads": 2, "indexer_head_dim": 32, "indexer_budget": 16, "indexer_compress_ratio": 4,
+            "eos_token_id": 2, "rope_parameters": {
+                "type": "default", "mrope_section": [2, 1, 1], "rope_theta": 9000.0, "partial_rotary_factor": 0.5,
+            },
+        },
+    },
     "glm5_next": {
         "text_config": _ROUTED | _MLA | _INDEX | {
             "num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 32, "linear_num_heads": 2,
