@@ -98,6 +98,14 @@ def test_weights_have_the_names_of_the_original_too(family: str, tmp_path: Path)
     assert {name: array.shape for name, array in found.items()} == {name: array.shape for name, array in own.items()}
 
 
+@pytest.mark.parametrize("family", TYPES)
+def test_the_planner_counts_what_stages_hand_on(family: str, tmp_path: Path) -> None:
+    files = resolve(str(tiny_model(tmp_path, family)))
+    description = describe(files)
+    stage = load_stage(files, description, range(1))
+    assert stage.hidden_size == (description.payload_elements or description.hidden_size)
+
+
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 def test_token_ids_are_exact_between_stages(dtype: mx.Dtype) -> None:
     ids = mx.array([[0, 257, 129_279], [65_537, 2**24 - 1, 5]], mx.int32)

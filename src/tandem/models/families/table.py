@@ -35,6 +35,8 @@ class Family:
     """Position or name of the hidden states among the arguments of a layer."""
     gives: tuple[int | str, ...] = ()
     """Positions or names of other layer arguments that only the first stage can compute; they are sent to later stages."""
+    streams: str = ""
+    """Key of config.json with the number of residual streams that layers hand on (hyper-connections); empty: one."""
     counts: bool = False
     """Layers without positional caches read the offset from another layer's cache. Each stage then counts positions
     itself."""
@@ -223,20 +225,32 @@ FAMILIES: dict[str, Family] = {
     "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
     "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
     "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
-    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never", streams="hc_mult", defaults={"hc_mult": 4}),
     "deepseek_v4": Family(
-        source="mlx_vlm", layers=_NESTED, tied="never", gives=(3,), one_by_one="its compressed keys are those of one sequence"
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="never",
+        gives=(3,),
+        streams="hc_mult",
+        defaults={"hc_mult": 4},
+        one_by_one="its compressed keys are those of one sequence",
     ),
     "qwen4_exp": Family(
         source="mlx_vlm",
         layers=_NESTED,
         tied="config-false",
         gives=(1,),
+        streams="hc_count",
+        defaults={"hc_count": 4, **_EVERY_FOURTH},
         one_by_one="its sparse attention and n-grams are computed for sequences of one length",
-        defaults=_EVERY_FOURTH,
     ),
     "glm5_next": Family(
-        source="mlx_vlm", layers=_NESTED, tied="config-false", one_by_one="its pools of index keys are those of one sequence"
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="config-false",
+        streams="hc_mult",
+        defaults={"hc_mult": 4},
+        one_by_one="its pools of index keys are those of one sequence",
     ),
     "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
