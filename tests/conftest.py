@@ -3,6 +3,7 @@ what tests were skipped for (system_packages.py)."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from netns import make_machines as make_machines
 from system_packages import advice
+from tandem.models.families.table import family_of
 
 if os.environ.get("TANDEM_DEVICE"):  # as for all ranks: runners without a usable GPU
     from tandem.loading.memory import choose_device
@@ -70,7 +72,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, then others with slow tests: where several run, none is left alone at the end."""
+    """The longest files first, then others with slow tests: where several run, none is left alone at the end. Types of
+    mlx-vlm are tested where it is installed."""
+    if importlib.util.find_spec("mlx_vlm") is None:
+        for item in items:
+            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            if any(isinstance(value, str) and family_of(value).source == "mlx_vlm" for value in parameters):
+                item.add_marker(pytest.mark.skip(reason="mlx-vlm is not installed"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in slow))
 

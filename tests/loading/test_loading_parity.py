@@ -1,4 +1,4 @@
-"""Staged forward passes against mlx-lm's own model, bit for bit."""
+"""Staged forward passes against the own model of mlx-lm or mlx-vlm, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from copy import deepcopy
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import dequantize_model, load_model
 
 from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
@@ -17,6 +15,7 @@ from tandem.models.families.tiny import TINY
 from tandem.models.partition import split_layers
 from tandem.runner.kv_store import KVStore, make_store
 from tandem.testing import tiny_model
+from their_models import load_theirs
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]  # longer than the windows of tiny models
 CHUNKS = [11, 16]
@@ -25,7 +24,7 @@ ROWS = [PROMPT[:19], PROMPT[5:8], PROMPT[2:12]]
 
 
 def reference(path, dtype, dequantize):
-    model, _ = load_model(path)
+    model, logits, make_caches, expanded = load_theirs(path)
     keep = getattr(model, "cast_predicate", lambda name: True)
     model.apply_to_modules(
         lambda name, m: m.update(
@@ -40,9 +39,9 @@ def reference(path, dtype, dequantize):
         )
     )
     if dequantize:
-        dequantize_model(model)
-    cache = make_prompt_cache(model)
-    return lambda tokens: model(tokens, cache=cache)
+        expanded(model)
+    cache = make_caches(model)
+    return lambda tokens: logits(tokens, cache=cache)
 
 
 def load_parts(path, stages, dtype="float32", dequantize=False):

@@ -19,6 +19,7 @@ from tandem.models.families.table import family_of
 from tandem.models.pooling import pooling_of, unit_vector
 from tandem.testing import TINY, tiny_model
 from tandem.text.tokenizer import load_tokenizer
+from their_models import load_theirs
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
@@ -98,11 +99,11 @@ def test_final_states_are_those_of_mlx_lm(family, tmp_path):
     files = resolve(str(path))
     description = describe(files)
     stage = load_stage(files, description, range(description.num_layers), dtype="float32")
-    model, _ = load_model(path)
+    model, _, make_caches, _ = load_theirs(path)
     tokens = mx.array([[5, 9, 300, 7, 12, 450]], mx.int32)
     inner = at(model, family_of(family).layers.rpartition(".")[0])
     norm = FINAL_NORMS.get(family)
-    want = output_of(norm, model, tokens) if norm else inner(tokens, cache=make_prompt_cache(model))
+    want = output_of(norm, model, tokens) if norm else inner(tokens, cache=make_caches(model))
     got = stage.final(stage.forward(tokens, stage.make_caches()))
     assert got.shape == (1, 6, description.hidden_size)
     if family == "gpt_neox":  # whose head is within

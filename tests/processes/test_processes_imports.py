@@ -13,7 +13,18 @@ import_models_only()
 import tandem.executors.assembly, importlib
 from tandem.models.families.table import FAMILIES, module_of
 for family in FAMILIES:
-    importlib.import_module(f"mlx_lm.models.{module_of(family)}")
+    if FAMILIES[family].source == "mlx_lm":
+        importlib.import_module(f"mlx_lm.models.{module_of(family)}")
+"""
+OF_MLX_VLM = """from tandem.loading.mlx_lm_models import import_models_only
+import_models_only()
+from tandem.loading.build_model import build_model
+import importlib.util
+from tandem.models.families.tiny import TINY, tiny_config
+from tandem.models.families.table import family_of
+for family in TINY:
+    if family_of(family).source == "mlx_vlm" and importlib.util.find_spec("mlx_vlm"):
+        build_model(tiny_config(family))
 """
 HELP = """from tandem.cli.main import main
 try:
@@ -27,6 +38,7 @@ PROGRAMS = {  # what parity computes with comes after the BLAS has been told how
     "engine": ("import tandem.cli.processes, tandem.engine.engine_process", HEAVY),
     "rank": ("import tandem.executors.worker", HEAVY),
     "rank with all models": (ALL_MODELS, ("transformers", "mlx_lm.utils", "torch")),
+    "rank with models of mlx-vlm": (OF_MLX_VLM, ("transformers", "requests", "scipy", "cv2", "datasets", "mlx_audio", "torch")),
     "parity": ("import tandem.cli.parity", ("fastapi", "uvicorn", "mlx.core", "transformers")),
     "planner": ("import tandem.supervision.engines, tandem.planner.plan", ("mlx", "mlx_lm")),
     "texts": ("import tandem.text.stream", ("mlx", "transformers", "torch")),

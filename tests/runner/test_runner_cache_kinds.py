@@ -44,6 +44,10 @@ KINDS = {
     "bailing_hybrid": "lightning",
     "nemotron-nas": "a layer that keeps nothing",
     "mimo_v2_flash": "windows with heads of their own",
+    "hy_v4": "an index that layers share",
+    "deepseek_v4": "compressed keys, and tokens for later stages",
+    "qwen4_exp": "blocks of an index, n-grams and states",
+    "glm5_next": "pools of an index, and mlx-vlm's states",
 }
 
 

@@ -14,6 +14,7 @@ from tandem.engine.build_layout import stage_sizes
 from tandem.errors import ConfigError
 from tandem.log import set_up
 from tandem.models.families.tiny import TINY, tiny_config
+from tandem.models.sources import require_source
 
 EXIT_PASS, EXIT_FAIL = 0, 1
 
@@ -61,6 +62,7 @@ def _try(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--tiny {named}: is neither a directory with a config.json nor one of {', '.join(sorted(TINY))}", param="tiny"
         )
+    require_source(str(config.get("model_type")))
     from tandem.loading.dry_run import cut_down, outcome  # imports mlx, which must follow the BLAS
     from tandem.testing import tiny_model
 

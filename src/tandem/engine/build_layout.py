@@ -82,9 +82,11 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
             f"--data-parallel-size {parallel.data_parallel_size}: only `tandem serve` runs several replicas; leave it out",
             param="data_parallel_size",
         )
-    files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
+    files = resolve(model.model, revision=model.revision, weights=False)
     description = describe(files)
     require_dry_run(files.path, description)
+    if files.headers is not None and model.weights_from == "head":
+        files = resolve(model.model, revision=model.revision)
     if description.left_out:
         log.warning(
             "%s: its text model alone is served, %s left out; requests with other than text are refused",

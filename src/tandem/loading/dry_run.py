@@ -6,7 +6,6 @@ to three stages.
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from pathlib import Path
@@ -21,14 +20,15 @@ from tandem.checkpoints.config import read_config
 from tandem.crash_guard import start_thread
 from tandem.errors import TandemError, UnsupportedModel
 from tandem.json_types import JsonObject
+from tandem.loading.build_model import build_model
 from tandem.loading.memory import resident_bytes
-from tandem.loading.mlx_lm_models import import_models_only
+from tandem.loading.mlx_lm_models import FAILURES, import_models_only
 from tandem.loading.pipeline_model import PipelineModel
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.weights import one_line
 from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
-from tandem.models.families.table import family_of, module_of
+from tandem.models.families.table import family_of
 from tandem.models.partition import split_layers, uncut
 from tandem.processes.sandbox import EXIT_MEMORY
 
@@ -55,7 +55,7 @@ def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
     failed = "it cannot be cut down far enough to be tried"
     for small in shrunk(config):
         try:
-            model = _model(small)
+            model = build_model(small)
         except Exception as error:  # noqa: BLE001 - mlx-lm's code on an untested config
             failed = f"cut down, its config makes no model: {one_line(error)}"
             continue
@@ -65,29 +65,62 @@ def cut_down(config: JsonObject) -> tuple[JsonObject, nn.Module]:
 
 
 def _compare(config: JsonObject, model: nn.Module, weights: int) -> str:
+    rows, want = _wanted(config, model)
+    layers, family = len(model.layers), family_of(str(config.get("model_type")))
+    fixed = uncut(text_config(config), layers)
+    most = min(layers - len(fixed), 3)
+    numbers = sorted({*range(1, most + 1), layers - len(fixed)})  # the last is cut wherever it can be
+    layouts = [split_layers(layers, stages, uncut=fixed) for stages in numbers]
+    theirs = {"mlx_lm": "mlx-lm", "mlx_vlm": "mlx-vlm"}[family.source]
+    for split in layouts:
+        frames = [PipelineModel(model, own, family) for own in split]
+        stages = f"{len(split)} stages"
+        for i, (alone, together, whole) in enumerate(zip(*_staged_logits(frames, rows), want, strict=True)):
+            if not mx.array_equal(alone, whole).item():
+                raise UnsupportedModel(
+                    f"over {stages} the logits of call {i + 1} differ from {theirs}'s by {_distance(alone, whole):g}"
+                )
+            if not (by := _distance(together, whole)) <= ROUNDING * _distance(whole, mx.zeros(1)):
+                raise UnsupportedModel(
+                    f"over {stages} the logits of {ROWS} rows at once differ in call {i + 1} from those of each by {by:g}"
+                )
+    return f"{layers} layers and {weights:,} weights in up to {most} stages, and cut anywhere, agree with {theirs} in all bits"
+
+
+def _wanted(config: JsonObject, model: nn.Module) -> tuple[mx.array, list[mx.array]]:
+    """Give the model random weights. Return tokens [rows, n], and each call's logits [rows, n, V] of the whole model."""
     model.update(tree_map_with_path(_random, model.parameters()))
     mx.eval(model.parameters())
-    layers, rows = len(model.layers), mx.random.randint(0, 256, (ROWS, sum(STEPS)), key=mx.random.key(1))
-    family = family_of(str(config.get("model_type")))
-    make_caches = PipelineModel(model, range(layers), family).make_caches
+    rows = mx.random.randint(0, 256, (ROWS, sum(STEPS)), key=mx.random.key(1))
+    frame = PipelineModel(model, range(len(model.layers)), family_of(str(config.get("model_type"))))
+    make_caches = getattr(model, "own_caches", frame.make_caches)
     each = [_whole_logits(model, make_caches(), row) for row in rows]
     want = [mx.concatenate(list(calls)) for calls in zip(*each, strict=True)]
     if not all(mx.all(mx.isfinite(logits)).item() for logits in want):
         raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
-    fixed = uncut(text_config(config), layers)
-    most = min(layers - len(fixed), 3)
-    for stages in range(1, most + 1):
-        frames = [PipelineModel(model, own, family) for own in split_layers(layers, stages, uncut=fixed)]
-        for i, (alone, together, whole) in enumerate(zip(*_staged_logits(frames, rows), want, strict=True)):
-            if not mx.array_equal(alone, whole).item():
-                raise UnsupportedModel(
-                    f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by {_distance(alone, whole):g}"
-                )
-            if not (by := _distance(together, whole)) <= ROUNDING * _distance(whole, mx.zeros(1)):
-                raise UnsupportedModel(
-                    f"over {stages} stages the logits of {ROWS} rows at once differ in call {i + 1} from those of each by {by:g}"
-                )
-    return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
+    return rows, want
+
+
+def _cuts(layers: int) -> list[tuple[range, ...]]:
+    """Return all splits of a model into two stages."""
+    return [(range(cut), range(cut, layers)) for cut in range(1, layers)]
+
+
+def uncut_places(config: JsonObject) -> frozenset[int]:
+    """Return the layers of a reduced model at which no second stage can begin: it is refused, or its logits differ."""
+    small, model = cut_down(config)
+    rows, want = _wanted(small, model)
+    found = set()
+    for split in _cuts(len(model.layers)):
+        try:
+            frames = [PipelineModel(model, own, family_of(str(small["model_type"]))) for own in split]
+            alone, _ = _staged_logits(frames, rows)
+        except (UnsupportedModel, *FAILURES):
+            found.add(split[1].start)
+            continue
+        if not all(mx.array_equal(got, whole).item() for got, whole in zip(alone, want, strict=True)):
+            found.add(split[1].start)
+    return frozenset(found)
 
 
 def _distance(a: mx.array, b: mx.array) -> float:
@@ -126,18 +159,11 @@ def _staged_logits(frames: list[PipelineModel], rows: mx.array) -> tuple[list[mx
     return alone, together
 
 
-def _model(config: JsonObject) -> nn.Module:
-    module = importlib.import_module(f"mlx_lm.models.{module_of(str(config.get('model_type')))}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    model.eval()
-    return model
-
-
 def _random(path: str, array: mx.array) -> mx.array:
     """Return random weights that depend only on path and shape."""
-    if not mx.issubdtype(array.dtype, mx.floating):
-        return array
     key = mx.random.key(sum(path.encode()) % 2**31)
+    if not mx.issubdtype(array.dtype, mx.floating):  # a table of experts, by token: zeros as it is made
+        return array if mx.any(array).item() else mx.random.randint(0, 2, array.shape, array.dtype, key=key)
     noise = mx.random.normal(array.shape, key=key)
     return 1 + 0.1 * noise if array.ndim == 1 and path.endswith("weight") else noise / 8
 

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors that mlx-lm's models raise for configs with invalid entries."""
+"""Errors that models raise for configs with invalid entries."""
 
 
 def import_models_only() -> None:

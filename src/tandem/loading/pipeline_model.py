@@ -8,6 +8,8 @@ lazy: what the model computes for other stages (embeddings of absent tokens, unu
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -26,6 +28,16 @@ from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
 
 _PLAIN = Family()
+
+
+@contextmanager
+def unevaluated() -> Iterator[None]:
+    """Ignore `mx.async_eval`, by which some models start what they compute: a trace must not evaluate absent weights."""
+    theirs, mx.async_eval = mx.async_eval, lambda *arrays: None
+    try:
+        yield
+    finally:
+        mx.async_eval = theirs
 
 
 class PipelineModel:
@@ -86,7 +98,10 @@ class PipelineModel:
         Other values that later layers need are appended: [B, L, H + ...]. `caches` are those of `make_caches`, or
         batches of such.
         """
-        full = [caches[at] if at is not None else self._elsewhere(i, caches) for i, at in enumerate(self._places)]
+        full: list[Any] = [
+            self._elsewhere(i, caches) if at is None else functools.reduce(operator.getitem, at, caches)
+            for i, at in enumerate(self._places)
+        ]
         if self._grouped_scores:
             full = [_GroupedMask(cache) for cache in full]
         tokens = x
@@ -159,6 +174,7 @@ class PipelineModel:
         self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self._made) if hasattr(cache, "offset"))])
         return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
 
+    @unevaluated()
     def _try(self) -> None:
         """Trace a call of this stage, without computing. Raise UnsupportedModel if its layers do not run separately."""
         shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
@@ -203,6 +219,7 @@ class PipelineModel:
             self._holder[self._name] = whole
             self._received.values, self._received.forwarded, self._received.out = (), (), None
 
+    @unevaluated()
     def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], StagePayload]:
         """Trace a whole call without computing.
 
@@ -250,14 +267,15 @@ class PipelineModel:
             return made
         return _OtherStageCache(made, caches[self._counts])
 
-    def _place(self, index: int) -> int | None:
-        """Return the index of this stage's cache for the model's cache `index`, or of one that yields equal masks; None
-        if there is none."""
+    def _place(self, index: int) -> tuple[int, ...] | None:
+        """Return the index of this stage's cache for the model's cache `index`, or of one that yields equal masks, as a
+        member of a list at last; None if there is none."""
         if index in self._kept:
-            return self._kept.index(index)
-        kinds = [_kind(self._made[i]) for i in self._kept]
-        kind = _kind(self._made[index])
-        return kinds.index(kind) if kind in kinds else None
+            return (self._kept.index(index),)
+        kind, kept = _kind(self._made[index]), [self._made[i] for i in self._kept]
+        places: list[tuple[tuple[int, ...], Cache]] = [((at,), cache) for at, cache in enumerate(kept)]
+        places += [((at, i), one) for (at,), cache in places for i, one in enumerate(getattr(cache, "caches", ()))]
+        return next((place for place, cache in places if _kind(cache) == kind), None)
 
 
 class _Reached(BaseException):
@@ -347,6 +365,9 @@ class _Placeholder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layer
 
 
 class _OtherStage(_Placeholder):

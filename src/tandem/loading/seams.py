@@ -64,11 +64,13 @@ def _attend(
 
 
 def let_caches_attend() -> None:
-    """Patch attention in mlx-lm's model modules, imported already or later. Idempotent."""
+    """Patch attention in the model modules of mlx-lm and mlx-vlm, imported already or later. Idempotent."""
     base.scaled_dot_product_attention = _attend
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, "scaled_dot_product_attention", None) is _of_mlx_lm:
-            module.__dict__["scaled_dot_product_attention"] = _attend
+        if name.startswith(("mlx_lm.models.", "mlx_vlm.models.")):
+            theirs = module.__dict__.get("scaled_dot_product_attention")
+            if getattr(theirs, "__module__", "") in ("mlx_lm.models.base", "mlx_vlm.models.base"):
+                module.__dict__["scaled_dot_product_attention"] = _attend
 
 
 def bound_recurrences() -> None:

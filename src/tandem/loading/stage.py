@@ -5,7 +5,6 @@ Chained stages compute bit for bit what mlx-lm's own model computes in one proce
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -19,9 +18,10 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles, Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import Adapters
+from tandem.loading.build_model import build_model
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
-from tandem.loading.pipeline_model import PipelineModel
+from tandem.loading.pipeline_model import PipelineModel, unevaluated
 from tandem.loading.quantized_kv import Cache, GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
@@ -40,7 +40,7 @@ from tandem.loading.shard_modules import (
 )
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.description import ModelDescription, part_of_tensor
-from tandem.models.families.table import family_of, module_of
+from tandem.models.families.table import family_of
 from tandem.models.kv_types import KV_BITS
 from tandem.models.shard import Shard
 
@@ -200,6 +200,7 @@ class StageModel:
         """Trace a call of one token without computing."""
         self._traced(1)
 
+    @unevaluated()
     def _traced(self, tokens: int) -> list[Cache]:
         """Return fresh caches after a call with `tokens` tokens, with lazy arrays that are never evaluated."""
         caches = self.make_caches()
@@ -404,15 +405,12 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
 
 
 def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
-    """Build mlx-lm's model with random weights, which stay lazy and are never computed."""
-    module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
-    patch_mlx_lm()
-    config = read_config(files.path)
+    """Build the model with random weights, which stay lazy and are never computed."""
     try:
-        model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+        model = build_model({**read_config(files.path), "model_type": description.family})
     except FAILURES as error:
         raise BrokenModel(f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model") from error
-    model.eval()
+    patch_mlx_lm()
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 TRACED = (1, 2)
 """Rows and positions of the traced call that array layouts are derived from."""
+_DIGITS = (1, 256, 65536)
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class ArraySpec:
 
     lead: tuple[int, ...]
     tail: tuple[int, ...]
+    whole: bool = False
+    """Whether the numbers are whole, from 0 below 2**24 (token ids). Each is sent as three digits below 256, which every
+    type of activations holds exactly."""
 
     @staticmethod
     def of(array: mx.array) -> ArraySpec:
@@ -32,15 +36,17 @@ class ArraySpec:
         at = next((i for i in range(len(shape) - 1) if shape[i : i + 2] == TRACED), None)
         if at is None:
             raise ValueError(f"layers hand on an array of shape {shape}, which has no axis of positions")
-        return ArraySpec(shape[:at], shape[at + 2 :])
+        return ArraySpec(shape[:at], shape[at + 2 :], not mx.issubdtype(array.dtype, mx.floating))
 
     @property
     def width(self) -> int:
         """Elements per position."""
-        return math.prod(self.lead) * math.prod(self.tail)
+        return math.prod(self.lead) * math.prod(self.tail) * (len(_DIGITS) if self.whole else 1)
 
     def packed(self, array: mx.array) -> mx.array:
         """Reshape [*lead, B, L, *tail] to [B, L, width]."""
+        if self.whole:
+            return replace(self, tail=(*self.tail, len(_DIGITS)), whole=False).packed(array[..., None] // mx.array(_DIGITS) % 256)
         if not self.lead and len(self.tail) == 1:
             return array
         n = len(self.lead)
@@ -49,6 +55,9 @@ class ArraySpec:
 
     def unpacked(self, array: mx.array) -> mx.array:
         """Reverse `packed`: reshape [B, L, width] to [*lead, B, L, *tail]."""
+        if self.whole:
+            digits = replace(self, tail=(*self.tail, len(_DIGITS)), whole=False).unpacked(array)
+            return (digits.astype(mx.int32) * mx.array(_DIGITS)).sum(axis=-1)
         if not self.lead and len(self.tail) == 1:
             return array
         n = len(self.lead)
@@ -73,7 +82,7 @@ class StagePayload:
     def packed(self, values: Sequence[mx.array]) -> mx.array:
         """Concatenate values, in the order of their layouts, into [B, L, width]; trailing values may be missing."""
         forms = (self.hidden, *self.carried, *self.forwarded)[: len(values)]
-        parts = [form.packed(value) for form, value in zip(forms, values, strict=True)]
+        parts = [form.packed(value).astype(values[0].dtype) for form, value in zip(forms, values, strict=True)]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def unpacked(self, array: mx.array) -> tuple[mx.array, ...]:

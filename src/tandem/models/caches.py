@@ -7,10 +7,11 @@ of elements; `tests/loading/test_loading_cache_bytes.py` compares them with meas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tandem.json_types import JsonMapping
+from tandem.models.partition import indexers
 
 Kind = Literal["positions", "latent", "state", "none"]
 
@@ -193,6 +194,49 @@ def _minimax_m3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     return LayerCache("positions", plain + index, whole=index)
 
 
+def _shared_index(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a hy_v4 layer: a latent, and the index's keys unless it shares what another one selected."""
+    shared = indexers(config, i + 1)[i] == "shared"
+    keys = 0 if shared else int(config.get("index_head_dim", 128))
+    return LayerCache("latent", int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]) + keys, listed=True)
+
+
+def _glm5_next(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a GLM-5-Next layer: a state, or a latent with one index key for `index_kpool` positions."""
+    kinds = config.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
+    if kinds[i % len(kinds)] != "linear_attention":
+        keys = 0 if indexers(config, i + 1)[i] == "shared" else int(config.get("index_head_dim", 128))
+        return LayerCache("latent", int(config["kv_lora_rank"]) + keys // int(config.get("index_kpool", 16)), listed=True)
+    heads, width = config.get("linear_num_heads", 64), config.get("linear_head_dim", 128)
+    own = {"num_heads": heads, "head_dim": width, "short_conv_kernel_size": config.get("linear_conv_kernel_dim", 4)}
+    state = _state({"linear_attn_config": {**own, **(config.get("linear_attn_config") or {})}})
+    assert state is not None
+    return state
+
+
+def _deepseek_v4(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a DeepSeek V4 layer: a window of keys, and compressed ones, with an index where windows overlap."""
+    head, index = int(config["head_dim"]), int(config.get("index_head_dim", 128))
+    listed, count = config.get("compress_ratios"), int(config["num_hidden_layers"])
+    ratio = listed[i] if listed else 0 if i in (0, count - 1) else 4 if i % 2 else 128
+    if ratio != 4:
+        return LayerCache("latent", head + (head // ratio if ratio else 0), listed=ratio > 0)
+    return LayerCache("latent", head + (head + index) // 4, 2 * 2 * 4 * (head + index), listed=True)
+
+
+def _qwen4_exp(config: JsonMapping, i: int, plain: int) -> LayerCache:
+    """Return the cache of a Qwen4 layer: keys, values and those of an index, whole and in blocks; or a state, and with
+    n-grams the inputs of one more convolution."""
+    if _layer_kind(config, i) == "attention":
+        index = int(config.get("indexer_head_dim", 128))
+        return LayerCache("positions", plain + index + index // int(config.get("indexer_compress_ratio", 4)), listed=True)
+    state = _state(config)
+    assert state is not None
+    taps = int(config.get("ple_conv_kernel_size", 4)) - 1
+    inputs = int(config.get("ngram_size", 3)) * taps * int(config.get("hc_count", 4)) * int(config["hidden_size"])
+    return replace(state, state=state.state + (inputs if i + 1 in (config.get("ple_layer_ids") or ()) else 0))
+
+
 def _bailing_v3(config: JsonMapping, i: int, plain: int) -> LayerCache:
     """Return the cache of a Bailing v3 layer: latent attention at the end of each group and after the last whole group."""
     if _global(config, i):
@@ -234,7 +278,11 @@ _BY_LAYER: dict[str, Callable[[JsonMapping, int, int], LayerCache]] = {
     **dict.fromkeys(("gemma3n", "gemma4", "gemma4_text", "gemma4_unified"), _gemma4),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing),
     "falcon_h1": _falcon_h1,
-    "mimo_v2_flash": _mimo_v2,
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), _mimo_v2),
     "minimax_m3_vl": _minimax_m3,
     "bailing_moe_v3": _bailing_v3,
+    "hy_v4": _shared_index,
+    "qwen4_exp": _qwen4_exp,
+    "deepseek_v4": _deepseek_v4,
+    "glm5_next": _glm5_next,
 }

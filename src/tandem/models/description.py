@@ -128,6 +128,9 @@ class ModelDescription:
     num_experts: int = 0
     axes: Mapping[str, Axis] = field(default_factory=dict)
     """Split axes of the family's own kinds, by kind."""
+    payload_elements: int = 0
+    """Elements per position from stage to stage, where layers hand on several residual streams, or token ids. 0: those of
+    `hidden_size`."""
     layer_type: str = ""
     """Type of the layers; differs from `family` where a text model of another type is nested in it. Empty if not
     tensor-parallel."""
@@ -231,6 +234,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             kept_by_position=kept_by_position(known, caches),
             latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
             max_context=facts.max_context(),
+            payload_elements=facts.payload(family),
             dtype=_stored_dtype(tensors),
             quantization=quantization.settings,
             tied_head=tied,
@@ -324,6 +328,10 @@ class _Facts:
         if isinstance(sharing := self.config.get("n_shared_head"), int) and sharing > 0:
             return -(-self.num_heads // sharing)
         return self.number(self.key(_KV_KEYS), self.num_heads)
+
+    def payload(self, family: Family) -> int:
+        """Return `payload_elements`; a token id takes three."""
+        return self.hidden_size * self.number(family.streams) + 3 * len(family.gives) if family.streams else 0
 
     def shares(self, name: str) -> JsonObject:
         """Return the fields of `ModelDescription` for tensor parallelism besides heads, for layers of type `name`."""

@@ -1,4 +1,5 @@
-"""Dry run of a model type without a row in `FAMILIES`, in a child process, before it is served. No mlx here."""
+"""Checks of a model type before it is served: its package, and without a row in `FAMILIES` a dry run in a child process.
+No mlx here."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from tandem.errors import UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
+from tandem.models.sources import require_source
 from tandem.processes.sandbox import SandboxTask, TaskDone, run_once
 
 log = logging.getLogger(__name__)
@@ -18,11 +20,12 @@ TIMEOUT_S = 300.0
 
 
 def require_dry_run(path: Path, description: ModelDescription) -> None:
-    """Return if the type is listed, or if a tiny random model of its config matches mlx-lm bit for bit when split into
-    stages.
+    """Return if the type is listed and its package is installed, or if a tiny random model of its config matches mlx-lm
+    bit for bit when split into stages.
 
-    Raise UnsupportedModel with the difference otherwise.
+    Raise UnsupportedModel with the remedy or the difference otherwise.
     """
+    require_source(description.family)
     if description.family not in FAMILIES:
         log.warning(
             "%s: unlisted architecture, parity checked: %s; `tandem parity` checks more", description.family, _tried(path)

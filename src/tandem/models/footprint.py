@@ -164,7 +164,8 @@ def activation_bytes(
     """
     # Residual, normed input, query, output, and the MLP's gate, up and product are alive together at most; with experts
     # also their gathered inputs and outputs.
-    wide = 4 * description.hidden_size + 3 * share * mlp_width + 2 * experts_used * description.hidden_size
+    residual = description.payload_elements or description.hidden_size
+    wide = residual + 3 * description.hidden_size + 3 * share * mlp_width + 2 * experts_used * description.hidden_size
     # Scores before and after the mask; for an index also those multiplied by its head weights.
     scores = 3.0 * description.index_heads
     if not gpu or description.head_dim not in _FUSED_HEAD_DIMS:

@@ -126,7 +126,8 @@ def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
     """Return the layers that must stay in the stage of the layer before them. `config` is that of the text model.
 
     Such layers reuse keys and values of an earlier one. Gemma 3n and 4: all layers after the first one that the last
-    layers read from. Hunyuan: all but the first of each group.
+    layers read from. Hunyuan: all but the first of each group. hy_v4 and glm5_next: layers after one with an index, up to
+    the last that shares what it selected.
     """
     kind = config.get("model_type")
     shared = config.get("num_kv_shared_layers", _SHARED_BY_DEFAULT.get(str(kind), 0))
@@ -135,9 +136,41 @@ def uncut(config: JsonMapping, num_layers: int) -> frozenset[int]:
         kinds = config.get("layer_types") or _gemma4_kinds(config, num_layers)
         sources = {kinds[i]: i for i in range(first)}
         return frozenset(range(min(sources[kind_of_layer] for kind_of_layer in set(kinds[first:])) + 1, num_layers))
+    if kind in ("hy_v4", "glm5_next"):
+        return _shared_indices(config, num_layers)
     if kind == "hunyuan" and config.get("use_cla"):
         return frozenset(i for i in range(num_layers) if i % int(config["cla_share_factor"]))
     return frozenset()
+
+
+def _shared_indices(config: JsonMapping, num_layers: int) -> frozenset[int]:
+    """Return the layers between one that selects positions by an index and the last that attends to the same."""
+    kinds, linear = indexers(config, num_layers), config.get("layer_types") or []
+    found: set[int] = set()
+    source = 0
+    for i in range(num_layers):
+        if i < len(linear) and linear[i] == "linear_attention":
+            continue
+        if kinds[i] == "shared":
+            found.update(range(source + 1, i + 1))
+        else:
+            source = i
+    return frozenset(found)
+
+
+def indexers(config: JsonMapping, num_layers: int) -> list[str]:
+    """Return for each layer of hy_v4 and glm5_next whether its index is `full`, its own, or `shared`.
+
+    mlx-vlm's configs derive it where it is missing.
+    """
+    if kinds := config.get("indexer_types"):
+        return list(kinds)
+    if config.get("model_type") == "hy_v4":
+        return ["full" if i < 2 or i % 4 == 1 else "shared" for i in range(num_layers)]
+    if pattern := config.get("index_topk_pattern"):
+        return [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    every, first = max(int(config.get("index_topk_freq", 1)), 1), int(config.get("index_skip_topk_offset", 2))
+    return ["full" if max(i - first + 1, 0) % every == 0 else "shared" for i in range(num_layers)]
 
 
 def _gemma4_kinds(config: JsonMapping, num_layers: int) -> list[str]:

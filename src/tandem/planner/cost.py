@@ -277,7 +277,7 @@ class Costs:
         return max((x.hop_latency or x.latency) + size / (x.hop_bandwidth or x.bandwidth) for x in known)
 
     def _message(self, machines: Sequence[int], rows: int) -> int:
-        return rows * self.model.hidden_size * max(self.item(m) for m in machines)
+        return rows * (self.model.payload_elements or self.model.hidden_size) * max(self.item(m) for m in machines)
 
     def _head_time(self, part: RankShare, rows: int) -> float:
         stored = (self.model.head_bytes + (self.model.embed_bytes if self.model.tied_head else 0)) * part.share

@@ -70,6 +70,21 @@ MLA = replace(
     axes=latent,
 )
 
+HY_V4 = replace(
+    MLA,
+    cuts={
+        **LATENT,
+        **glu(),
+        **glu("mlp.shared_experts", "shared"),
+        "mlp.switch_mlp.gate_up_proj": rows("experts", "experts"),
+        "mlp.switch_mlp.down_proj": columns("experts"),
+        "self_attn.linear_gate": rows("latent_out"),
+        "self_attn.learnable_sink_param": rows("latent_heads"),
+    },
+    sums=("self_attn.o_proj", "mlp"),  # attention also returns the selected positions
+    whole=MLA.whole | {f"hc_{part}_layer.hc_pre.hc_{name}" for part in ("attn", "mlp") for name in ("fn", "base", "scale")},
+)
+
 QWEN_MOE = glu("mlp.switch_mlp", "experts") | glu("mlp.shared_expert", "shared")
 LONGCAT = Sharding(
     cuts={

@@ -12,6 +12,15 @@ from dataclasses import replace
 from tandem.models.families import older, rules, states
 from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
 
+_COHERE_SHARED = "num_shared_experts|moe_num_shared_experts"
+_STEP = replace(
+    rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
+    cuts={**attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"), **rules.GATE},
+    whole=frozenset({"mlp.gate", "mlp.gate.gate"}),
+    shared=("share_expert_dim",),
+    loose_heads=True,
+)
+
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(
         (
@@ -43,6 +52,7 @@ SHARDING: dict[str, Sharding] = {
             "qwen2_5_vl",
             "qwen2_vl",
             "qwen3_vl",
+            "k2_horizon",
         ),
         rules.DENSE,
     ),
@@ -136,6 +146,7 @@ SHARDING: dict[str, Sharding] = {
             "kimi_k25",
             "kimi_vl",
             "mistral4",
+            "mistral_large3",
         ),
         rules.MLA,
     ),
@@ -166,7 +177,12 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("phixtral", "phi-msft"), older.PHIXTRAL),
     "qwen": older.QWEN1,
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), rules.GEMMA4),
-    "mimo_v2_flash": rules.MIMO_V2,
+    **dict.fromkeys(("mimo_v2", "mimo_v2_flash"), rules.MIMO_V2),
+    "hy_v4": rules.HY_V4,
+    "kolibri1": rules.moe(widths=((), rules.EXPERT, ("shared_expert_intermediate_size",))),
+    "cohere2_moe": rules.moe(
+        widths=(("prefix_dense_intermediate_size|intermediate_size",), rules.WIDTH, ("intermediate_size", _COHERE_SHARED))
+    ),
     "mellum": rules.moe(widths=((), rules.EXPERT, ())),
     "llama4_text": Sharding(
         cuts=attention() | glu("feed_forward"), sums=("self_attn", "feed_forward"), mlp=("intermediate_size_mlp",)
@@ -229,19 +245,16 @@ SHARDING: dict[str, Sharding] = {
         shared=("shared_expert_intermediate_size",),
         loose_heads=True,
     ),
-    "step3p5": replace(
-        rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
-        cuts={**attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"), **rules.GATE},
-        whole=frozenset({"mlp.gate", "mlp.gate.gate"}),
-        shared=("share_expert_dim",),
-        loose_heads=True,
-    ),
+    **dict.fromkeys(("step3p5", "step3p7"), _STEP),
 }
 """Rules by `model_type`."""
 
 NOT_SHARDED: dict[str, str] = {
     "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
+    "deepseek_v4": "its grouped output projections and compressors have no rules yet",
+    "qwen4_exp": "its sparse attention and n-gram embeddings have no rules yet",
+    "glm5_next": "its linear layers and MLPs have projections in one matrix each, for whose parts there are no rules yet",
     "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
     "openelm": "its layers have different numbers of heads, which have no divisor in common",
     "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",

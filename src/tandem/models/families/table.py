@@ -17,8 +17,10 @@ from tandem.json_types import JsonMapping
 class Family:
     """Deviations of one model type from the defaults."""
 
+    source: Literal["mlx_lm", "mlx_vlm"] = "mlx_lm"
+    """Package whose module computes the type. mlx-lm where both have it, unless the row says why not."""
     module: str = ""
-    """Module of `mlx_lm.models`, if its name differs from the type."""
+    """Module of the package's `models`, if its name differs from the type."""
     layers: str = "model.layers"
     """Path of the list of decoder layers. Adapters use it to name modules; so do checkpoints without an output
     projection."""
@@ -33,6 +35,8 @@ class Family:
     """Position or name of the hidden states among the arguments of a layer."""
     gives: tuple[int | str, ...] = ()
     """Positions or names of other layer arguments that only the first stage can compute; they are sent to later stages."""
+    streams: str = ""
+    """Key of config.json with the number of residual streams that layers hand on (hyper-connections); empty: one."""
     counts: bool = False
     """Layers without positional caches read the offset from another layer's cache. Each stage then counts positions
     itself."""
@@ -217,6 +221,38 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
     "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
+    **dict.fromkeys(("k2_horizon", "kolibri1"), Family(source="mlx_vlm", layers=_NESTED, tied="config-false")),
+    "cohere2_moe": Family(source="mlx_vlm", layers=_NESTED, tied="always"),
+    "mimo_v2": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "step3p7": Family(source="mlx_vlm", layers=_NESTED, tied="never"),
+    "hy_v4": Family(source="mlx_vlm", layers=_NESTED, tied="never", streams="hc_mult", defaults={"hc_mult": 4}),
+    "deepseek_v4": Family(
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="never",
+        gives=(3,),
+        streams="hc_mult",
+        defaults={"hc_mult": 4},
+        one_by_one="its compressed keys are those of one sequence",
+    ),
+    "qwen4_exp": Family(
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="config-false",
+        gives=(1,),
+        streams="hc_count",
+        defaults={"hc_count": 4, **_EVERY_FOURTH},
+        one_by_one="its sparse attention and n-grams are computed for sequences of one length",
+    ),
+    "glm5_next": Family(
+        source="mlx_vlm",
+        layers=_NESTED,
+        tied="config-false",
+        streams="hc_mult",
+        defaults={"hc_mult": 4},
+        one_by_one="its pools of index keys are those of one sequence",
+    ),
+    "mistral_large3": Family(source="mlx_vlm", layers=_NESTED, tied="never", defaults=_LATENT),
     "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
     "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
 }
@@ -287,6 +323,7 @@ UNREAD: dict[str, tuple[str, ...]] = {
         ("head_dim",),
     ),
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), ("num_hidden_layers", "head_dim")),
+    "glm5_next": ("head_dim",),
 }
 """Entries of config.json that mlx-lm's module of a type ignores: head_dim is then hidden_size / heads, and the layer
 count is `num_layers`."""
@@ -300,5 +337,5 @@ def family_of(model_type: str) -> Family:
 
 
 def module_of(model_type: str) -> str:
-    """Return the name of the type's module in `mlx_lm.models`, which may not exist."""
+    """Return the name of the type's module in its source's `models`, which may not exist."""
     return family_of(model_type).module or ALIASES.get(model_type, model_type)

@@ -6,7 +6,7 @@ from tandem.json_types import JsonMapping, JsonObject
 
 EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
-_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
+_BY_LAYER = {"layer_types", "indexer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
 _OWN_NAMES = {"n_embd", "d_model", "model_dim"}
 """Keys for the hidden width in families that share no key with `BASE`."""
 _LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
@@ -96,6 +96,13 @@ _NEMOTRON_H: JsonObject = {
 _STEP: JsonObject = {
     **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
     "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
+}
+_MIMO: JsonObject = _ROUTED | {
+    "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
+    "partial_rotary_factor": 0.5, "n_shared_experts": None,
 }
 _GEMMA3: JsonObject = {
     "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
@@ -263,13 +270,7 @@ TINY: dict[str, JsonObject] = {
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
     "mellum": _HEAD | _MOE | _KINDS | {"rope_parameters": _ROPES},
-    "mimo_v2_flash": _ROUTED | {
-        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
-        "partial_rotary_factor": 0.5, "n_shared_experts": None,
-    },
+    "mimo_v2_flash": _MIMO,
     "minicpm": _MUP,
     "minicpm3": _MLA | _MUP | {
         "rope_scaling": {
@@ -345,6 +346,41 @@ TINY: dict[str, JsonObject] = {
         "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
     },
     "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
+    "k2_horizon": _HEAD | {"rope_parameters": {"rope_theta": 9000.0, "rope_type": "default"}},
+    "kolibri1": _HEAD | _MOE | _KINDS | {"shared_expert_intermediate_size": 64},
+    "cohere2_moe": _HEAD | _MOE | _KINDS | {
+        "layer_types": ["full_attention", "sliding_attention"], "moe_num_shared_experts": 2, "logit_scale": 0.5,
+        "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96,
+    },
+    "mimo_v2": _MIMO,
+    "hy_v4": _ROUTED | _MLA | _INDEX | {
+        "num_key_value_heads": 1, "hc_mult": 2, "indexer_types": ["full", "full", "shared", "full"],
+    },
+    "deepseek_v4": _ROUTED | {
+        "num_key_value_heads": 1, "head_dim": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "compress_ratios": [0, 4, 128, 4],
+        "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 2, "num_hash_layers": 2, "o_groups": 2,
+        "o_lora_rank": 32,
+    },
+    "qwen4_exp": {
+        "text_config": _NEXT | {
+            "model_type": "qwen4_exp_text", "layer_types": ["linear_attention", "full_attention"], "hc_count": 2,
+            "hc_lowrank": 16, "ple_layer_ids": [1, 3], "ple_embed_dim": 64, "ngram_size": 3, "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 500, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4,
+            "indexer_n_heads": 2, "indexer_head_dim": 32, "indexer_budget": 16, "indexer_compress_ratio": 4,
+            "eos_token_id": 2, "rope_parameters": {
+                "type": "default", "mrope_section": [2, 1, 1], "rope_theta": 9000.0, "partial_rotary_factor": 0.5,
+            },
+        },
+    },
+    "glm5_next": {
+        "text_config": _ROUTED | _MLA | _INDEX | {
+            "num_key_value_heads": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 32, "linear_num_heads": 2,
+            "linear_conv_kernel_dim": 4, "hc_mult": 2, "index_topk_pattern": "FFSF", "head_dim": 0,
+            "layer_types": ["linear_attention", "deepseek_sparse_attention", "deepseek_sparse_attention", "linear_attention"],
+        },
+    },
+    "step3p7": {"text_config": _STEP | {"num_attention_heads": 4}},
+    "mistral_large3": {"text_config": _ROUTED | _MLA | {"num_key_value_heads": 4, "model_type": "mistral_large3"}},
     "bailing_moe_v3": _BAILING | _MLA | {
         "layer_group_size": 2, "head_dim": 16, "n_group": 1, "topk_group": 1, "short_conv_kernel_size": 4,
         "moe_shared_expert_intermediate_size": 64,

@@ -1,0 +1,35 @@
+"""Packages that have the modules of model types, and whether they are installed. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from tandem.errors import UnsupportedModel
+from tandem.models.families.table import family_of
+
+MLX_VLM = ((0, 7, 10), (0, 8))
+"""Lowest version of mlx-vlm that is supported, and the first above that is not; as in the extra `vision`."""
+_INSTALL = "python -m pip install --no-deps 'mlx-vlm>=0.7.10,<0.8' 'pillow>=12,<14'"
+
+
+def require_source(model_type: str) -> None:
+    """Return if the package that computes a type is installed. Raise UnsupportedModel with the remedy otherwise."""
+    if family_of(model_type).source != "mlx_vlm":
+        return
+    missing = [name for name in ("mlx-vlm", "pillow") if _version(name) is None]
+    version = _version("mlx-vlm") or ()
+    if missing or not MLX_VLM[0] <= version < MLX_VLM[1]:
+        found = f"{' and '.join(missing)} not installed" if missing else f"mlx-vlm {'.'.join(map(str, version))} is"
+        raise UnsupportedModel(
+            f"model_type {model_type} is computed by mlx-vlm 0.7.10 or later below 0.8, and {found} here: {_INSTALL} "
+            "(on every machine)",
+            param="model",
+        )
+
+
+def _version(package: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(package))[:3]))
+    except importlib.metadata.PackageNotFoundError:
+        return None
