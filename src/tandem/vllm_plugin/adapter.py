@@ -280,7 +280,7 @@ class PlanBuilder:
             ops.prefill.append(PrefillOp(request_id, sequence.computed, stop - sequence.computed, stop == total))
             sequence.computed = stop
             if stop == save_point and (cached_prefix := self._prefixes.save(sequence.tokens[:stop])) is not None:
-                ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length))
+                ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length, cached_prefix.takes))
         sequence.decoding = target == total
 
     def _make_room(self) -> None:

@@ -15,6 +15,7 @@ from tandem.comm.group import StageGroup
 from tandem.crash_guard import start_thread
 from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
+from tandem.loading.prefix import trimmable
 from tandem.loading.stage import CacheBytes, StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
@@ -23,7 +24,6 @@ from tandem.models.partition import split_layers
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
-from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.transport.channel import TcpChannel
