@@ -211,6 +211,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         weight_bytes=sum(stage.nbytes for stage in stages) + spec.lora_elements * runner.stage.dtype.size,
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
+        window=max(map(last_positions, members(runner.stage.make_caches())), default=0),
         memory_bytes=memory_bytes(),
         peak_bytes=peak_bytes(),
         gpu=on_gpu(),

@@ -163,6 +163,8 @@ class PrefixIndex:
         hashes = block_hashes(tokens[:last], salt)
         known = BLOCK_SIZE * sum(1 for _ in takewhile(self._known.__contains__, hashes))
         fork = min(max(known, on_disk) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE, last)
+        if fork - cached < CHECKPOINTS * self._checkpoint:
+            fork = 0  # it would take more memory than it saves work
         between = range(self._every, last - self._every // 2, self._every) if self._every else ()
         return sorted({point for point in (fork, last, *between) if point > cached})
 
@@ -200,8 +202,8 @@ class PrefixIndex:
         """Return the positions of the checkpoints that a prefix of `length` positions keeps beside its last one: those that
         were reused, then the latest, within `CHECKPOINTS` of its length."""
         room = min(CHECKPOINTS * length, self._room - self._reserved_positions - length - self._extra)
-        most = int(room // self._checkpoint) if self._checkpoint else len(taken)
-        return sorted(taken, key=lambda position: (taken[position][0] > 0, position), reverse=True)[: max(most, 0)]
+        most = max(int(room // max(self._checkpoint, 1)), 0)
+        return sorted(taken, key=lambda position: (taken[position][0] > 0, position), reverse=True)[:most]
 
     def _cost(self, cached_prefix: CachedPrefix) -> int:
         """Return the positions that a cached prefix costs."""
