@@ -85,10 +85,10 @@ class PlanBuilder:
         """Store the limits.
 
         `stages` is the number of pipeline stages. `kv_tokens` is the number of KV positions that vLLM allocates; `chunk` the
-        maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which running
-        sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the additional cost
-        of a cached prefix, in positions, for SSM states; `window` is the largest sliding window. With `drafts` vLLM schedules draft tokens, and the caller passes each
-        step's tokens to `sampled` before the next `plan`.
+        maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which
+        running sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the
+        additional cost of a cached prefix, in positions, for SSM states; `window` is the largest sliding window. With
+        `drafts` vLLM schedules draft tokens, and the caller passes each step's tokens to `sampled` before the next `plan`.
         """
         self.micro_batches = stages + 1
         """Number of micro-batches: one per batch in flight, and a last one for sequences that wait."""
