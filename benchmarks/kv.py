@@ -5,6 +5,7 @@ usage: python benchmarks/kv.py [--model DIR] [--tokens 2000 6000] [--layout 1|pp
        python benchmarks/kv.py --drain
        python benchmarks/kv.py --roles [--apart machines] [--mixed pp|one|dp]   gaps of streams while prompts come
        python benchmarks/kv.py --hand-over [--apart disks]                      bytes a second, and how much is hidden
+       python benchmarks/kv.py --states [qwen3_next ...]                        second turns of tiny hybrid and windowed models
        python benchmarks/kv.py --decode --tokens 32000 --rows 8                 decode steps, 8-bit KV against 16
 
 Without one of these, and with --drain, each figure is a ratio with the disk to without it, taken side by side in one
@@ -32,7 +33,8 @@ from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
 from tandem.processes.interpreter import module_command
-from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, is_checkpoint
+from tandem.testing import tiny_model
 
 LAYOUTS = {"1": {}, "pp": {"pipeline_parallel_size": 2}}
 END = SamplingParams(max_tokens=1, temperature=0.0)
@@ -81,6 +83,36 @@ def drained(model: str, prompt: list[int], **flags: object) -> float:
     return max(later - earlier for earlier, later in pairwise(times[20:]))
 
 
+def second_turn(family: str, length: int, directory: Path) -> dict[str, object]:
+    """Return the seconds to the first token of a conversation's second turn of `length` tokens for a tiny model, and what its
+    checkpoints take on disk beside its blocks."""
+    model = str(tiny_model(directory / family, family, layers=8, config={"max_position_embeddings": 2 * length}))
+    rng = random.Random(length)
+    first = [rng.randrange(3, 290) for _ in range(length - 100)]
+    second = first + [rng.randrange(3, 290) for _ in range(100)]
+    disk, short = {"kv_disk": str(directory / f"kv-{family}")}, first[:100]
+    with LLM(model, prefix_cache=0.0) as llm:
+        first_token(llm, short)
+        computed = first_token(llm, second)
+    with LLM(model, **disk) as llm:
+        first_token(llm, first)
+        in_memory = first_token(llm, second)
+    with LLM(model, **disk) as llm:
+        first_token(llm, short[1:])
+        restarted = first_token(llm, second)
+    sizes = {True: 0, False: 0}
+    for path in Path(disk["kv_disk"]).glob("*/*.kv"):
+        sizes[is_checkpoint(bytes.fromhex(path.name.partition(".")[0]))] += path.stat().st_size
+    return {
+        "family": family,
+        "tokens": length,
+        "computed_s": computed,
+        "in_memory": in_memory / computed,
+        "restarted": restarted / computed,
+        "disk": 1 + sizes[True] / sizes[False],
+    }
+
+
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -90,6 +122,7 @@ def main() -> None:
     parser.add_argument("--drain", action="store_true", help="only the pause when a replica is drained")
     parser.add_argument("--roles", action="store_true", help="only gaps of streams while prompts come")
     parser.add_argument("--hand-over", action="store_true", help="only prompts that go from rank to rank")
+    parser.add_argument("--states", nargs="*", metavar="FAMILY", help="only second turns, of tiny models of these families")
     parser.add_argument("--decode", action="store_true", help="only decode steps, for each type of KV")
     parser.add_argument("--apart", choices=("no", "disks", "machines"), default="no", help="what replicas do not share")
     parser.add_argument("--pin", action="store_true", help="with --apart, each replica computes on a core of its own")
@@ -109,6 +142,12 @@ def main() -> None:
         return
     if given.hand_over:
         kv_hand_over.compare(given)
+        return
+    if given.states is not None:
+        with tempfile.TemporaryDirectory() as directory:
+            families = given.states or ["qwen3_next", "gpt_oss"]
+            rows = [second_turn(family, length, Path(directory)) for family in families for length in given.tokens]
+        table(list(rows[0]), [list(row.values()) for row in rows])
         return
     if given.decode:
         kv_types.compare_steps(given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tandem.kv.index import PrefixIndex
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
@@ -46,8 +48,8 @@ def check_invariants(scheduler: Scheduler) -> None:
 
 def check_prefixes(index: PrefixIndex) -> None:
     """Raise AssertionError unless the tables of a prefix cache agree."""
-    held = sum(
-        cached_prefix.length + index._extra for cached_prefix in (*index._cached_prefixes.values(), *index._reserved.values())
-    )
+    held = sum(map(index._cost, (*index._cached_prefixes.values(), *index._reserved.values())))
     assert index.positions == held <= max(index._budget, 0)
+    known = Counter(one for prefix in index._cached_prefixes.values() for one in prefix.hashes)
+    assert index._known == (Counter() if index._trimmable else known)
     assert {key for keys in index._by_hash.values() for key in keys} == set(index._cached_prefixes)

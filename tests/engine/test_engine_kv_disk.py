@@ -159,14 +159,35 @@ def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path
         assert answers(llm, expected) == 0
 
 
-def test_a_model_with_windows_is_served_without(tmp_path, caplog):
-    directory = str(tiny_model(tmp_path, "gemma3_text"))
-    with LLM(directory, kv_disk=str(tmp_path / "kv")) as llm:
-        assert llm.generate([PROMPT[:300]], PARAMS)[0].token_ids
-        status = ask(llm, lambda engine: engine.status())
-    assert status.kv_disk.startswith("off: ")
-    assert f"KV disk not used (--kv-disk): {status.kv_disk}" in caplog.text
-    assert not files(tmp_path)
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "gemma3_text", "llama4"])
+def test_a_checkpoint_of_states_or_windows_outlives_its_server(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("tandem.kv.disk.DiskTier._pays", lambda self, tokens, gain: True)
+    directory = str(tiny_model(tmp_path / "model", family, **{**KIND, "layers": 4}))
+    with LLM(directory, prefix_cache=0.0, prefill_chunk=64) as llm:
+        first = llm.generate([PROMPT], PARAMS)[0]
+        second_turn = [*PROMPT, *first.token_ids, *range(3, 43)]
+        second = llm.generate([second_turn], PARAMS)[0]
+
+    def turn(prompt: list[int], expected: Any, layout: str = "one") -> tuple[int, int]:
+        """Positions that were not computed, and prefixes on disk that could not be used."""
+        with LLM(directory, kv_disk=str(tmp_path / "kv"), prefill_chunk=64, **LAYOUTS[layout]) as llm:
+            got = llm.generate([prompt], PARAMS)[0]
+            assert got.token_ids == expected.token_ids
+            asked(llm, QueryCache(1, tokens=prompt))  # answered once all that waits is written
+            return int(got.cached_tokens), ask(llm, lambda engine: engine.scheduler.disk.counts.failures)
+
+    assert turn(PROMPT, first) == (0, 0)
+    at = 2 * DISK_BLOCK_SIZE
+    [checkpoint] = [path for path in files(tmp_path) if len(path.name.split(".")[0]) == 34]
+    assert turn(second_turn, second, "pp2" if family == "qwen3_next" else "one") == (at, 0)
+    if family != "qwen3_next":
+        return
+    later = next(path for path in files(tmp_path) if len(path.name.split(".")[0]) == 34 and path.stem != checkpoint.stem)
+    data = bytearray(checkpoint.read_bytes())
+    data[-9] ^= 4
+    for damaged in (bytes(data), checkpoint.read_bytes()[:-8], later.read_bytes()):  # a bit, a cut, another's
+        checkpoint.write_bytes(damaged)
+        assert turn(PROMPT, first) == (0, 1)
 
 
 @pytest.mark.slow
@@ -251,6 +272,29 @@ def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int]
     check(llm)
     known = [*request.prompt, *request.produced, *tokens]
     return tokens, asked(llm, QueryCache(1, tokens=known)).disk_has
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
+def test_a_running_sequence_moves_with_its_states_or_windows(tmp_path, monkeypatch, family):
+    monkeypatch.setattr("tandem.kv.disk.DiskTier._pays", lambda self, tokens, gain: True)
+    directory = str(tiny_model(tmp_path / "model", family, **KIND))
+    params = SamplingParams(max_tokens=400, temperature=0.9, seed=5, ignore_eos=True)
+    prompt = PROMPT[: 2 * DISK_BLOCK_SIZE - 12]
+    with LLM(directory, prefix_cache=0.0) as llm:
+        whole = llm.generate([prompt], replace(params, max_tokens=160))[0].token_ids
+    disk = {"kv_disk": str(tmp_path / "kv"), "prefill_chunk": 64}
+    with LLM(directory, **disk, **LAYOUTS["pp2"]) as first, LLM(directory, **disk) as second:
+        for leaves, count, at in ((False, 30, 3 * DISK_BLOCK_SIZE), (True, 1000, DISK_BLOCK_SIZE)):
+            for llm in (first, second):
+                asked(llm, QueryCache(1, drop="all"))
+            before = hits(second)
+            request = EngineRequest(request_id=f"moves-{leaves}", prompt=prompt, params=params, leaves=leaves)
+            tokens, kept = handed_over(first, request, count)
+            assert kept == at  # the end of the next block when it was to leave, or of the prompt's last whole one
+            moved = replace(request, produced=tokens, kept=kept, params=replace(params, max_tokens=len(tokens) + 10))
+            rest = [token for output in submitted(second, [replace(moved, leaves=False)]) for token in output.tokens]
+            assert [*tokens, *rest] == whole[: len(tokens) + 10]
+            assert hits(second) == before + at
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from scheduler_invariants import check_prefixes
 from tandem.kv.budget import batch_positions, kv_capacity
 from tandem.kv.index import PrefixIndex, block_hashes
-from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, checkpoint_name
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -157,3 +157,39 @@ def test_cached_prefixes_of_states_cost_more_than_their_positions() -> None:
     assert not PrefixIndex(BLOCK_SIZE, extra=1).enabled
     serves = [one.serves for one in (index, PrefixIndex(BLOCK_SIZE), PrefixIndex(0, extra=9), PrefixIndex(BLOCK_SIZE, extra=9))]
     assert serves == ["blocks", "any length", "off", "off: a cached prefix of its states takes as much memory as 9 tokens"]
+
+
+def test_a_longer_prefix_takes_over_checkpoints_as_far_as_their_bytes_allow() -> None:
+    index = PrefixIndex(10**6, trimmable=False, extra=10, checkpoint=100)
+    chat = list(range(2000))
+    first, second = index.save(chat[:448]), index.save(chat[:640])
+    assert first and second and second.takes == [(first.key, 448)] and not second.drops
+    assert index.take_evicted() == [first.key]
+    hit = index.lookup(chat[:500])
+    assert hit and (hit.key, hit.length) == (second.key, 448)
+    third = index.save(chat[:704])  # a quarter of 704 is one checkpoint: the one that was used
+    assert third and third.takes == [(second.key, 448)]
+    assert third.drops == [checkpoint_name(block_hashes(chat[:640])[-1])]
+    assert index.positions == 704 + 10 + 100
+    assert index.disk_names(third.key)[11:] == [checkpoint_name(block_hashes(chat[:at])[-1]) for at in (704, 448)]
+    check_prefixes(index)
+
+
+def test_a_prompt_has_checkpoints_where_it_ends_forks_and_at_a_distance() -> None:
+    index = PrefixIndex(10**6, trimmable=False, checkpoint=1, every=256)
+    system, one = list(range(150)), list(range(1000, 1700))
+    prompt = system + one
+    assert index.save_points(prompt) == [256, 512, 832]
+    for point in index.save_points(prompt):
+        assert index.save(prompt[:point])
+    other = system + list(range(3000, 3100))
+    assert index.lookup(other) is None
+    assert index.save_points(other) == [128, 192], "the second prompt with this beginning has a checkpoint at its end"
+    assert index.save_points(other, on_disk=128 + 64) == [192]
+    assert index.save_points(prompt, cached=832) == []
+    assert all(index.save(other[:point]) for point in (128, 192))
+    third = system + [7] * 100
+    hit = index.lookup(third)
+    assert hit and hit.length == 128 and index.save_points(third, cached=128) == [192]
+    check_prefixes(index)
+    assert PrefixIndex(10**6).save_points(prompt) == [len(prompt)]

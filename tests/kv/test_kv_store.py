@@ -16,7 +16,9 @@ from mlx_lm.models.cache import KVCache
 from tandem.kv import store
 from tandem.kv.files import DiskBlockFiles, Kind
 from tandem.kv.parts import KVSlice
-from tandem.kv.store import KVDisk, Layers, kind_of
+from tandem.kv.store import KVDisk, Layers
+from tandem.loading.prefix import Prefix
+from tandem.loading.stage import CacheMember
 from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
@@ -32,11 +34,12 @@ def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, DiskBlockFiles, queue.SimpleQ
         return DiskBlockFiles(tmp_path, "space", KVSlice(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
 
     other = files()
-    kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)
+    caches = [CacheMember(i, KVCache(), [((1, HEADS, 1, WIDTH), mx.float32)] * 2) for i in range(LAYERS)]
+    layers = Layers([KVCache] * LAYERS, caches, LAYERS, HEADS, mx.float32, as_bytes=False)
     for i, name in enumerate(NAMES):
         cut = KEYS[:, :, :, i * DISK_BLOCK_SIZE : (i + 1) * DISK_BLOCK_SIZE]
         other.write(name, [(layer, -layer) for layer in cut], "float32")
-    one = KVDisk(0, files(kind), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
+    one = KVDisk(0, files(layers.kind), layers, reports.put)
     yield one, other, reports
     assert one.close(60)
 
@@ -53,7 +56,7 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
     assert isinstance(got, Fetched) and not got.lost
     assert got.nbytes == 2 * KEYS.nbytes
     assert peak < 1.5 * got.nbytes
-    for cache, expected in zip(one.take("a"), KEYS, strict=True):
+    for cache, expected in zip(one.take("a").revived(len(NAMES) * DISK_BLOCK_SIZE), KEYS, strict=True):
         assert cache.offset == len(NAMES) * DISK_BLOCK_SIZE
         for side, whole in zip(cache.state[:2], (expected, -expected), strict=True):
             assert np.array_equal(np.array(side), whole)
@@ -105,9 +108,9 @@ def test_what_comes_too_slowly_is_left(disk, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, reports = disk
     monkeypatch.setattr(store, "WRITE_BYTES_S", 1.0)
-    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    states = [(mx.array(layer), mx.array(-layer), 0) for layer in KEYS]
     new = [bytes([100 + i]) * 16 for i in range(3)]
-    one.store(StoreOp("a", list(enumerate(new)), awaited=True), states)
+    one.store(StoreOp("a", list(enumerate(new)), awaited=True), Prefix(192, [], states))
     for name in new:
         got = reports.get(timeout=60)
         assert isinstance(got, Written) and got.names == [name] and got.nbytes > 0 < got.seconds
@@ -131,10 +134,10 @@ def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("nobody foresaw it")
 
-    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    states = [(mx.array(layer), mx.array(-layer), 0) for layer in KEYS]
     for name, order, answer in (
         ("read", lambda: one.take_order(Fetch("a", NAMES)), Fetched(0, "a", NAMES)),
-        ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), states), Written(0, [])),
+        ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), Prefix(64, [], states)), Written(0, [])),
         ("survey", lambda: one.take_order(Survey(1, wanted=NAMES[:1])), Surveyed(0, 1, [], wanted=NAMES[:1])),
     ):
         with monkeypatch.context() as patch:
@@ -148,9 +151,9 @@ def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch
 
 def test_disk_blocks_that_are_to_go_are_gone_once_what_waits_is_written(disk) -> None:
     one, other, reports = disk
-    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    states = [(mx.array(layer), mx.array(-layer), 0) for layer in KEYS]
     new = b"n" * 16
-    one.store(StoreOp("a", [(0, new)]), states)
+    one.store(StoreOp("a", [(0, new)]), Prefix(64, [], states))
     one.take_order(Survey(1, drop=True, wanted=[new, NAMES[3]]))
     assert reports.get(timeout=60).names == [new]
     assert reports.get(timeout=60).names == []

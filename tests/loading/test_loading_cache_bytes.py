@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import UnsupportedModel
+from tandem.loading.prefix import trimmable
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.caches import LayerCache, layer_caches
 from tandem.models.description import ModelDescription, describe
@@ -19,7 +20,6 @@ from tandem.models.footprint import kv_bytes_per_token, layer_state_bytes, state
 from tandem.models.partition import split_layers
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.runner.kv_store import make_store
-from tandem.runner.prefix_store import trimmable
 from tandem.testing import tiny_model
 from tandem.vllm_plugin.rank import counted_heads, counted_room
 from thread_ranks import ThreadGroup, ThreadRank

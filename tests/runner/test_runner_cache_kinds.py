@@ -8,12 +8,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from stages import tiny_stage
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.kv.store import Layers, unsupported
+from tandem.loading.prefix import Prefix, kinds_of, trimmable
 from tandem.loading.stage import StageModel
 from tandem.runner.kv_store import RowsApart, make_store
-from tandem.runner.prefix_store import PrefixStore, trimmable
+from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_rows import PromptRows, joined, row_of
 
 KINDS = {
@@ -156,6 +159,23 @@ def test_a_cached_prefix_is_taken_up_again_and_again(stage: StageModel) -> None:
         return
     with pytest.raises(BatchDesync, match="the cache holds 33"):
         prefixes.save("q", first.caches, 33, 32)
+
+
+def test_a_prefix_is_the_same_from_the_arrays_of_its_files(stage: StageModel) -> None:
+    prompt = [3 + 7 * i % 290 for i in range(32)]
+    first = prefilled(stage, prompt, 32)
+    prefix = Prefix.of(first.caches, 32).copied()
+    want, again = first.feed([5]), Alone(stage)
+    if unsupported(stage.cache_members, stage.dtype):
+        assert any(one.layer < 0 for one in stage.cache_members)  # last tokens, which only the embedding has
+        return
+    heads = next((one.arrays[0][0][1] for one in stage.cache_members if type(one.cache) is KVCache), 1)
+    kinds = kinds_of(stage.make_caches())
+    layers = Layers(kinds, stage.cache_members, len(stage.layers), heads, stage.dtype, as_bytes=False)
+    checkpoint = layers.checkpoint(prefix, 32)
+    assert checkpoint is not None and layers.checkpoint(prefix, 64) is None
+    again.caches = layers.revived(layers.stored(prefix, slice(0, 32)), checkpoint, 32).revived(32)
+    assert np.array_equal(again.feed([5]), want)
 
 
 def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apart(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_a_cached_prefix_costs_what_its_states_take() -> None:
     for extra, kept in ((0, 3), (400, 2), (1000, 0)):
         one = adapter(kv_tokens=5000, prefix_extra=extra, trimmable=False)
         plans = [
-            one.plan(first_step(str(number), [500 * number + i for i in range(64)]))  # type: ignore[arg-type]
+            one.plan(first_step(str(number), [500 * number + i for i in range(65)]))  # type: ignore[arg-type]
             for number in range(3)
         ]
         assert sum(len(plan.saves) - len(plan.evicts) for plan in plans if plan is not None) == kept

@@ -176,6 +176,9 @@ class SchedulerSettings:
     prefix_cache: float = 0.3
     """Share of the KV cache that may hold prefixes of past prompts, so that they need not be computed again; 0 turns
     prefix caching off."""
+    prefix_checkpoint_tokens: int | None = None
+    """Tokens between the checkpoints of a long prompt, for a model with recurrent states or sliding windows: its prefixes
+    can be used again only up to one. By default at least 2048, and so many that they take at most a quarter of the KV."""
     kv_disk: str | None = None
     """Directory, on each machine with ranks, in which prefixes of prompts are kept: they outlive ranks and servers, and
     are read where that takes less time than computing them (docs/kv.md). By default none is kept."""

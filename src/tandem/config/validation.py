@@ -50,6 +50,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queue_tokens": _AT_LEAST_ONE,
     "kv_tokens": _AT_LEAST_ONE,
     "prefix_cache": (0.0, 1.0),
+    "prefix_checkpoint_tokens": _AT_LEAST_ONE,
     "kv_disk_gb": _POSITIVE,
     "memory_fraction": (math.ulp(0.0), 1.0),
     "step_timeout": _POSITIVE,

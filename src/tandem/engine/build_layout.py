@@ -19,7 +19,7 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.several import lora_modules
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
-from tandem.errors import ConfigError, LayoutError, UnsupportedModel
+from tandem.errors import ConfigError, LayoutError
 from tandem.executors.executor import Executor
 from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
@@ -28,7 +28,7 @@ from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import adapter_elements, adapter_spec, read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
-from tandem.models.kv_types import require_quantizable, unsupported_role
+from tandem.models.kv_types import require_quantizable
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
@@ -137,7 +137,7 @@ def plan_layout(settings: Settings) -> RankGroupLayout:
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = _find_draft_model(settings, files, description)
-    _check_role(parallel, settings.scheduler.kv_disk, description, draft)
+    _check_role(parallel, settings.scheduler.kv_disk, draft)
     specs = _stage_specs(replace(settings, parallel=parallel), files, description, ranges, micro_batches, drafts, draft)
     if loras := max(len(adapters), model.max_loras if model.enable_lora else 0):
         tensors = read_tensors(files)
@@ -243,7 +243,7 @@ def _adapters(settings: Settings) -> tuple[AdapterSpec, ...]:
     return tuple(adapter_spec(index, name, str(path)) for index, (name, path) in enumerate(paths.items(), 1))
 
 
-def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription, draft: ModelFiles | None) -> None:
+def _check_role(parallel: ParallelSettings, kv_disk: str | None, draft: ModelFiles | None) -> None:
     """Raise UsageError for a prefill or decode replica whose sequences cannot migrate to others."""
     if (role := role_of(parallel)) == "both":
         return
@@ -256,8 +256,6 @@ def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: Mo
             f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; leave one out",
             param="roles",
         )
-    if not description.kept_by_position:
-        raise UnsupportedModel(unsupported_role(role, description.family), param="roles")
 
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:

@@ -15,13 +15,14 @@ from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.build_layout import RankGroupLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
-from tandem.kv.budget import held_sequences, kv_capacity
+from tandem.kv.budget import held_sequences, kv_capacity, rounded
+from tandem.kv.index import CHECKPOINTS
 from tandem.log import Seldom
 from tandem.models.description import ModelDescription
 from tandem.models.footprint import prefill_chunk
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.kv_blocks import BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits
@@ -34,6 +35,8 @@ METAL_QUERIES = 32
 heads per kv head. Larger steps use the unfused kernels."""
 EASE, SHED = 0.85, 0.95
 """Fractions of a device's memory above which caches are dropped (EASE) and sequences preempted (SHED)."""
+CHECKPOINT_TOKENS = 2048
+"""Least default distance of the checkpoints in a long prompt, as prefill stops at each."""
 MARGIN = 0.03
 """Minimum distance of `EASE` above `--memory-fraction`, since a full KV cache is normal. Also the hysteresis: pressure ends
 this far below `EASE`."""
@@ -59,8 +62,13 @@ def make_limits(
             cached_prefix,
             prefix_tokens,
         )
+    # An upper bound: as if all layers had the window.
+    checkpoint = cached_prefix + max(ready.window for ready in ranks)
+    every = chosen.prefix_checkpoint_tokens or max(math.ceil(checkpoint / CHECKPOINTS), CHECKPOINT_TOKENS)
     return Limits(
         prefix_extra=cached_prefix,
+        prefix_checkpoint=checkpoint,
+        prefix_every=rounded(every, DISK_BLOCK_SIZE),
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
         micro_batches=layout.micro_batches,

@@ -252,4 +252,4 @@ def _kv_disk(layout: RankGroupLayout, ranks: Sequence[Ready]) -> str:
     if trouble := next((ready.disk_trouble for ready in ranks if ready.disk_trouble), ""):
         return f"off: {trouble}"
     kept = all(ready.disk_blocks is not None for ready in ranks)
-    return "on" if kept else "off: this model keeps windows or states, which have no disk blocks"
+    return "on" if kept else "off: this model has caches of a kind that is not written to disk"

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +19,9 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.files import KEPT, MOST_HEADER, DiskBlockFiles, note_model
 from tandem.kv.parts import KVSlice
 from tandem.kv.remote import Lending
-from tandem.kv.store import KVDisk, Layers, kind_of, takes_part
+from tandem.kv.store import KVDisk, Layers, unsupported
 from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, on_metal, peak_bytes, wire_weights
+from tandem.loading.prefix import kinds_of, last_positions, members, trimmable
 from tandem.loading.stage import StageModel, load_stage
 from tandem.loading.stage_payload import dtype_name
 from tandem.models.description import ModelDescription, describe
@@ -31,7 +33,6 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
-from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
@@ -165,8 +166,7 @@ def _open_disk(
     spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None], lending: Lending | None
 ) -> tuple[KVDisk | None, str]:
     """Open the disk cache. Return (cache, error): no cache if it is off, unsupported by the model's caches, or unusable."""
-    caches = stage.make_caches()
-    if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
+    if not spec.kv_disk or spec.draft_path or unsupported(stage.cache_members, stage.dtype):
         return None, ""
     description = describe(files)
     shard = shard_of(spec, description, dequantizes(spec.dequantize, gpu=on_gpu()))
@@ -175,19 +175,26 @@ def _open_disk(
     versions = f"{__version__}-{version('mlx-lm')}"
     space = f"{spec.kv_space}-{versions}-{DISK_BLOCK_SIZE}-{dtype_name(stage.dtype)}"
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
-    disk_block = DISK_BLOCK_SIZE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
+    count, as_bytes = len(range(*spec.layers)), spec.kv_dtype != "auto"
+    layers = Layers(kinds_of(stage.make_caches()), stage.cache_members, count, len(need.heads), stage.dtype, as_bytes=as_bytes)
+    if shard is not None and layers.kind.whole:
+        log.info("KV disk: this model's states and heads serve ranks with equal parts of its layers only")
+        ranges = (shard.kv_heads, shard.states)
+        space += "-".join([f"-tp{shard.rank}.{shard.size}", *(f"{one.start}.{one.stop}" for one in ranges)])
+        need = KVSlice(need.layers, range(shard.rank, shard.rank + 1))
+        layers.kind = replace(layers.kind, whole=frozenset(range(count)))
+    states = int(4 * description.state_elements * description.num_layers)
+    disk_block = DISK_BLOCK_SIZE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers + states
     if KEPT * spec.kv_disk_bytes < disk_block:
         return None, (
             f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {DISK_BLOCK_SIZE} tokens of this model's KV, which are kept "
             f"together, take {disk_block / 1e9:.2g}; give at least {2 * disk_block / 1e9:.2g}"
         )
-    most = MOST_HEADER + DISK_BLOCK_SIZE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
+    positions = max([DISK_BLOCK_SIZE, *map(last_positions, members(stage.caches_of_all_stages()))])
+    most = MOST_HEADER + positions * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False) + states
     try:
-        as_bytes = spec.kv_dtype != "auto"
-        kept = DiskBlockFiles(
-            Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most, kind_of(stage.cache_arrays, as_bytes=as_bytes)
-        )
-        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=as_bytes), report, lending)
+        kept = DiskBlockFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most, layers.kind)
+        disk = KVDisk(spec.rank, kept, layers, report, lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
     except (UsageError, OSError) as error:
@@ -204,6 +211,7 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
         weight_bytes=sum(stage.nbytes for stage in stages) + spec.lora_elements * runner.stage.dtype.size,
         kv_bytes_per_token=per_token,
         state_bytes=sum(stage.cache_bytes.state for stage in stages),
+        window=max(map(last_positions, members(runner.stage.make_caches())), default=0),
         memory_bytes=memory_bytes(),
         peak_bytes=peak_bytes(),
         gpu=on_gpu(),

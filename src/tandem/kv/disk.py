@@ -15,6 +15,7 @@ from tandem.kv.index import DiskBlockIndex, PrefixIndex, block_hashes, disk_bloc
 from tandem.protocol.kv_blocks import (
     BLOCK_SIZE,
     DISK_BLOCK_SIZE,
+    NAME_BYTES,
     Fetch,
     Fetched,
     StoreOp,
@@ -22,6 +23,8 @@ from tandem.protocol.kv_blocks import (
     Surveyed,
     UseRemoteStores,
     Written,
+    checkpoint_name,
+    is_checkpoint,
 )
 from tandem.protocol.quarantine import QuarantineRecord
 from tandem.protocol.request import EngineRequest
@@ -113,7 +116,10 @@ class _Order:
 class DiskTier:
     """Disk tier: selection of prefixes to read from disk, and pending reads. Used only by the scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        """Create the tier without ranks. `checkpoints`: see the attribute."""
+        self.checkpoints = checkpoints
+        """True if a prefix can be read only up to a checkpoint."""
         self.orders: list[Fetch | UseRemoteStores | Survey] = []
         """Orders to send to all ranks before the next plan; the sender empties the list."""
         self.counts = DiskCounts()
@@ -208,10 +214,10 @@ class DiskTier:
             return
         hashes = block_hashes(sequence.tokens[:-1], sequence.salt)
         every = disk_block_names(hashes)
-        names = self._disk_blocks.leading(every)
+        names = self._usable(every)
         told = not sequence.disk_checked and sequence.request.kept >= DISK_BLOCK_SIZE
         if told and len(names) < min(sequence.request.kept // DISK_BLOCK_SIZE, len(every)):
-            self._look_for(sequence, wanted=every)
+            self._look_for(sequence, wanted=self._with_checkpoints(every))
             return
         if len(names) < len(every) and not sequence.disk_checked:
             for look in reversed(self._asked.values()):
@@ -234,11 +240,14 @@ class DiskTier:
         if not names:
             return
         gain = len(names) * DISK_BLOCK_SIZE - here
+        blocks = len(names)
+        if self.checkpoints:
+            names = [*names, checkpoint_name(names[-1])]
         for asked in self._asked.values():
             if asked.names[: len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[: len(names) * DISK_BLOCK_SIZE // BLOCK_SIZE])
+            key = prefixes.reserve(hashes[: blocks * DISK_BLOCK_SIZE // BLOCK_SIZE])
             if key is None:
                 return
             # A migrated prompt may take longer, since computing it here would delay other requests.
@@ -269,13 +278,39 @@ class DiskTier:
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         """Make the ranks delete a prompt's disk blocks, after queued writes."""
-        if self._ranks and (names := disk_block_names(hashes)):
+        self.delete(self._with_checkpoints(disk_block_names(hashes)))
+
+    def delete(self, names: list[bytes]) -> None:
+        """Make the ranks delete these disk blocks and checkpoints, after queued writes."""
+        if self._ranks and names:
             self._disk_blocks.lose(names)
             self._survey(drop=True, wanted=names)
 
+    def names(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the names of the whole disk blocks of a prefix, and of the checkpoint at their end if the model has any."""
+        names = disk_block_names(hashes)
+        return [*names, checkpoint_name(names[-1])] if names and self.checkpoints else names
+
+    def _with_checkpoints(self, names: list[bytes]) -> list[bytes]:
+        """Return these disk blocks, and the checkpoints at their ends if the model has any."""
+        return [*names, *map(checkpoint_name, names)] if self.checkpoints else names
+
+    def _usable(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the leading disk blocks that are on disk, up to the last checkpoint if the model has any."""
+        return self._to_checkpoint(self._disk_blocks.leading(names))
+
+    def _to_checkpoint(self, names: list[bytes], *, own: bool = False) -> list[bytes]:
+        """Return `names` up to the last one with a checkpoint, which is on local disks with `own`."""
+        while self.checkpoints and names:
+            checkpoint = checkpoint_name(names[-1])
+            if checkpoint in self._disk_blocks and not (own and self._lent.anywhere(checkpoint)):
+                break
+            names = names[:-1]
+        return names
+
     def _own(self, names: list[bytes]) -> list[bytes]:
         """Leading blocks available on local disks."""
-        return list(takewhile(lambda name: not self._lent.anywhere(name), names))
+        return self._to_checkpoint(list(takewhile(lambda name: not self._lent.anywhere(name), names)), own=True)
 
     def _pays(self, names: list[bytes], gain: int) -> bool:
         pace = self._reading if len(self._own(names)) == len(names) else self._bringing
@@ -325,7 +360,8 @@ class DiskTier:
         self.counts.read_s += seconds
         if not lost or late:
             came = [name for name in asked.names if name not in lost]
-            (self._bringing if brought else self._reading).measure(len(came) * DISK_BLOCK_SIZE, seconds)
+            blocks = sum(not is_checkpoint(name) for name in came)
+            (self._bringing if brought else self._reading).measure(blocks * DISK_BLOCK_SIZE, seconds)
             self._lent.lose(came)  # the ranks have stored them on their own disks
         if lost:
             self.counts.failures += not late
@@ -344,23 +380,29 @@ class DiskTier:
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Return orders to write the disk blocks of these prefixes that are not on all disks yet."""
-        return [
-            StoreOp(key, missing)
-            for key in keys
-            if self._ranks and (missing := self.missing(disk_block_names(prefixes.hashes(key))))
-        ]
+        return [StoreOp(key, missing) for key in keys if self._ranks and (missing := self.missing(prefixes.disk_names(key)))]
 
     def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
-        """Return (number, name) of the disk blocks, from number `first` on, that are not on all disks."""
-        return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
+        """Return (number, name) of the disk blocks, from number `first` on, that are not on all disks. Checkpoints come last;
+        they have the number of the block that they end."""
+        return [
+            (names.index(name[:NAME_BYTES]) if is_checkpoint(name) else number, name)
+            for number, name in enumerate(names[first:], first)
+            if not self.holds(name)
+        ]
 
     def holds(self, name: bytes) -> bool:
         """Return True if all ranks have their part of this disk block on disk."""
         return name in self._disk_blocks
 
     def has(self, hashes: Sequence[bytes]) -> int:
-        """Return the leading positions of a prompt with these block hashes that are on disk."""
-        return len(self._disk_blocks.leading(disk_block_names(hashes))) * DISK_BLOCK_SIZE
+        """Return the leading positions of a prompt with these block hashes that can be read from disk."""
+        return len(self._usable(disk_block_names(hashes))) * DISK_BLOCK_SIZE
+
+    def shares(self, sequence: Seeking) -> int:
+        """Return the leading positions of a prompt whose blocks are on disk, with or without a checkpoint at their end."""
+        names = disk_block_names(block_hashes(sequence.tokens, sequence.salt)) if self.on and self.checkpoints else []
+        return len(self._disk_blocks.leading(names)) * DISK_BLOCK_SIZE
 
     @property
     def positions(self) -> int:

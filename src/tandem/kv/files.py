@@ -30,7 +30,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.kv.parts import KVSlice, sources
 from tandem.kv.remote import PARTS, SUFFIX, RemoteStores, files_of
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, is_checkpoint
 from tandem.system.files import NotRegular, read_regular
 
 MAGIC = b"TDMKV\0\0\1"
@@ -43,7 +43,7 @@ MOST_IDENTITY = 64
 ABOUT = "model"
 """File in each space with the model's name, for users."""
 _PREFIX = struct.Struct("<8sI")
-_DISK_BLOCK = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
+_DISK_BLOCK = re.compile(rf"[0-9a-f]{{32}}(00)?\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
 MOST_HEADER = 1 << 20
 """Maximum bytes before the arrays of a file."""
 STALE_S = 3600.0
@@ -53,15 +53,16 @@ KEPT = 0.9
 BLIND = 0.02
 """Fraction of the size limit that a rank writes between scans of the directory."""
 
-Layer = tuple[np.ndarray, np.ndarray]
-"""Keys and values, [1, heads, positions, width] each, in NumPy types (bfloat16 as uint16)."""
+Layer = Sequence[np.ndarray]
+"""Keys and values of each cache, [1, heads, positions, width], in NumPy types (bfloat16 as uint16); or the arrays of a
+checkpoint."""
 
 
 class _Header(msgspec.Struct):
     space: str
     name: bytes
-    shapes: list[tuple[list[int], list[int]]]
-    """(Shape of keys, shape of values) of each layer."""
+    shapes: list[list[list[int]]]
+    """Shape of each array of each layer."""
     dtype: str
     """MLX's name of the element type."""
     checksum: int
@@ -69,12 +70,16 @@ class _Header(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Kind:
-    """Element type and widths of a rank's KV."""
+    """Element type and shapes of a rank's KV, by its layers."""
 
     dtype: str
-    """MLX's name of the element type."""
-    widths: Sequence[tuple[int, int]]
-    """(Width of keys, width of values) of each of the rank's layers."""
+    """MLX's name of the element type of disk blocks."""
+    blocks: Sequence[Sequence[tuple[int, int]]]
+    """(Heads, width) of each array in disk blocks: keys and values of each cache."""
+    checkpoints: Sequence[Sequence[tuple[int, ...]]] = ()
+    """Shape in bytes of each array in checkpoints; -1 for a number of positions."""
+    whole: frozenset[int] = frozenset()
+    """Layers, from 0, that cannot be divided by heads: files serve only ranks with exactly the same heads."""
 
 
 class Unusable(Exception):
@@ -194,7 +199,8 @@ class DiskBlockFiles:
 
     def _sources(self, name: bytes) -> list[list[tuple[KVSlice, range]]] | None:
         """Return for each layer the slices to read, and which of their heads; None if some are missing."""
-        return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
+        whole = self._kind.whole if self._kind else frozenset()
+        return sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())), whole)
 
     def read(self, name: bytes) -> tuple[list[Layer], str, int]:
         """Return keys and values of each layer, MLX's name of their type, and the bytes read. Raises Unusable."""
@@ -216,15 +222,12 @@ class DiskBlockFiles:
             layers.append(
                 disk_blocks[0]
                 if len(disk_blocks) == 1
-                else (
-                    np.concatenate([one[0] for one in disk_blocks], axis=1),
-                    np.concatenate([one[1] for one in disk_blocks], axis=1),
-                )
+                else [np.concatenate(sides, axis=1) for sides in zip(*disk_blocks, strict=True)]
             )
         types = {header.dtype for header, _ in files.values()}
         if len(types) > 1:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
-        return layers, types.pop(), sum(array.nbytes for _, held in files.values() for pair in held for array in pair)
+        return layers, types.pop(), sum(array.nbytes for _, held in files.values() for layer in held for array in layer)
 
     def _load(self, name: bytes, part: KVSlice) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
@@ -243,7 +246,7 @@ class DiskBlockFiles:
                 or zlib.crc32(payload) != header.checksum
             ):
                 raise ValueError("it is not what it should be")
-            layers = list(_arrays(payload, header, len(part.heads)))
+            layers = _arrays(payload, header)
             self._require_kind(header, part)
             if borrowed:
                 with suppress(OSError):  # storing it locally is optional
@@ -259,18 +262,32 @@ class DiskBlockFiles:
             raise Unusable(f"{path.name} is damaged: {error}") from error
 
     def _require_kind(self, header: _Header, part: KVSlice) -> None:
-        """Raise ValueError if type or widths differ from the model's, so the KV is unusable."""
-        if self._kind is None:
-            return
-        if header.dtype != self._kind.dtype:
-            raise ValueError(f"type {header.dtype}, where the model has {self._kind.dtype}")
-        for layer, widths in zip(self.need.layers, self._kind.widths, strict=True):
-            if layer in part.layers:
-                keys, values = header.shapes[layer - part.layers.start]
-                if (keys[3], values[3]) != widths:
-                    raise ValueError(
-                        f"layer {layer} has widths {keys[3]}, {values[3]}, where the model has {widths[0]}, {widths[1]}"
-                    )
+        """Raise ValueError if type or shapes differ from the model's, so the KV is unusable."""
+        checkpoint = is_checkpoint(header.name)
+        if not checkpoint and any(len(one) != 4 or one[2] != DISK_BLOCK_SIZE for layer in header.shapes for one in layer):
+            raise ValueError("its arrays are not those of a disk block")
+        dtype = "uint8" if checkpoint else self._kind.dtype if self._kind else header.dtype
+        if header.dtype != dtype:
+            raise ValueError(f"type {header.dtype}, where the model has {dtype}")
+        for i, layer in enumerate(self.need.layers):
+            if layer not in part.layers:
+                continue
+            shapes = header.shapes[layer - part.layers.start]
+            expected: list[tuple[int, ...]]
+            if self._kind is None:
+                expected = [(1, len(part.heads), DISK_BLOCK_SIZE, max(shape[3], 1)) for shape in shapes]
+            elif checkpoint:
+                expected = list(self._kind.checkpoints[i])
+            else:
+                expected = [(1, heads, DISK_BLOCK_SIZE, width) for heads, width in self._kind.blocks[i]]
+            if self._kind is not None and i not in self._kind.whole:
+                expected = [(1, len(part.heads), *shape[2:]) for shape in expected]
+            alike = len(shapes) == len(expected) and all(
+                len(shape) == len(of) and all(number == size or size < 0 for number, size in zip(shape, of, strict=True))
+                for shape, of in zip(shapes, expected, strict=True)
+            )
+            if not alike:
+                raise ValueError(f"layer {layer} has shapes {shapes}, where the model has {expected}")
 
     def _bring(self, file: str) -> bytes:
         """Fetch a file from another machine, counting its bytes. Raises TransportError."""
@@ -291,12 +308,12 @@ class DiskBlockFiles:
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
         """Write this rank's slice of a disk block; return the bytes written. Raises OSError, with nothing left behind."""
-        blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
+        blocks = [np.ascontiguousarray(array) for layer in layers for array in layer]
         checksum = 0
         for block in blocks:
             checksum = zlib.crc32(block.data, checksum)
         header = msgspec.msgpack.encode(
-            _Header(self._space, name, [(list(keys.shape), list(values.shape)) for keys, values in layers], dtype, checksum)
+            _Header(self._space, name, [[list(array.shape) for array in layer] for layer in layers], dtype, checksum)
         )
         return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
 
@@ -423,10 +440,10 @@ def _file(name: bytes, part: KVSlice) -> str:
     return f"{name.hex()}.{part.label}{SUFFIX}"
 
 
-def _heads(pair: Layer, part: KVSlice, heads: range) -> Layer:
+def _heads(layer: Layer, part: KVSlice, heads: range) -> Layer:
     if len(heads) == len(part.heads):
-        return pair
-    return pair[0][:, heads.start : heads.stop], pair[1][:, heads.start : heads.stop]
+        return layer
+    return [array[:, heads.start : heads.stop] for array in layer]
 
 
 _NUMPY: dict[str, np.dtype[Any]] = {
@@ -437,21 +454,22 @@ _NUMPY: dict[str, np.dtype[Any]] = {
 }
 
 
-def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
-    """Parse the layers of a payload. Raises ValueError if the bytes do not match the header or `heads`."""
+def _arrays(payload: memoryview, header: _Header) -> list[Layer]:
+    """Parse the layers of a payload. Raises ValueError if the bytes do not match the header."""
     dtype, at = _NUMPY.get(header.dtype), 0
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
-    shapes = [shape for pair in header.shapes for shape in pair]
-    if any(shape[:3] != [1, heads, DISK_BLOCK_SIZE] or len(shape) != 4 or shape[3] < 1 for shape in shapes) or sum(
-        map(math.prod, shapes)
-    ) * dtype.itemsize != len(payload):
-        raise ValueError("its arrays are not those of a disk block")
-    arrays = []
-    for shape in shapes:
-        arrays.append(np.frombuffer(payload, dtype, math.prod(shape), at).reshape(shape))
-        at += arrays[-1].nbytes
-    return zip(arrays[::2], arrays[1::2], strict=True)
+    shapes = [shape for layer in header.shapes for shape in layer]
+    if any(number < 0 for shape in shapes for number in shape) or sum(map(math.prod, shapes)) * dtype.itemsize != len(payload):
+        raise ValueError("its arrays are not those of its header")
+    layers: list[Layer] = []
+    for held in header.shapes:
+        arrays = []
+        for shape in held:
+            arrays.append(np.ndarray(shape, dtype, payload, at))
+            at += arrays[-1].nbytes
+        layers.append(arrays)
+    return layers
 
 
 def note_model(directory: Path, space: str, model: str) -> None:

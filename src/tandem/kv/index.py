@@ -2,24 +2,27 @@
 
 A cached prefix holds the KV of the first `length` positions of a sequence. It is found by the hashes of its blocks, each
 chained to the previous one (as in vLLM's automatic prefix caching). If caches can be trimmed (`trimmable`), a prompt may
-reuse a part of it. The least recently used prefixes are evicted first. The engine decides; ranks save, restore and evict by
-plan, so prefix caches are equal on all ranks.
+reuse any part of it; else the part up to a checkpoint, a copy of states and windows at the end of a block. The least recently
+used prefixes are evicted first. The engine decides; ranks save, restore and evict by plan, so prefix caches are equal on all
+ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
-from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE
+from tandem.protocol.kv_blocks import BLOCK_SIZE, DISK_BLOCK_SIZE, NAME_BYTES, checkpoint_name, is_checkpoint
 
 SPARED = 0.5
 """Fraction of the budget reserved for prefixes during admission, if prompts share their beginnings."""
 SHARED = 0.25
 """Average shared fraction of prompts from which on that reserve applies."""
+CHECKPOINTS = 0.25
+"""Maximum size of a prefix's checkpoints but its last one, as a fraction of its blocks."""
 SEEN_BLOCKS, FIRST_BLOCKS = 4096, 64
 """Maximum block hashes of past prompts to remember, in all and per prompt."""
 
@@ -31,7 +34,13 @@ class CachedPrefix:
     key: str
     length: int
     hashes: tuple[bytes, ...]
-    """Hashes of its blocks; only the last one if caches cannot be trimmed."""
+    """Hashes of its blocks."""
+    checkpoints: dict[int, int] = field(default_factory=dict)
+    """Positions with a checkpoint, and prompts that reused each; empty if caches can be trimmed."""
+    takes: list[tuple[str, int]] = field(default_factory=list)
+    """(Key, position) of checkpoints that it takes over from the prefixes that it replaces."""
+    drops: list[bytes] = field(default_factory=list)
+    """Names of checkpoints that it did not take over."""
     hits: int = 0
     """Prompts that reused it, or prefixes that it replaced."""
 
@@ -47,18 +56,24 @@ class Hit:
 class PrefixIndex:
     """Cached prefixes within a budget of KV positions, found by their block hashes."""
 
-    def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
+    def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0, checkpoint: int = 0, every: int = 0) -> None:
         """Create an empty index. `budget`: KV positions of all cached prefixes; 0 disables the cache. `trimmable`: prefixes
-        can be cut to any length. `extra`: positions that each prefix costs beyond its length."""
+        can be cut to any length. `extra`: positions that each prefix costs beyond its length; `checkpoint`: those that each
+        checkpoint costs but the first. `every`: distance of the checkpoints in a long prompt; 0: only where it ends or forks.
+        """
         self._budget = self._room = budget
         self._extra = extra
+        self._checkpoint = checkpoint
+        self._every = every
         self._trimmable = trimmable
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         """Cached prefixes by key, least recently used first."""
         self._reserved: dict[str, CachedPrefix] = {}
         """Prefixes that ranks are about to read. They count against the budget but serve no prompt yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
-        """Keys of the cached prefixes that contain the block with this hash, oldest first."""
+        """Keys of the cached prefixes that can be reused up to the end of the block with this hash, oldest first."""
+        self._known: Counter[bytes] = Counter()
+        """Number of cached prefixes with this block, if caches cannot be trimmed."""
         self._ends: dict[bytes, str] = {}
         """Keys of cached prefixes by the hash of their last block."""
         self._evicted: list[str] = []
@@ -105,13 +120,16 @@ class PrefixIndex:
             keys = self._by_hash.get(digest)
             if keys:
                 best = Hit(next(reversed(keys)), (i + 1) * BLOCK_SIZE)
-            elif self._trimmable:
+            elif digest not in self._known:
                 break
         if best is not None:
             self._cached_prefixes.move_to_end(best.key)
             self.hits += 1
             self.hit_tokens += best.length
-            self._cached_prefixes[best.key].hits += 1
+            cached_prefix = self._cached_prefixes[best.key]
+            cached_prefix.hits += 1
+            if best.length in cached_prefix.checkpoints:
+                cached_prefix.checkpoints[best.length] += 1
         return best
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
@@ -129,9 +147,26 @@ class PrefixIndex:
         return max((i * BLOCK_SIZE for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
 
     def save_point(self, prompt_len: int) -> int:
-        """Return the number of computed positions after which to save a prompt: all. If caches cannot be trimmed, the last
-        block boundary that leaves one token to compute."""
-        return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE
+        """Return the number of computed positions after which to save a prompt: all. If caches cannot be trimmed, the last end
+        of a disk block that leaves one token to compute."""
+        return prompt_len if self._trimmable else (prompt_len - 1) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE
+
+    def save_points(self, tokens: Sequence[int], salt: bytes = b"", *, cached: int = 0, on_disk: int = 0) -> list[int]:
+        """Return where to save a prompt whose first `cached` positions are restored, ascending.
+
+        If caches cannot be trimmed, these are also the place where it departs from known prompts, so that a third one finds
+        a checkpoint there, and every so many positions. `on_disk`: leading positions whose disk blocks are known.
+        """
+        last = self.save_point(len(tokens))
+        if self._trimmable:
+            return [last]
+        hashes = block_hashes(tokens[:last], salt)
+        known = BLOCK_SIZE * sum(1 for _ in takewhile(self._known.__contains__, hashes))
+        fork = min(max(known, on_disk) // DISK_BLOCK_SIZE * DISK_BLOCK_SIZE, last)
+        if fork - cached < CHECKPOINTS * self._checkpoint:
+            fork = 0  # it would take more memory than it saves work
+        between = range(self._every, last - self._every // 2, self._every) if self._every else ()
+        return sorted({point for point in (fork, last, *between) if point > cached})
 
     def save(self, tokens: Sequence[int], salt: bytes = b"") -> CachedPrefix | None:
         """Add the prefix `tokens`, cut to whole blocks. Return None if it is cached already or does not fit.
@@ -145,16 +180,34 @@ class PrefixIndex:
         if known := self._by_hash.get(hashes[-1]):
             self._cached_prefixes.move_to_end(next(reversed(known)))
             return None
-        hits = 0
-        for digest in hashes[:-1] if self._trimmable else ():
+        hits, taken = 0, dict[int, tuple[int, str]]()
+        for digest in hashes[:-1]:
             if (key := self._ends.get(digest)) is not None:  # the new prefix contains the old one
-                hits += self._cached_prefixes[key].hits
+                old = self._cached_prefixes[key]
+                hits += old.hits
+                taken |= {position: (count, key) for position, count in old.checkpoints.items()}
                 self._evict(key)
-        self._shrink_to(self._room - length - self._extra)
-        cached_prefix = self._make(hashes if self._trimmable else hashes[-1:], length)
+        cached_prefix = self._make(hashes, length)
+        for position in self._worth(taken, length):
+            cached_prefix.checkpoints[position], key = taken.pop(position)
+            cached_prefix.takes.append((key, position))
+        cached_prefix.drops = [checkpoint_name(hashes[position // BLOCK_SIZE - 1]) for position in taken]
+        self._shrink_to(self._room - self._cost(cached_prefix))
+        self.positions += self._cost(cached_prefix)
         cached_prefix.hits = hits
         self._keep(cached_prefix)
         return cached_prefix
+
+    def _worth(self, taken: dict[int, tuple[int, str]], length: int) -> list[int]:
+        """Return the positions of the checkpoints that a prefix of `length` positions keeps beside its last one: those that
+        were reused, then the latest, within `CHECKPOINTS` of its length."""
+        room = min(CHECKPOINTS * length, self._room - self._reserved_positions - length - self._extra)
+        most = max(int(room // max(self._checkpoint, 1)), 0)
+        return sorted(taken, key=lambda position: (taken[position][0] > 0, position), reverse=True)[:most]
+
+    def _cost(self, cached_prefix: CachedPrefix) -> int:
+        """Return the positions that a cached prefix costs."""
+        return cached_prefix.length + self._extra + self._checkpoint * max(len(cached_prefix.checkpoints) - 1, 0)
 
     def _fits(self, length: int) -> bool:
         """Return True if a prefix of `length` positions fits beside the reserved ones."""
@@ -162,7 +215,7 @@ class PrefixIndex:
 
     @property
     def _reserved_positions(self) -> int:
-        return sum(cached_prefix.length + self._extra for cached_prefix in self._reserved.values())
+        return sum(map(self._cost, self._reserved.values()))
 
     def _shrink_to(self, positions: int) -> None:
         """Evict the least recently used prefixes until at most `positions` are held, or only reserved ones remain."""
@@ -170,14 +223,22 @@ class PrefixIndex:
             self._evict(next(iter(self._cached_prefixes)))
 
     def _make(self, hashes: Sequence[bytes], length: int) -> CachedPrefix:
-        cached_prefix = CachedPrefix(f"p{self._next_key}", length, tuple(hashes))
+        checkpoints = {} if self._trimmable else {length: 0}
+        cached_prefix = CachedPrefix(f"p{self._next_key}", length, tuple(hashes), checkpoints)
         self._next_key += 1
-        self.positions += length + self._extra
         return cached_prefix
+
+    def _served(self, cached_prefix: CachedPrefix) -> list[bytes]:
+        """Return the hashes of the blocks up to whose ends a prefix can be reused."""
+        if self._trimmable:
+            return list(cached_prefix.hashes)
+        return [cached_prefix.hashes[position // BLOCK_SIZE - 1] for position in cached_prefix.checkpoints]
 
     def _keep(self, cached_prefix: CachedPrefix) -> None:
         self._cached_prefixes[cached_prefix.key] = cached_prefix
-        for digest in cached_prefix.hashes:
+        if not self._trimmable:
+            self._known.update(cached_prefix.hashes)
+        for digest in self._served(cached_prefix):
             self._by_hash.setdefault(digest, {})[cached_prefix.key] = None
         self._ends[cached_prefix.hashes[-1]] = cached_prefix.key
 
@@ -186,24 +247,29 @@ class PrefixIndex:
         return list(reversed(self._cached_prefixes.values()))
 
     def holding(self, tokens: Sequence[int], salt: bytes = b"") -> str | None:
-        """Return the key of a cached prefix with all whole blocks of `tokens`; None without one."""
-        hashes = block_hashes(tokens, salt)
+        """Return the key of a cached prefix of `tokens` up to their save point; None without one."""
+        hashes = block_hashes(tokens[: self.save_point(len(tokens))], salt)
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
         """Return the block hashes of a cached prefix; empty if it was evicted."""
         return self._cached_prefixes[key].hashes if key in self._cached_prefixes else ()
 
-    def reserve(self, hashes: Sequence[bytes]) -> str | None:
-        """Reserve room for a prefix of these blocks. Return the key for the ranks, None without room.
+    def disk_names(self, key: str) -> list[bytes]:
+        """Return the names of a cached prefix's disk blocks and checkpoints; empty if it was evicted."""
+        names = disk_block_names(self.hashes(key))
+        points = self._cached_prefixes[key].checkpoints if names else ()
+        return names + [checkpoint_name(names[at // DISK_BLOCK_SIZE - 1]) for at in points if at % DISK_BLOCK_SIZE == 0]
 
-        Only for trimmable caches. Call `arrived` or `give_up` afterwards.
-        """
+    def reserve(self, hashes: Sequence[bytes]) -> str | None:
+        """Reserve room for a prefix of these blocks. Return the key for the ranks, None without room. Call `arrived` or
+        `give_up` afterwards."""
         length = len(hashes) * BLOCK_SIZE
-        if not (self._trimmable and self._fits(length)):
+        if not self._fits(length):
             return None
         self._shrink_to(self._room - length - self._extra)
         cached_prefix = self._make(hashes, length)
+        self.positions += self._cost(cached_prefix)
         self._reserved[cached_prefix.key] = cached_prefix
         return cached_prefix.key
 
@@ -215,15 +281,19 @@ class PrefixIndex:
     def give_up(self, key: str) -> None:
         """Drop a reserved prefix, as it could not be read; ranks must evict their part."""
         if (cached_prefix := self._reserved.pop(key, None)) is not None:
-            self.positions -= cached_prefix.length + self._extra
+            self.positions -= self._cost(cached_prefix)
             self._evicted.append(key)
 
     def _evict(self, key: str) -> None:
         cached_prefix = self._cached_prefixes.pop(key)
-        self.positions -= cached_prefix.length + self._extra
+        self.positions -= self._cost(cached_prefix)
+        for digest in cached_prefix.hashes if self._known else ():
+            self._known[digest] -= 1
+            if not self._known[digest]:
+                del self._known[digest]
         if self._ends.get(cached_prefix.hashes[-1]) == key:
             del self._ends[cached_prefix.hashes[-1]]
-        for digest in cached_prefix.hashes:
+        for digest in self._served(cached_prefix):
             del self._by_hash[digest][key]
             if not self._by_hash[digest]:
                 del self._by_hash[digest]
@@ -231,7 +301,8 @@ class PrefixIndex:
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         """Evict every prefix that contains one of these blocks, as any of them may be damaged."""
-        for key in dict.fromkeys(key for digest in hashes for key in self._by_hash.get(digest, ())):
+        damaged = set(hashes)
+        for key in [key for key, one in self._cached_prefixes.items() if not damaged.isdisjoint(one.hashes)]:
             self._evict(key)
 
     def shrink(self, positions: int) -> None:
@@ -262,6 +333,7 @@ class PrefixIndex:
     def clear(self) -> None:
         """Clear the index, as the ranks that held the prefixes are lost."""
         self._cached_prefixes.clear()
+        self._known.clear()
         self._reserved.clear()
         self._by_hash.clear()
         self._evicted.clear()
@@ -276,7 +348,7 @@ def block_hashes(tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
     digest = salt
     for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
         block = ",".join(map(str, tokens[start : start + BLOCK_SIZE])).encode()
-        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        digest = hashlib.blake2b(digest + block, digest_size=NAME_BYTES).digest()
         hashes.append(digest)
     return hashes
 
@@ -313,8 +385,8 @@ class DiskBlockIndex:
             held -= gone
 
     def __len__(self) -> int:
-        """Number of disk blocks that all ranks have."""
-        return len(set.intersection(*self._ranks)) if self._ranks else 0
+        """Number of disk blocks that all ranks have, without checkpoints."""
+        return sum(not is_checkpoint(name) for name in set.intersection(*self._ranks)) if self._ranks else 0
 
     def __contains__(self, name: bytes) -> bool:
         return bool(self._ranks) and all(name in held for held in self._ranks)

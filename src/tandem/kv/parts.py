@@ -33,10 +33,15 @@ def _range(text: str) -> range:
 
 
 @lru_cache(1024)
-def sources(need: KVSlice, own: Sequence[KVSlice], lent: Sequence[KVSlice]) -> list[list[tuple[KVSlice, range]]] | None:
-    """Return for each layer of `need` the slices to read, and which of their heads; None if some are missing."""
+def sources(
+    need: KVSlice, own: Sequence[KVSlice], lent: Sequence[KVSlice], whole: frozenset[int] = frozenset()
+) -> list[list[tuple[KVSlice, range]]] | None:
+    """Return for each layer of `need` the slices to read, and which of their heads; None if some are missing. Layers `whole`,
+    numbered from 0, are read from slices with the heads of `need` alone."""
     found = []
-    for layer in need.layers:
+    every = own, lent
+    for i, layer in enumerate(need.layers):
+        own, lent = ([part for part in parts if i not in whole or part.heads == need.heads] for parts in every)
         # Prefer local files, even several smaller ones.
         if not (
             taken := _cover([part for part in own if layer in part.layers], need.heads)

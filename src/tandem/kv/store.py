@@ -9,20 +9,34 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tandem.comm.group import dispatch
 from tandem.crash_guard import start_thread
 from tandem.errors import TransportError
 from tandem.kv.files import DiskBlockFiles, Kind, Layer, Unusable
 from tandem.kv.remote import DiskBlockServer, Lending, RemoteStores
+from tandem.loading.prefix import BY_POSITION, LAST_POSITIONS, STORABLE, Prefix, last_positions, with_arrays
 from tandem.loading.quantized_kv import Cache, GroupedKVCache
+from tandem.loading.stage import CacheMember
 from tandem.loading.stage_payload import dtype_name, storage_dtype
 from tandem.log import Seldom
-from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, Fetch, Fetched, StoreOp, Survey, Surveyed, UseRemoteStores, Written
+from tandem.protocol.kv_blocks import (
+    DISK_BLOCK_SIZE,
+    Fetch,
+    Fetched,
+    StoreOp,
+    Survey,
+    Surveyed,
+    UseRemoteStores,
+    Written,
+    is_checkpoint,
+)
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -38,52 +52,106 @@ FULL_S = 60.0
 _READ, _WRITE, _END = range(3)
 
 Side = mx.array | Sequence[mx.array]
-State = tuple[Side, Side, *tuple[int, ...]]
 Job = Fetch | UseRemoteStores | Survey | tuple[int, bytes, "_Span", int, bool]
 Report = Callable[[Fetched | Written | Surveyed], None]
 
 
-def takes_part(caches: Sequence[Cache]) -> bool:
-    """Return True if disk blocks of these caches can be stored: each holds keys and values by position only."""
-    return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
+def unsupported(caches: Sequence[CacheMember], dtype: mx.Dtype) -> str:
+    """Return the class names of caches that cannot be written to disk; empty if all can. `dtype`: compute type."""
 
+    def storable(one: CacheMember) -> bool:
+        if one.layer < 0:
+            return False
+        if type(one.cache) is ArraysCache:
+            return len(one.arrays) == len(one.cache.cache)
+        plain = type(one.cache) is not KVCache or all(kind == dtype for _, kind in one.arrays)
+        return plain and type(one.cache) in STORABLE
 
-def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
-    """Return the type and widths of KV in caches with these arrays (`StageModel.cache_arrays`), one entry per layer."""
-
-    def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
-        return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
-
-    sides = [(layer[: len(layer) // 2], layer[len(layer) // 2 :]) for layer in arrays]
-    return Kind("uint8" if as_bytes else dtype_name(arrays[0][0][1]), [(width(keys), width(values)) for keys, values in sides])
+    return ", ".join(sorted({type(one.cache).__name__ for one in caches if not storable(one)}))
 
 
 class Layers:
-    """Conversion of caches to the on-disk layout: [1, heads, positions, width], each position's elements contiguous.
+    """Conversion of caches to the on-disk layout: arrays by layer.
 
-    As bytes, a position of a head has codes, scales and biases, or unquantised numbers.
+    Disk blocks have keys and values as [1, heads, positions, width], each position's elements contiguous. As bytes, a position
+    of a head has codes, scales and biases, or unquantised numbers. Arrays of checkpoints are always bytes.
     """
 
-    def __init__(self, caches: Sequence[Cache], dtype: mx.Dtype, *, as_bytes: bool) -> None:
-        """Store the layout. `caches`: empty storable caches, one per layer; `dtype`: compute type. `as_bytes`: store bytes,
-        so that ranks with and without quantised layers can read each other's files."""
-        self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
-
-    def stored(self, states: Sequence[State], where: slice) -> list[tuple[mx.array, mx.array]]:
-        """Return keys and values at positions `where` of caches with these states."""
-        return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
-
-    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Cache]:
-        """Return caches of `length` positions from arrays made by `stored`."""
-        caches = []
-        for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
-            if type(kind) is GroupedKVCache:
-                sides = _split(keys, kind, self._dtype), _split(values, kind, self._dtype)
-                caches.append(GroupedKVCache.from_state((*sides, length, kind.group_size, kind.bits)))
+    def __init__(
+        self, kinds: list[Any], caches: Sequence[CacheMember], count: int, heads: int, dtype: mx.Dtype, *, as_bytes: bool
+    ) -> None:
+        """Store the layout. `kinds`: of the rank's caches, as in `Prefix`; `caches`: their members, in `count` layers;
+        `heads`: kv heads of the rank; `dtype`: compute type. `as_bytes`: store disk blocks as bytes, so that ranks with and
+        without quantised layers can read each other's files."""
+        self._kinds, self._caches, self._count, self._dtype, self._bytes = kinds, caches, count, dtype, as_bytes
+        blocks: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        checkpoints: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+        for layer, cache, arrays in caches:
+            if type(cache) in BY_POSITION:
+                for side in (arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]):
+                    width = sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
+                    blocks[layer].append((side[0][0][1], width))
             else:
-                plain = (keys.view(self._dtype), values.view(self._dtype)) if self._bytes else (keys, values)
-                caches.append(KVCache.from_state((*plain, length)))
-        return caches
+                last = type(cache) in LAST_POSITIONS
+                checkpoints[layer] += [
+                    (*(shape[:2] + (-1,) if last else shape[:-1]), shape[-1] * kind.size) for shape, kind in arrays
+                ]
+        whole = frozenset(
+            layer
+            for layer, cache, arrays in caches
+            if type(cache) not in (*BY_POSITION, *LAST_POSITIONS) or any(shape[1] != heads for shape, _ in arrays)
+        )
+        self.kind = Kind("uint8" if as_bytes else dtype_name(dtype), blocks, checkpoints, whole)
+        """Shapes of the files' arrays."""
+
+    def stored(self, prefix: Prefix, where: slice) -> list[list[mx.array]]:
+        """Return the keys and values at positions `where` of a prefix, by layer."""
+        layers: list[list[mx.array]] = [[] for _ in range(self._count)]
+        for (layer, *_), state in zip(self._caches, prefix.states, strict=True):
+            if state is not None:
+                layers[layer] += [self._one(side, where) for side in state[:2]]
+        return layers
+
+    def checkpoint(self, prefix: Prefix, position: int) -> list[list[mx.array]] | None:
+        """Return the arrays of a prefix's checkpoint, by layer. None if it has none there, or one of unexpected shapes."""
+        layers: list[list[mx.array]] = [[] for _ in range(self._count)]
+        for (layer, *_), state in zip(self._caches, prefix.checkpoints.get(position, ()), strict=False):
+            arrays = [array for _, array in tree_flatten(state) if isinstance(array, mx.array)]
+            layers[layer] += [mx.contiguous(array).view(mx.uint8) for array in arrays]
+        fits = position in prefix.checkpoints and self.fits(layers, position)
+        return layers if fits else None
+
+    def fits(self, layers: Sequence[Sequence[mx.array | np.ndarray]], position: int) -> bool:
+        """Return True if a checkpoint at `position` has arrays of these shapes."""
+        expected: list[list[tuple[int, ...]]] = [[] for _ in range(self._count)]
+        for layer, cache, arrays in self._caches:
+            if type(cache) not in BY_POSITION:
+                shapes = [(*shape[:-1], shape[-1] * kind.size) for shape, kind in arrays]
+                if type(cache) in LAST_POSITIONS:
+                    shapes = [(*shape[:2], min(position, last_positions(cache)), shape[3]) for shape in shapes]
+                expected[layer] += shapes
+        return [[tuple(array.shape) for array in layer] for layer in layers] == expected
+
+    def revived(self, blocks: Sequence[Sequence[mx.array]], checkpoint: Sequence[Sequence[mx.array]], length: int) -> Prefix:
+        """Return the prefix of `length` positions from arrays made by `stored` and `checkpoint`."""
+        sides, others = [iter(layer) for layer in blocks], [iter(layer) for layer in checkpoint]
+        states: list[Any] = []
+        last: list[Any] = []
+        for layer, cache, arrays in self._caches:
+            state = held = None
+            if type(cache) in BY_POSITION:
+                state = self._state(cache, next(sides[layer]), next(sides[layer]), length)
+            else:
+                held = with_arrays(cache, [next(others[layer]).view(kind) for _, kind in arrays], length)
+            states.append(state)
+            last.append(held)
+        return Prefix(length, self._kinds, states, {length: last})
+
+    def _state(self, cache: Cache, keys: mx.array, values: mx.array, length: int) -> Any:
+        if type(cache) is GroupedKVCache:
+            sides = _split(keys, cache, self._dtype), _split(values, cache, self._dtype)
+            return *sides, length, cache.group_size, cache.bits
+        return (keys.view(self._dtype), values.view(self._dtype), length) if self._bytes else (keys, values, length)
 
     def _one(self, side: Side, where: slice) -> mx.array:
         parts: list[mx.array] = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
@@ -104,10 +172,13 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
 class _Arrived:
     """Prefix being read: blocks are copied into place as they arrive."""
 
+    checkpoint: list[Layer]
+
     def __init__(self, first: list[Layer], dtype: str, disk_blocks: int) -> None:
         """Allocate buffers like `first`, any disk block of the prefix, for `disk_blocks` blocks."""
         self.dtype, self.length = dtype, DISK_BLOCK_SIZE * disk_blocks
-        self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
+        self.layers: list[Layer] = [[self._room(side) for side in layer] for layer in first]
+        self.checkpoint = [[] for _ in first]
 
     def _room(self, side: np.ndarray) -> np.ndarray:
         return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
@@ -122,37 +193,39 @@ class _Arrived:
                     raise ValueError("disk blocks of a prefix are not alike")
                 place[:] = side
 
-    def arrays(self) -> list[tuple[mx.array, mx.array]]:
+    def arrays(self) -> list[list[mx.array]]:
         """Return MLX arrays by layer, and free the buffers one by one."""
         self.layers.reverse()
         made = []
         while self.layers:
-            keys, values = self.layers.pop()
-            made.append((_array(keys, self.dtype), _array(values, self.dtype)))
+            made.append([_array(side, self.dtype) for side in self.layers.pop()])
         return made
 
 
 class _Span:
-    """Consecutive disk blocks queued for writing, with one copy of keys and of values per layer."""
+    """Consecutive disk blocks queued for writing, or a checkpoint, with one copy of each array."""
 
-    def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
-        """Copy `pairs`, (keys, values) of each layer; `first`: number of the first disk block."""
-        self.dtype = dtype_name(pairs[0][0].dtype)
+    def __init__(self, layers: Sequence[Sequence[mx.array]], dtype: str, first: int | None = None) -> None:
+        """Copy the arrays of each layer. `dtype`: name of their type; `first`: number of the first disk block, None for a
+        checkpoint."""
+        self.dtype = dtype
         self._first = first
         # Copy the arrays, as MLX arrays must not be shared between threads.
-        self._own = [[mx.contiguous(side).view(storage_dtype(side.dtype)) for side in pair] for pair in pairs]
+        self._own = [[mx.contiguous(side).view(storage_dtype(side.dtype)) for side in layer] for layer in layers]
         dispatch(self._own)
 
     @cached_property
     def _arrays(self) -> list[Layer]:
-        arrays = [(np.asarray(keys), np.asarray(values)) for keys, values in self._own]
+        arrays: list[Layer] = [[np.asarray(side) for side in layer] for layer in self._own]
         self._own = []
         return arrays
 
     def disk_block(self, number: int) -> list[Layer]:
-        """Return the layers of disk block `number`; wait until they are computed. Not thread-safe."""
+        """Return the layers of disk block `number`, or of the checkpoint; wait until they are computed. Not thread-safe."""
+        if self._first is None:
+            return self._arrays
         where = slice((number - self._first) * DISK_BLOCK_SIZE, (number - self._first + 1) * DISK_BLOCK_SIZE)
-        return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
+        return [[side[:, :, where] for side in layer] for layer in self._arrays]
 
 
 class KVDisk:
@@ -186,31 +259,43 @@ class KVDisk:
         """Endpoint that serves these files to other ranks; empty if not served."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
-    def store(self, op: StoreOp, states: Sequence[State]) -> None:
-        """Queue disk blocks of a prefix for writing, from the states of its layers' caches."""
+    def store(self, op: StoreOp, prefix: Prefix) -> None:
+        """Queue disk blocks and checkpoints of a prefix for writing."""
+        blocks = [one for one in op.disk_blocks if not is_checkpoint(one[1])]
         # Consecutive numbers have a constant distance to their list index.
-        for _, run in itertools.groupby(enumerate(op.disk_blocks), lambda one: one[1][0] - one[0]):
-            self._store([disk_block for _, disk_block in run], states, op.awaited)
+        for _, run in itertools.groupby(enumerate(blocks), lambda one: one[1][0] - one[0]):
+            disk_blocks = [disk_block for _, disk_block in run]
+            first = disk_blocks[0][0]
+            where = slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE)
+            taken, nbytes = self._accepted(disk_blocks, self._layers.stored(prefix, where))  # lazy, for its shapes
+            where = slice(first * DISK_BLOCK_SIZE, (first + len(taken)) * DISK_BLOCK_SIZE)
+            if taken:
+                self._queue(taken, _Span(self._layers.stored(prefix, where), self._layers.kind.dtype, first), nbytes, op.awaited)
+        for number, name in op.disk_blocks:
+            if not is_checkpoint(name):
+                continue
+            if (layers := self._layers.checkpoint(prefix, (number + 1) * DISK_BLOCK_SIZE)) is None:
+                seldom.warning("Checkpoint of %s has unexpected arrays; it is not written", op.key)
+                continue
+            taken, nbytes = self._accepted([(number, name)], layers)
+            self._queue(taken, _Span(layers, "uint8"), nbytes, op.awaited)
 
-    def _store(self, disk_blocks: list[tuple[int, bytes]], states: Sequence[State], awaited: bool) -> None:
-        """Queue as many of these consecutive disk blocks for writing as `WAITING_BYTES` allows."""
-        first = disk_blocks[0][0]
-        one = self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + 1) * DISK_BLOCK_SIZE))  # lazy, for its shapes
-        if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
-            seldom.warning("KV disk not used: this model's KV is not divided as its description says")
-            return
-        nbytes = sum(array.nbytes for pair in one for array in pair)
+    def _accepted(
+        self, disk_blocks: list[tuple[int, bytes]], layers: Sequence[Sequence[mx.array]]
+    ) -> tuple[list[tuple[int, bytes]], int]:
+        """Return the first of these disk blocks, as many as `WAITING_BYTES` allows, and the bytes of one with arrays like
+        `layers`."""
+        nbytes = max(sum(array.nbytes for layer in layers for array in layer), 1)
         with self._lock:
             taken = disk_blocks[: max(WAITING_BYTES - self._waiting, 0) // nbytes]
             self._waiting += len(taken) * nbytes
         if len(taken) < len(disk_blocks):
             seldom.warning("KV disk too slow: not writing some blocks")
-        if taken:
-            span = _Span(
-                self._layers.stored(states, slice(first * DISK_BLOCK_SIZE, (first + len(taken)) * DISK_BLOCK_SIZE)), first
-            )
-            for number, name in taken:
-                self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
+        return taken, nbytes
+
+    def _queue(self, disk_blocks: list[tuple[int, bytes]], span: _Span, nbytes: int, awaited: bool) -> None:
+        for number, name in disk_blocks:
+            self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
     def take_order(self, order: Fetch | UseRemoteStores | Survey) -> None:
         """Queue an order: read a prefix, use these remote stores, or list disk blocks.
@@ -224,12 +309,13 @@ class KVDisk:
         """Return True if the fetch under this key has ended, with or without success."""
         return key in self._arrived
 
-    def take(self, key: str) -> list[Cache] | None:
-        """Return and forget the caches, one per layer, of a fetched prefix; None if it could not be read."""
+    def take(self, key: str) -> Prefix | None:
+        """Return and forget a fetched prefix; None if it could not be read."""
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
-        return self._layers.revived(arrived.arrays(), arrived.length)
+        checkpoint = [[mx.array(part) for part in layer] for layer in arrived.checkpoint]
+        return self._layers.revived(arrived.arrays(), checkpoint, arrived.length)
 
     def drop(self, key: str) -> None:
         """Drop the prefix fetched under this key."""
@@ -279,8 +365,13 @@ class KVDisk:
         try:
             for number, name in enumerate(order.names):
                 layers, dtype, size = self._files.read(name)
-                arrived = arrived or _Arrived(layers, dtype, len(order.names))
-                arrived.put(number, layers, dtype)
+                arrived = arrived or _Arrived(layers, dtype, sum(not is_checkpoint(one) for one in order.names))
+                if not is_checkpoint(name):
+                    arrived.put(number, layers, dtype)
+                elif self._layers.fits(layers, arrived.length):
+                    arrived.checkpoint = layers
+                else:
+                    raise ValueError("a checkpoint is not of its position")
                 nbytes += size
                 took, count = time.monotonic() - started, len(order.names)
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0

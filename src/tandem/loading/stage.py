@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,6 +22,7 @@ from tandem.loading.build_model import build_model
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.pipeline_model import PipelineModel, unevaluated
+from tandem.loading.prefix import members
 from tandem.loading.quantized_kv import Cache, GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.seams import patch_mlx_lm
 from tandem.loading.shard_modules import (
@@ -65,6 +66,18 @@ class CacheBytes(NamedTuple):
     """Bytes of one position in all layers together; windowed layers count as full attention."""
     state: int
     """Bytes that do not depend on the length."""
+
+
+class CacheMember(NamedTuple):
+    """Cache without members of its own, in one of a stage's layers."""
+
+    layer: int
+    """Number of the layer within the stage; the first one if several share the cache. -1 for a cache of no layer: last tokens
+    for the embedding, or a count of positions."""
+    cache: Any
+    """Empty cache of its class."""
+    arrays: list[tuple[tuple[int, ...], mx.Dtype]]
+    """Shape and type of each array after a call of one token, in `state`'s order."""
 
 
 class StageModel:
@@ -150,11 +163,16 @@ class StageModel:
         return CacheBytes((twice - once) // _STEP, 2 * once - twice)
 
     @cached_property
-    def cache_arrays(self) -> list[list[tuple[tuple[int, ...], mx.Dtype]]]:
-        """Shape and type of each array in each cache after a call of one token, in `state`'s order."""
+    def cache_members(self) -> list[CacheMember]:
+        """Caches of the layers, members of a CacheList one by one, with their arrays after a call of one token."""
         return [
-            [(array.shape, array.dtype) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
-            for cache in self._traced(1)
+            CacheMember(
+                min(self.layers_of(at), default=self.layers.start - 1) - self.layers.start,
+                one,
+                [(array.shape, array.dtype) for _, array in tree_flatten(held.state) if isinstance(array, mx.array)],
+            )
+            for at, (empty, traced) in enumerate(zip(self.make_caches(), self._traced(1), strict=True))
+            for one, held in zip(members([empty]), members([traced]), strict=True)
         ]
 
     def make_caches(self) -> list[Cache]:
@@ -186,6 +204,7 @@ class StageModel:
                 param="kv_dtype",
             ) from error
         self.__dict__.pop("cache_bytes", None)
+        self.__dict__.pop("cache_members", None)
 
     def layers_of(self, at: int) -> set[int]:
         """Return the numbers of the layers that use cache number `at`."""
@@ -279,7 +298,7 @@ def load_stage(
         own = {i: pipeline_model.layers[i] for i in layers}
         fuse_projections(own, stage.trace, lambda i, path: shard is not None and is_whole(own[i], path, description))
     if tensor_parallel is not None and shard is not None:
-        stage.cache_bytes, stage.cache_arrays  # noqa: B018 - cached now, while a call of this rank alone still works
+        stage.cache_bytes, stage.cache_members  # noqa: B018 - cached now, while a call of this rank alone still works
         for i in layers:
             sum_outputs(pipeline_model.layers[i], shard, description, tensor_parallel)
     return stage

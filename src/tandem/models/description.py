@@ -22,7 +22,7 @@ from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, family_of, module_of
-from tandem.models.kv_types import kept_by_position, kv_groups
+from tandem.models.kv_types import kv_groups
 from tandem.models.partition import uncut
 from tandem.models.quantization import loaded_bytes, read_quantization
 
@@ -152,8 +152,6 @@ class ModelDescription:
     kv_groups: tuple[tuple[int, float], ...] = ()
     """Per layer: group size in which its keys and values can be quantised (0: not at all), and its cache elements per
     token."""
-    kept_by_position: bool = True
-    """Whether every cache entry belongs to one position, as far as config.json shows: no windows, no states."""
     latent_layers: frozenset[int] = frozenset()
     """Numbers of layers that cache a latent."""
     uncut: frozenset[int] = frozenset()
@@ -231,7 +229,6 @@ def describe(files: ModelFiles) -> ModelDescription:
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
             index_heads=index_heads(known),
             kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
-            kept_by_position=kept_by_position(known, caches),
             latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
             max_context=facts.max_context(),
             payload_elements=facts.payload(family),

@@ -100,7 +100,7 @@ def nothing_to_quantize(kv_dtype: str, family: str) -> str:
 
 def unsupported_role(role: str, family: str) -> str:
     """Return the error text for a replica `role` (disaggregated prefill) that the model does not support."""
-    return f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out"
+    return f"role {role}: {family} has caches of a kind that does not go from replica to replica; leave roles out"
 
 
 def element_bytes(kv_dtype: str, group: int, item: int) -> float:
@@ -108,14 +108,6 @@ def element_bytes(kv_dtype: str, group: int, item: int) -> float:
     scales and biases use."""
     bits = KV_BITS[kv_dtype]
     return bits / 8 + 2 * item / group_for(bits, group) if bits and group else float(item)
-
-
-def kept_by_position(config: JsonMapping, caches: Sequence[LayerCache]) -> bool:
-    """Return True if config.json describes only layers with per-position entries, so that a prefix can be cut into
-    blocks."""
-    return config.get("model_type") != "minimax_m3_vl" and not any(
-        cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i) for i, cache in enumerate(caches)
-    )
 
 
 def _is_plain(config: JsonMapping, i: int, cache: LayerCache) -> bool:

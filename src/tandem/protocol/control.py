@@ -352,6 +352,8 @@ class Ready(Struct, frozen=True, tag=True):
     """True if its KV caches can be trimmed to any length."""
     state_bytes: int = 0
     """Bytes per sequence independent of its length: states of recurrent layers."""
+    window: int = 0
+    """Positions of the largest sliding window or chunk."""
     own_memory: bool = False
     """True if no other rank shares that memory, as each has its own GPU."""
     machine: str = ""

@@ -13,14 +13,27 @@ BLOCK_SIZE = 32
 DISK_BLOCK_SIZE = 2 * BLOCK_SIZE
 """Positions per disk block: a fixed run of KV blocks. One file per KV block writes a third and reads a fifth more slowly.
 Positions after a prompt's last whole disk block are recomputed."""
+NAME_BYTES = 16
+"""Bytes of a block's hash, the name of a disk block."""
+
+
+def checkpoint_name(disk_block: bytes) -> bytes:
+    """Return the name of the checkpoint at the end of the disk block with this name: what layers without disk blocks hold
+    there, such as recurrent states and sliding windows."""
+    return disk_block + b"\0"
+
+
+def is_checkpoint(name: bytes) -> bool:
+    """Return True for names made by `checkpoint_name`."""
+    return len(name) > NAME_BYTES
 
 
 class StoreOp(Struct, frozen=True, array_like=True):
-    """Write disk blocks of a cached prefix when the rank has time."""
+    """Write disk blocks and checkpoints of a cached prefix when the rank has time."""
 
     key: str
     disk_blocks: list[tuple[int, bytes]]
-    """(Index within the prefix, name) of each disk block."""
+    """(Index within the prefix, name) of each disk block; a checkpoint has the index of the block that ends there."""
     awaited: bool = False
     """True if a migration waits for the write."""
 
@@ -30,6 +43,7 @@ class Fetch(Struct, frozen=True, tag=True):
 
     key: str
     names: list[bytes]
+    """Disk blocks, then the checkpoint at their end if the model has any."""
     within_s: float = 0.0
     """Time limit of the whole fetch in seconds; if exceeded, the rest is computed. 0: no limit."""
 

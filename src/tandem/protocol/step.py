@@ -79,6 +79,8 @@ class SavePrefixOp(Struct, frozen=True, array_like=True):
     request_id: str
     key: str
     length: int
+    takes: list[tuple[str, int]] = []
+    """(Key, position) of checkpoints in shorter prefixes that a saved one takes over."""
 
 
 class MoveOp(Struct, frozen=True, array_like=True):

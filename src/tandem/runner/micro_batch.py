@@ -118,7 +118,7 @@ class MicroBatchState:
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
-        self._prefixes.save(op.key, held.caches, held.length, op.length)
+        self._prefixes.save(op.key, held.caches, held.length, op.length, op.takes)
 
     def caches(self, request_id: str) -> tuple[list[Cache], int]:
         """Return a sequence's caches (copies if it decodes) and their KV positions. Raises BatchDesync if it is missing."""

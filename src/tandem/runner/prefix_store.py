@@ -2,71 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import CacheList, KVCache
+from collections.abc import Iterable, Sequence
 
 from tandem.comm.group import dispatch
 from tandem.errors import BatchDesync
 from tandem.kv.store import KVDisk
-from tandem.loading.quantized_kv import Cache, GroupedKVCache
+from tandem.loading.prefix import Prefix, trimmable
+from tandem.loading.quantized_kv import Cache
 from tandem.protocol.kv_blocks import StoreOp
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """Saved cache of one layer: its class and mlx-lm state (arrays and numbers), or its members for a CacheList."""
-
-    kind: Any
-    state: Any
-    members: tuple[_Saved, ...] = ()
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Arrays of the state, including those of members."""
-        own = [part for _, part in tree_flatten(self.state) if isinstance(part, mx.array)]
-        return own + [array for member in self.members for array in member.arrays]
-
-
-_BY_POSITION = (KVCache, GroupedKVCache)
-"""Cache classes that hold only keys and values by position."""
-
-
-def trimmable(caches: Sequence[Cache]) -> bool:
-    """Return True if caches of these classes can be trimmed to any length."""
-    return all(trimmable(one.caches) if isinstance(one, CacheList) else type(one) in _BY_POSITION for one in caches)
-
-
 class PrefixStore:
-    """Cached prefixes by key, as single-sequence caches, one per layer."""
+    """Cached prefixes by key."""
 
     def __init__(self, disk: KVDisk | None = None) -> None:
         """Create an empty store. `disk`: disk cache that prefixes are written to and fetched from; None without one."""
-        self._saved: dict[str, list[_Saved]] = {}
+        self._saved: dict[str, Prefix] = {}
         self._disk = disk
         self.nbytes = 0
         """Bytes of all cached prefixes, kept as a running total since every step reports it."""
 
-    def save(self, key: str, caches: Sequence[Cache], held: int, length: int) -> None:
-        """Copy the first `length` of the `held` positions in `caches`. Raises BatchDesync if caches are shorter, or longer
-        but not trimmable."""
+    def save(self, key: str, caches: Sequence[Cache], held: int, length: int, takes: Iterable[tuple[str, int]] = ()) -> None:
+        """Copy the first `length` of the `held` positions in `caches`, and add the checkpoints `takes` (key, position) of
+        other prefixes.
+
+        Raises BatchDesync if caches are shorter, or longer but not trimmable, and for an unknown key in `takes`.
+        """
         if held != length and (held < length or not trimmable(caches)):
             raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
-        saved = [_save(cache, length) for cache in caches]
-        dispatch([one.arrays for one in saved])
+        saved = Prefix.of(caches, length).copied()
+        dispatch(saved.arrays)
+        for other, position in takes:
+            if (states := self._held(other, "taken over").checkpoints.get(position)) is None:
+                raise BatchDesync(f"prefix {other} has no checkpoint at {position}")
+            saved.checkpoints[position] = states
         self._hold(key, saved)
 
     def restore(self, key: str, length: int) -> list[Cache]:
         """Return new caches with the first `length` positions of a cached prefix. Raises BatchDesync for an unknown key."""
-        if self._disk is not None and self._disk.has(key):
-            self._hold(key, [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []])
-        if not self._saved.get(key):
-            raise BatchDesync(f"prefix {key} is to be restored, which is not here")
-        return [_revive(one, length) for one in self._saved[key]]
+        return self._held(key, "restored").revived(length)
 
     def evict(self, key: str) -> None:
         """Drop a cached or fetched prefix. Raises BatchDesync for an unknown key."""
@@ -77,7 +51,14 @@ class PrefixStore:
         else:
             self.nbytes -= _bytes(saved)
 
-    def _hold(self, key: str, saved: list[_Saved]) -> None:
+    def _held(self, key: str, action: str) -> Prefix:
+        if self._disk is not None and self._disk.has(key) and (fetched := self._disk.take(key)) is not None:
+            self._hold(key, fetched)
+        if key not in self._saved:
+            raise BatchDesync(f"prefix {key} is to be {action}, which is not here")
+        return self._saved[key]
+
+    def _hold(self, key: str, saved: Prefix) -> None:
         self._saved[key] = saved
         self.nbytes += _bytes(saved)
 
@@ -87,37 +68,8 @@ class PrefixStore:
             return  # fetched from disk, and not restored yet
         if self._disk is None or op.key not in self._saved:
             raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
-        self._disk.store(op, [saved.state for saved in self._saved[op.key]])
+        self._disk.store(op, self._saved[op.key])
 
 
-def _bytes(saved: Sequence[_Saved]) -> int:
-    return sum(array.nbytes for one in saved for array in one.arrays)
-
-
-def _save(cache: Cache, length: int) -> _Saved:
-    """Copy a cache, since later writes change its arrays in place."""
-    if isinstance(cache, CacheList):
-        return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
-    state = cut_state(cache.state, length) if type(cache) in _BY_POSITION else cache.state
-    return _Saved(type(cache), _each_array(mx.contiguous, state))
-
-
-def cut_state(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """Return a cache state (keys, values, offset, quantisation if any) cut to `length` positions. Arrays are [1, H,
-    positions, D] each, or quantised parts of such."""
-    keys, values, _, *groups = state
-    keys, values = _each_array(lambda part: part[..., :length, :], (keys, values))
-    return keys, values, length, *groups
-
-
-def _revive(saved: _Saved, length: int) -> Any:
-    if saved.kind is CacheList:
-        return CacheList(*(_revive(one, length) for one in saved.members))
-    state = cut_state(saved.state, length) if saved.kind in _BY_POSITION else saved.state
-    # Caches write into their arrays in place, so each gets new array objects over the shared buffers. MLX copies those on the
-    # first write.
-    return saved.kind.from_state(_each_array(lambda array: array[...], state))
-
-
-def _each_array(function: Callable[[mx.array], mx.array], state: Any) -> Any:
-    return tree_map(lambda part: function(part) if isinstance(part, mx.array) else part, state)
+def _bytes(saved: Prefix) -> int:
+    return sum(array.nbytes for array in saved.arrays)

@@ -11,10 +11,10 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from tandem.loading.prefix import cut_state, members
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import PrefillOp
-from tandem.runner.prefix_store import cut_state
 
 PADDING = 1.25
 """Maximum ratio of padded to actual positions in a shared forward pass."""
@@ -39,7 +39,7 @@ class PromptRows:
         """Return what the caches of all stages allow."""
         if stage.one_by_one:
             return cls(pooled=False)
-        kinds = [one for cache in stage.caches_of_all_stages() for one in _members(cache)]
+        kinds = members(stage.caches_of_all_stages())
         if any(type(one) not in (*_BY_POSITION, ArraysCache) or getattr(one, "keep", 0) for one in kinds):
             return cls(pooled=True)
         window = min((one.max_size for one in kinds if type(one) is RotatingKVCache), default=sys.maxsize)
@@ -102,7 +102,3 @@ def _cut(cache: Any, length: int) -> tuple[Any, ...]:
     """Return the state of a cache that never wrapped, cut to `length` positions."""
     state = cut_state(cache.state, length)
     return (*state[:-1], length) if type(cache) is RotatingKVCache else state  # its last number is the next place to write
-
-
-def _members(cache: Any) -> list[Any]:
-    return [one for member in cache.caches for one in _members(member)] if isinstance(cache, CacheList) else [cache]

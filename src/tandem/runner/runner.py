@@ -14,6 +14,7 @@ from tandem.comm.group import StageGroup, dispatch
 from tandem.errors import BatchDesync, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
+from tandem.loading.prefix import Prefix
 from tandem.loading.quantized_kv import Cache
 from tandem.loading.stage import Apart, StageModel
 from tandem.loading.weights import MLX_ERRORS
@@ -151,6 +152,8 @@ class Runner:
         for insert in plan.inserts:
             micro_batch.insert(insert, self.stage.make_caches())
         micro_batch.apply(plan)
+        for keep in plan.keeps:
+            self._keep(micro_batch, keep)
         self._update_tokens(plan)
         if self._inbox is not None:
             with self._waiting(pending):
@@ -165,8 +168,6 @@ class Runner:
                     micro_batch.save(saves.pop(op.request_id))
                 if op.last and op.samples:
                     micro_batch.join(op.request_id)
-        for keep in plan.keeps:
-            self._keep(micro_batch, keep)
         for store in plan.stores:
             self._prefixes.store(store)
         for key in plan.evicts:
@@ -197,7 +198,7 @@ class Runner:
         caches, length = micro_batch.caches(op.key)
         if self.disk is None or any((number + 1) * DISK_BLOCK_SIZE > length for number, _ in op.disk_blocks):
             raise BatchDesync(f"disk blocks of {op.key} are to be kept on disk, which are not here")
-        self.disk.store(op, [cache.state for cache in caches])
+        self.disk.store(op, Prefix.of(caches, length))
 
     def _update_tokens(self, plan: StepPlan) -> None:
         """Update sampling state and last tokens for removed and inserted sequences."""

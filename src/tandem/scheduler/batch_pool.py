@@ -30,7 +30,13 @@ class RunningBatches:
     def resize(self, limits: Limits) -> None:
         """Reset to empty batches and no prefixes, within `limits`."""
         self.limits = limits
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.prefixes = PrefixIndex(
+            limits.prefix_tokens,
+            trimmable=limits.prefix_trimmable,
+            extra=limits.prefix_extra,
+            checkpoint=limits.prefix_checkpoint,
+            every=limits.prefix_every,
+        )
         self.restart()
 
     def restart(self) -> None:

@@ -43,6 +43,10 @@ class Limits:
     """True if the model's caches can be trimmed to any length (no sliding windows)."""
     prefix_extra: int = 0
     """Extra cost of a cached prefix in KV positions: states of recurrent layers."""
+    prefix_checkpoint: int = 0
+    """Cost of each further checkpoint of a cached prefix in KV positions: states and windows."""
+    prefix_every: int = 0
+    """Positions between the checkpoints of a long prompt; 0: only where it ends or forks."""
     speculation: SpeculationLimits | None = None
     """Limits of speculative decoding; None without it."""
     digests: bool = False

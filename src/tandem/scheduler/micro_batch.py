@@ -106,7 +106,7 @@ class MicroBatch:
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
         chunks = []
         for sequence in waiting:
-            end = sequence.save_point if sequence.computed < sequence.save_point else sequence.target
+            end = next((point for point in sequence.save_points if point > sequence.computed), sequence.target)
             count = min(budget, end - sequence.computed)
             last = sequence.computed + count == sequence.target
             if count <= 0 or (last and sequence.awaits_grammar):

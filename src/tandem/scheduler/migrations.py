@@ -2,7 +2,7 @@
 
 Draining sequences migrate as soon as possible. Requests with `leaves` migrate when their prompt is computed, and their disk
 blocks are written as they complete. All keep running here until their blocks are written. KV beyond the last whole block, or
-not written, is recomputed on the other replica.
+not written, is recomputed on the other replica. States and windows are written where a sequence stands at the end of a block.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.kv.disk import DiskTier
-from tandem.kv.index import block_hashes, disk_block_names
+from tandem.kv.index import block_hashes
 from tandem.protocol.control import HandedOver
-from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp
+from tandem.protocol.kv_blocks import DISK_BLOCK_SIZE, StoreOp, is_checkpoint
 from tandem.scheduler.micro_batch import MicroBatch
 from tandem.scheduler.sequence import Sequence
 
@@ -29,7 +29,7 @@ class _Migration:
     after: int = 0
     """Number of tokens after which it migrates; 0: as soon as possible."""
     names: list[bytes] | None = None
-    """Names of its whole disk blocks; None until known. Disks may lose blocks again."""
+    """Names of its whole disk blocks and of a checkpoint; None until known. Disks may lose blocks again."""
     first: int = 0
     """Number of the first disk block that may be missing; earlier ones were on all disks."""
     ordered: set[bytes] = field(default_factory=set)
@@ -52,7 +52,8 @@ class Migrations:
     def enter(self, sequence: Sequence) -> None:
         """Schedule the migration of a new sequence after its next token, if its request has `leaves` and it can migrate."""
         if sequence.request.leaves and self._can_leave(sequence):
-            names = disk_block_names(block_hashes(sequence.tokens, sequence.salt))
+            end = len(sequence.tokens) - (1 if self._disk.checkpoints else 0)  # a prompt is saved before its last token
+            names = self._disk.names(block_hashes(sequence.tokens[:end], sequence.salt))
             self._leaving[sequence.request_id] = _Migration(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
@@ -91,6 +92,7 @@ class Migrations:
         """Forget the ordered writes of lost ranks; sequences migrate later."""
         for migration in self._leaving.values():
             migration.ordered.clear()
+            migration.names = migration.names if migration.after else None
             migration.first = 0
 
     def write(self, micro_batch: MicroBatch) -> list[StoreOp]:
@@ -101,15 +103,19 @@ class Migrations:
             room -= len(migration.ordered)
         for request_id, migration in self._leaving.items():
             sequence = migration.sequence
-            if sequence.micro_batch != micro_batch.index or room <= 0:
+            if sequence.micro_batch != micro_batch.index:
                 continue
             if migration.names is None:
-                migration.names = disk_block_names(block_hashes(sequence.tokens[: sequence.computed], sequence.salt))
-            disk_blocks = [
+                if room <= 0 or (self._disk.checkpoints and sequence.computed % DISK_BLOCK_SIZE):
+                    continue  # its states can be written in the next step that begins at the end of a block
+                migration.names = self._disk.names(block_hashes(sequence.tokens[: sequence.computed], sequence.salt))
+            ready = [
                 (number, name)
                 for number, name in self._missing(migration)
-                if name not in migration.ordered and (number + 1) * DISK_BLOCK_SIZE <= sequence.computed
-            ][:room]
+                if name not in migration.ordered and _is_ready(number, name, sequence.computed)
+            ]
+            disk_blocks = [one for one in ready if is_checkpoint(one[1])]  # a step later it would be too late
+            disk_blocks += ready[: max(room, 0)][: len(ready) - len(disk_blocks)]
             if disk_blocks:
                 room -= len(disk_blocks)
                 migration.ordered.update(name for _, name in disk_blocks)
@@ -141,3 +147,9 @@ class Migrations:
         missing = self._disk.missing(names, migration.first)
         migration.first = missing[0][0] if missing else len(names)
         return missing
+
+
+def _is_ready(number: int, name: bytes, computed: int) -> bool:
+    """Return True if a sequence with `computed` positions can write a disk block, or the checkpoint at its end."""
+    end = (number + 1) * DISK_BLOCK_SIZE
+    return end == computed if is_checkpoint(name) else end <= computed

@@ -51,7 +51,7 @@ class Scheduler:
         """Unfinished requests, and finished ones with tokens still in flight, by request id."""
         self.waiting: deque[Sequence] = deque()
         self.batches = RunningBatches(limits, self.waiting.appendleft)
-        self.disk = DiskTier()
+        self.disk = DiskTier(checkpoints=not limits.prefix_trimmable)
         self.migrations = Migrations(self.disk, self._finish)
         self.fair_queue = FairQueue()
         self.speculation = Speculation(limits.speculation)
@@ -256,8 +256,12 @@ class Scheduler:
             self.batches.limit_prefixes()
             self.fair_queue.charge(sequence.request, sequence.target - sequence.computed)
             keeps = self.prefixes.enabled and sequence.request.pooling is None  # embedding prompts are not repeated
-            sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if keeps else 0
+            sequence.save_points = self._save_points(sequence) if keeps else []
         return inserts, restores
+
+    def _save_points(self, sequence: Sequence) -> list[int]:
+        on_disk = self.disk.shares(sequence)
+        return self.prefixes.save_points(sequence.tokens, sequence.salt, cached=sequence.computed, on_disk=on_disk)
 
     def _first(self) -> Sequence:
         """Return the waiting sequence to admit next."""
@@ -268,11 +272,14 @@ class Scheduler:
         return (sequence for sequence in self._queue if sequence.quarantine_record.suspect)
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SavePrefixOp | None:
-        """Save the prompt's KV, cut to whole blocks, if this chunk reaches its save point; None otherwise."""
-        if op.start + op.count != sequence.save_point or self.batches.pressed:
+        """Save the prompt's KV, cut to whole blocks, if this chunk reaches a save point; None otherwise."""
+        if op.start + op.count not in sequence.save_points or self.batches.pressed:
             return None
-        cached_prefix = self.prefixes.save(sequence.tokens[: op.start + op.count], sequence.salt)
-        return None if cached_prefix is None else SavePrefixOp(sequence.request_id, cached_prefix.key, cached_prefix.length)
+        saved = self.prefixes.save(sequence.tokens[: op.start + op.count], sequence.salt)
+        if saved is None:
+            return None
+        self.disk.delete(saved.drops)
+        return SavePrefixOp(sequence.request_id, saved.key, saved.length, saved.takes)
 
     def _lasting(self, micro_batch: MicroBatch, saves: list[SavePrefixOp], prefill: list[PrefillOp]) -> set[str]:
         """Return the keys of prefixes to write to disk: new ones, and cached ones of warm-up requests."""

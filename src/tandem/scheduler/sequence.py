@@ -39,8 +39,8 @@ class Sequence:
     """Consecutive steps in which other prompts were computed first."""
     blocked: int = 0
     """Plans in which it was next but had no room."""
-    save_point: int = 0
-    """Position where a prompt chunk must end, to be saved in the prefix cache; 0 for none."""
+    save_points: list[int] = field(default_factory=list)
+    """Positions where a prompt chunk must end, to be saved in the prefix cache, ascending."""
     cached: int = 0
     """KV positions restored from the prefix cache at its last insertion."""
     fetched: int = 0

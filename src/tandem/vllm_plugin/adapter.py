@@ -79,22 +79,23 @@ class PlanBuilder:
         prefix_tokens: int,
         trimmable: bool,
         prefix_extra: int = 0,
+        window: int = 0,
         drafts: bool = False,
     ) -> None:
         """Store the limits.
 
         `stages` is the number of pipeline stages. `kv_tokens` is the number of KV positions that vLLM allocates; `chunk` the
-        maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which running
-        sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the additional cost
-        of a cached prefix, in positions, for SSM states. With `drafts` vLLM schedules draft tokens, and the caller passes each
-        step's tokens to `sampled` before the next `plan`.
+        maximum of prompt positions in one forward pass. `prefix_tokens` limits the positions of cached prefixes, which
+        running sequences evict; 0 turns them off. `trimmable` is True if caches can be truncated. `prefix_extra` is the
+        additional cost of a cached prefix, in positions, for SSM states; `window` is the largest sliding window. With
+        `drafts` vLLM schedules draft tokens, and the caller passes each step's tokens to `sampled` before the next `plan`.
         """
         self.micro_batches = stages + 1
         """Number of micro-batches: one per batch in flight, and a last one for sequences that wait."""
         self._kv_tokens = kv_tokens
         self._chunk = chunk
         self._drafts = drafts
-        self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable, extra=prefix_extra)
+        self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable, extra=prefix_extra, checkpoint=prefix_extra + window)
         self._members: list[dict[str, None]] = [{} for _ in range(self.micro_batches)]
         self._sequences: dict[str, _HeldRequest] = {}
         self._step = 0
@@ -280,7 +281,7 @@ class PlanBuilder:
             ops.prefill.append(PrefillOp(request_id, sequence.computed, stop - sequence.computed, stop == total))
             sequence.computed = stop
             if stop == save_point and (cached_prefix := self._prefixes.save(sequence.tokens[:stop])) is not None:
-                ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length))
+                ops.saves.append(SavePrefixOp(request_id, cached_prefix.key, cached_prefix.length, cached_prefix.takes))
         sequence.decoding = target == total
 
     def _make_room(self) -> None:

@@ -15,6 +15,7 @@ from tandem.comm.group import StageGroup
 from tandem.crash_guard import start_thread
 from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
+from tandem.loading.prefix import last_positions, members, trimmable
 from tandem.loading.stage import CacheBytes, StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.dry_run import require_dry_run
@@ -23,7 +24,6 @@ from tandem.models.partition import split_layers
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
-from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.transport.channel import TcpChannel
@@ -83,6 +83,8 @@ class LoadedRank:
     """True if the model's caches can be truncated; equal on all ranks, which run the same plans."""
     cached_prefix_positions: int
     """KV positions that take as much memory as a sequence's SSM states."""
+    window: int
+    """Positions of the model's largest sliding window or chunk."""
     memory_bytes: int
     """Memory of the machine or device."""
     kv_heads: int
@@ -195,6 +197,7 @@ def load(
         cached_prefix_positions=math.ceil(
             layer_state_bytes(description, stage.dtype.size) / max(token_elements(description) * stage.dtype.size, 1)
         ),
+        window=max(map(last_positions, members(stage.caches_of_all_stages())), default=0),
         memory_bytes=total,
         kv_heads=max(held_kv_heads(description, shard) for shard in shards),
     )

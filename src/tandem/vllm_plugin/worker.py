@@ -206,6 +206,7 @@ class TandemWorker(WorkerBase):
             chunk=self.scheduler_config.max_num_batched_tokens,
             trimmable=self._loaded.trimmable,
             prefix_extra=self._loaded.cached_prefix_positions,
+            window=self._loaded.window,
             drafts=bool(self._drafts),
         )
         speculation = self.vllm_config.speculative_config
