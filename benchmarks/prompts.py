@@ -2,6 +2,9 @@
 
 One rank's runner is given the plans of a burst, in chunks as an engine makes them. `last` is the time until the last
 prompt has its first token; `/ alone` is the same over the time of one such prompt by itself.
+
+`prompts.py --model DIR --stages 2 3 4 --tokens 1024 --chunk 128`: one prompt over so many stages and over one rank,
+each rank with `--threads` threads; all are up at once and take turns.
 """
 
 from __future__ import annotations
@@ -20,8 +23,12 @@ def main() -> None:
     parser.add_argument("--burst", type=int, nargs="+", default=[64], help="prompts that arrive at once")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of a step")
+    parser.add_argument("--stages", type=int, nargs="+", default=[], help="one prompt over so many stages, in place of bursts")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     args = parser.parse_args()
+    if args.stages:
+        _over_stages(args)
+        return
     from tandem.comm.blas import limit_threads, preload_blas
 
     limit_threads(preload_blas("auto"), args.threads)
@@ -43,6 +50,62 @@ def main() -> None:
                 ratio = harness.middle([one["one pass each"][0] / one[side][0] for one in played])
                 rows.append([burst, side, 1e3 * last, last / alone, ratio])
         harness.table(["prompts", "side", "last, ms", "/ alone", "times as fast"], rows)
+    harness.write_json(args.json, args, {"rows": rows})
+
+
+def _over_stages(args: argparse.Namespace) -> None:
+    """Time to the first token of one prompt, over stages and over one rank. The prompts of a round are alike, its tokens too."""
+    import random
+    from contextlib import ExitStack
+
+    from tandem import LLM, SamplingParams
+
+    model = harness.prepared(args.model, args.dtype, harness.on_gpu())
+    rng, params = random.Random(1), SamplingParams(max_tokens=1, temperature=0.0)
+    with ExitStack() as stack:
+        sides = {
+            stages: stack.enter_context(
+                LLM(
+                    str(model),
+                    dtype=args.dtype,
+                    executor="cluster",
+                    pipeline_parallel_size=stages,
+                    threads_per_rank=args.threads,
+                    prefill_chunk=args.chunk,
+                    prefix_cache=0.0,
+                    kv_tokens=2 * args.tokens + 64,
+                    self_check=False,
+                    log_level="WARNING",
+                )
+            )
+            for stages in (1, *args.stages)
+        }
+
+        def prompt_s(llm: Any, prompt: list[int]) -> tuple[float, list[int]]:
+            started = harness.now()
+            [output] = llm.generate([prompt], params)
+            return harness.now() - started, output.token_ids
+
+        played = []
+        for _ in range(1 + args.rounds):
+            prompt = [rng.randrange(3, 200) for _ in range(args.tokens)]
+            played.append({stages: prompt_s(llm, prompt) for stages, llm in sides.items()})
+    times = {stages: harness.middle([one[stages][0] for one in played[1:]]) for stages in sides}
+    same = {stages: sum(one[stages][1] == one[1][1] for one in played) for stages in sides}
+    chunks = -(-args.tokens // args.chunk)
+    rows = [
+        [
+            stages,
+            1e3 * times[stages],
+            args.tokens / times[stages],
+            times[1] / times[stages],
+            chunks * stages / (chunks + stages - 1),
+            f"{same[stages]} of {len(played)}",
+        ]
+        for stages in sides
+    ]
+    with harness.heading(f"One prompt of {args.tokens} tokens in chunks of {args.chunk}"):
+        harness.table(["stages", "first token, ms", "tok/s", "/ one rank", "these chunks allow", "same token"], rows)
     harness.write_json(args.json, args, {"rows": rows})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,7 @@ from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
-from tandem.scheduler.prompt_pace import LEAST, STEPS, PromptPace
+from tandem.scheduler.prompt_pace import LEAST, SLACK, STEPS, PromptPace
 from tandem.scheduler.scheduler import Scheduler
 
 DECODE_S = 0.05
@@ -253,3 +254,47 @@ def test_small_chunks_stay_what_they_are(most: int) -> None:
     device.submit("long", 200, 1)
     device.until(ends("long"))
     assert device.chunks()[-2] == min(most, LEAST)
+
+
+class Stages(Device):
+    """Computes plans over several stages, each in its turn at every stage. Each stage takes its part of a step's time."""
+
+    def __init__(self, scheduler: Scheduler, token_s: Callable[[float], float], stages: int) -> None:
+        super().__init__(scheduler, token_s)
+        self._free, self._ends = [0.0] * stages, deque[tuple[StepPlan, float, float]]()
+
+    def step(self) -> StepPlan:
+        """The next plan, computed."""
+        while (plan := self.scheduler.next_plan()) is not None:
+            tokens, at, part = sum(op.count for op in plan.prefill), self.now, 0.0
+            if plan.decode or tokens:
+                part = (DECODE_S + tokens * self._token_s(self.now)) / len(self._free)
+            for stage, free in enumerate(self._free):
+                at = self._free[stage] = max(at, free) + part
+            self._ends.append((plan, at, part))
+        plan, self.now, part = self._ends.popleft()
+        tokens = [3] * len(plan.sampled())
+        self.scheduler.update(StepResult(plan.step_id, plan.micro_batch, tokens), self.now, part)
+        check_invariants(self.scheduler)
+        self.done.append((plan, self.now))
+        return plan
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_stages_are_busy_with_one_prompt_and_streams_wait_no_longer_than_was_asked_for(micro_batches: int) -> None:
+    asked_s, token_s, stages, length = 0.6, 0.004, 3, 20_000
+    scheduler = Scheduler(limits(micro_batches=micro_batches, stages=stages, prefill_time_s=asked_s))
+    device = Stages(scheduler, lambda _: token_s, stages)
+    device.submit("stream", 40)
+    while device.now < 3:
+        device.step()
+    begun, first = device.now, len(device.done)
+    device.submit("long", length, 1)
+    while not any(op.request_id == "long" and op.last for op in device.step().prefill):
+        pass
+    at = [now for plan, now in device.done[first:] if "stream" in plan.decode]
+    gaps = sorted(after - before for before, after in pairwise(at))
+    assert gaps[len(gaps) // 2] <= asked_s * SLACK + 2 * DECODE_S
+    assert gaps[int(0.99 * len(gaps))] <= asked_s * SLACK + 2 * DECODE_S
+    alone_s = length * token_s
+    assert alone_s / (device.now - begun) > 1.8, "times as fast as one stage after the other"

@@ -82,6 +82,7 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
     scheduler = Scheduler(
         make_limits(
             micro_batches=rng.choice([1, 2, 3]),
+            stages=rng.choice([1, 2, 4]),
             max_batch_size=rng.choice([1, 4, 8]),
             prefill_chunk=rng.choice([1, 5, 64]),
             kv_tokens=rng.choice([200, 400, 100_000]),
@@ -199,6 +200,42 @@ def test_a_long_prompt_stalls_running_streams_for_one_chunk_at_most() -> None:
         chunks += plan.prefill
         answer(scheduler, plan)
     assert [chunk.start for chunk in chunks] == list(range(0, 300, 16))
+
+
+def test_the_chunks_of_one_prompt_fill_all_stages() -> None:
+    scheduler = Scheduler(make_limits(prefill_chunk=16, micro_batches=3, stages=3))
+    scheduler.submit(request("long", 300, max_tokens=1), seed=1)
+    plans = _sent(scheduler)
+    assert [plan.prefill[0].start for plan in plans] == [0, 16, 32, 48], "one more than there are stages"
+    answer(scheduler, plans[0])
+    assert [plan.prefill[0].start for plan in _sent(scheduler)] == [64]
+
+
+def test_streams_decode_between_the_chunks_that_fill_the_stages_as_soon_as_their_token_is_back() -> None:
+    scheduler = Scheduler(make_limits(prefill_chunk=16, micro_batches=1, stages=2))
+    scheduler.submit(request("stream", max_tokens=100), seed=1)
+    answer(scheduler, _sent(scheduler)[0])
+    while scheduler.under_way:
+        answer(scheduler, scheduler._under_way[min(scheduler._under_way)])
+    scheduler.submit(request("long", 300, max_tokens=1), seed=1)
+    under_way, decoded, chunks = deque(_sent(scheduler)), 0, 0
+    while not any(op.last for plan in under_way for op in plan.prefill):
+        assert sum(bool(plan.prefill) for plan in under_way) == 3
+        assert sum(bool(plan.decode) for plan in under_way) == 1, "its token is known to one plan at most"
+        plan = under_way.popleft()
+        assert plan.pause == (not plan.decode)
+        decoded, chunks = decoded + bool(plan.decode), chunks + bool(plan.prefill)
+        answer(scheduler, plan)
+        under_way += _sent(scheduler)
+    assert decoded >= chunks // 3 > 0
+
+
+def _sent(scheduler: Scheduler) -> list[StepPlan]:
+    """All plans that can be sent now."""
+    plans = []
+    while (plan := scheduler.next_plan()) is not None:
+        plans.append(plan)
+    return plans
 
 
 def test_short_prompts_overtake_a_long_one_but_not_for_ever() -> None:

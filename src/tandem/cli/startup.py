@@ -10,7 +10,7 @@ from typing import Protocol
 from tandem.config.settings import ServerSettings
 from tandem.protocol.control import LoadProgress
 
-PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links"}
+PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links", "warm": "warm-up"}
 """Descriptions of the phases of `LoadProgress`."""
 
 

@@ -159,8 +159,8 @@ class SchedulerSettings:
     max_batch_size: int = 32
     """Most sequences that decode together, over all micro-batches."""
     prefill_chunk: int | None = None
-    """Most prompt tokens computed in one step, so that a long prompt does not hold up running streams for longer; by
-    default 512 on a GPU and 192 on a CPU."""
+    """Most prompt tokens computed in one step, so that a long prompt does not hold up running streams for longer. By
+    default what the warm-up measures as fastest; without a warm-up 512 on a GPU and 192 on a CPU."""
     prefill_time_ms: float | None = None
     """Most milliseconds that prompts may add to a step in which others decode: their chunks are halved, down to 32
     tokens, until they keep to it. By default ten times what a step of decoding takes; 0: as long as it takes."""
@@ -203,6 +203,10 @@ class SchedulerSettings:
     self_check: bool = True
     """Self-check: before serving, compute a prompt of two chunks twice in different ways over all ranks and links, and
     refuse to serve if anything disagrees; then compare each step of the ranks. Layouts of one rank skip it."""
+    warm_up_seconds: float | None = None
+    """Most seconds for the warm-up before the server says that it is ready: batches of 1, 2, 4 ... sequences, a chunk of a
+    prompt, sampling and grammars run once on every rank, and the prefill chunk is measured. By default 20 on a GPU, which
+    compiles what it meets first, and 0 on a CPU, which does not; 0: no warm-up."""
     max_restarts: int = 5
     """Rank group restarts in a row, without a request served in between, before the engine gives up. Also most times that
     `tandem serve` starts an engine again within 5 minutes, or its api within one."""

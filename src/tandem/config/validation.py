@@ -56,6 +56,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "step_timeout": _POSITIVE,
     "start_timeout": _POSITIVE,
     "rejoin_timeout": _POSITIVE,
+    "warm_up_seconds": (0.0, math.inf),
     "max_restarts": (0, math.inf),
     "num_speculative_tokens": (1, MOST_DRAFTS),
     "prompt_lookup_max": (1, MOST_LOOKUP),

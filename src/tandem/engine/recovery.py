@@ -21,6 +21,7 @@ from tandem.engine.degrade import MOST_HALVINGS, ActiveLayout, Alternatives, Exc
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.self_check import REPEAT_S, send_self_check
 from tandem.engine.sizing import make_limits, require_quantized
+from tandem.engine.warm_up import AGAIN_S, chunk_sizes, seconds_of, warm_up
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
 from tandem.executors.executor import Executor, Progress, do_nothing
 from tandem.launchers.host_addresses import role_of
@@ -91,6 +92,8 @@ class RankGroup:
         self._limits_for = (layout, 0)
         """(Layout, number of halvings) for which the scheduler's limits were computed."""
         self._self_check_s = 0.0
+        self._chunk = (layout, 0)
+        """(Layout, prefill chunk size measured on it); 0 if not measured."""
         self._ready_at = 0.0
 
     @property
@@ -121,7 +124,9 @@ class RankGroup:
                 if role != "both" and any(ready.disk_blocks is None for ready in self.ready):
                     raise UnsupportedModel(unsupported_role(role, self.layout.description.family), param="roles")
                 limits = self._limits()
-                scheduler = Scheduler(limits, first_step=self._self_check(limits, 0, progress))
+                step = self._warm_up(limits, self._self_check(limits, 0, progress), progress)
+                limits = self._limits()
+                scheduler = Scheduler(limits, first_step=step)
                 break
             except RankFailure as failure:
                 worth_it = self._halve_limits(failure) or failure.cause in LOSSES
@@ -215,7 +220,9 @@ class RankGroup:
         self.executor.keep_standbys()
 
     def _limits(self) -> Limits:
-        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), halvings=self._memory.halvings)
+        halvings, (layout, chunk) = self._memory.halvings, self._chunk
+        limits = make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), halvings=halvings)
+        return replace(limits, prefill_chunk=max(chunk >> halvings, 1)) if chunk and layout is self.layout else limits
 
     def _self_check(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
         """Run the self-check if enabled; return the next step id. Raises RankFailure."""
@@ -227,6 +234,22 @@ class RankGroup:
         outcome = send_self_check(self.executor, self.layout, limits, self.ready, first_step)
         self._self_check_s = outcome.seconds
         return outcome.next_step
+
+    def _warm_up(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
+        """Run the warm-up within its time; return the next step id. The first start measures the prefill chunk, unless memory
+        was full. Raises RankFailure."""
+        chosen, first = self._settings.scheduler, self.state == "starting"
+        if not (seconds := seconds_of(chosen, self.ready)):
+            return first_step
+        if progress is not None:
+            for ready in self.ready:
+                progress(ready.rank, 0, 0, "warm")
+        sizes = chunk_sizes(chosen, self.layout, limits, self.ready) if first and not self._memory.halvings else []
+        seconds = seconds if first else min(seconds, AGAIN_S)
+        first_step, chunk = warm_up(self.executor, self.layout, limits, seconds, first_step, sizes)
+        if first:
+            self._chunk = self.layout, chunk
+        return first_step
 
     def proven(self) -> None:
         """Reset the failure counters, as ranks have produced tokens."""
@@ -352,6 +375,7 @@ class RankGroup:
                 self._metrics.kv_total.set(scheduler.limits.kv_tokens)
             if self._self_check_s < REPEAT_S:
                 scheduler.next_step = self._self_check(scheduler.limits, scheduler.next_step)
+            scheduler.next_step = self._warm_up(scheduler.limits, scheduler.next_step)
         except RankFailure as failure:
             return failure
         except UsageError as mistake:

@@ -9,8 +9,12 @@ activations.
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from tandem.errors import RankFailure
 from tandem.executors.executor import Executor
@@ -41,7 +45,8 @@ class ResultCollector:
         """Reports by step id and rank."""
 
     def complete(self, report: Stepped, ranks: Sequence[StageSpec]) -> Stepped | None:
-        """Add a report. With the last one of a step return the report that has the result, else None. Raises Disagreement."""
+        """Add a report. With the last one of a step return the report that has the result, with the compute seconds of the
+        slowest rank; else None. Raises Disagreement."""
         step_id = report.step.step_id
         reports = self._reports.setdefault(step_id, {})
         reports[report.step.rank] = report
@@ -50,7 +55,9 @@ class ResultCollector:
         del self._reports[step_id]
         if difference := _difference(step_id, {rank: stepped.step for rank, stepped in reports.items()}, ranks):
             raise Disagreement(difference)
-        return next(stepped for stepped in reports.values() if stepped.result is not None)
+        whole = next(stepped for stepped in reports.values() if stepped.result is not None)
+        slowest = max(stepped.step.busy_s for stepped in reports.values())
+        return whole if slowest == whole.step.busy_s else replace(whole, step=replace(whole.step, busy_s=slowest))
 
     def forget(self) -> None:
         """Drop all reports, as the ranks are lost and their unfinished steps do not count."""
@@ -98,22 +105,40 @@ class OfflineRun:
     answers: dict[str, OfflineResult]
     next_step: int
     """Step id of the next plan for these ranks."""
+    prefill_s: list[float] = field(default_factory=list)
+    """Compute seconds of the slowest rank, for each step with prompt tokens."""
 
 
 def run_offline(
-    executor: Executor, limits: Limits, requests: Sequence[EngineRequest], ranks: Sequence[StageSpec], *, first_step: int = 0
+    executor: Executor,
+    limits: Limits,
+    requests: Sequence[EngineRequest],
+    ranks: Sequence[StageSpec],
+    *,
+    first_step: int = 0,
+    until: float | None = None,
 ) -> OfflineRun:
     """Run `requests` to completion on the started `ranks`, without an engine; all sequences are removed at the end.
 
-    Uses its own scheduler, with step ids from `first_step`. Raises RequestError; raises RankFailure also for non-finite
-    logits or disagreeing ranks. Calls the executor's `on_wait` while it runs.
+    Uses its own scheduler, with step ids from `first_step`, without prefixes and drafts. `until`: time (`time.monotonic`) at
+    which the rest is aborted; refusals are then ignored. Calls the executor's `on_wait` while it runs. Raises RequestError;
+    raises RankFailure also for non-finite logits or disagreeing ranks.
     """
+    count = len(requests)
+    limits = dataclasses.replace(limits, prefix_tokens=0, speculation=None, max_queued_requests=count)
+    limits = dataclasses.replace(limits, max_queue_tokens=limits.kv_tokens * count)
     scheduler, collector = Scheduler(limits, first_step=first_step), ResultCollector()
     answers = {request.request_id: OfflineResult() for request in requests}
+    run, prompts = OfflineRun(answers, first_step), set[int]()
     for request in requests:
         scheduler.submit(request, seed=0)
     while not scheduler.idle:
+        if until is not None and time.monotonic() > until:
+            for request in requests:
+                scheduler.abort(request.request_id)
         while (plan := scheduler.next_plan()) is not None:
+            if plan.prefill:
+                prompts.add(plan.step_id)
             executor.submit(plan)
         executor.on_wait()
         for report in executor.collect(POLL_S):
@@ -121,9 +146,13 @@ def run_offline(
                 scheduler.compiled(report.request_id)
             whole = collector.complete(report, ranks) if isinstance(report, Stepped) else None
             if whole is not None and whole.result is not None:
+                if whole.step.step_id in prompts:
+                    run.prefill_s.append(whole.step.busy_s)
                 for message in scheduler.update(whole.result):
-                    _take(answers, message)
-    return OfflineRun(answers, scheduler.next_step)
+                    if until is None or not isinstance(message, Refused):
+                        _take(answers, message)
+    run.next_step = scheduler.next_step
+    return run
 
 
 def _take(answers: dict[str, OfflineResult], message: object) -> None:

@@ -86,17 +86,7 @@ def tolerance(layout: RankGroupLayout, ready: list[Ready]) -> float:
 
 
 def _limits(limits: Limits, micro_batches: int, chunk: int) -> Limits:
-    return replace(
-        limits,
-        micro_batches=micro_batches,
-        prefill_chunk=chunk,
-        max_batch_size=2 * micro_batches,
-        prefix_tokens=0,
-        speculation=None,
-        digests=True,
-        max_queued_requests=2 * micro_batches,
-        max_queue_tokens=limits.kv_tokens * 2 * micro_batches,
-    )
+    return replace(limits, micro_batches=micro_batches, prefill_chunk=chunk, max_batch_size=2 * micro_batches, digests=True)
 
 
 def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:

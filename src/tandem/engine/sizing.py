@@ -72,6 +72,7 @@ def make_limits(
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
         micro_batches=layout.micro_batches,
+        stages=layout.ranks[0].stages,
         max_batch_size=max(chosen.max_batch_size >> halvings, 1),
         prefill_chunk=max(chunk >> halvings, 1),
         kv_tokens=kv_tokens,

@@ -148,6 +148,7 @@ def build_runner(
     runner = Runner(
         stage,
         micro_batches=spec.micro_batches,
+        stages=spec.stages,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         link=link,

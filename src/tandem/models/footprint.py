@@ -18,6 +18,8 @@ GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 AHEAD_BYTES = 2**30
 """Upper limit, in bytes, on activations of the layer that a GPU starts before the previous one ends. MLX waits when
 memory is full."""
+MOST_EXPERTS = 8
+"""Experts of a token that are counted where the description does not tell their number."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
 """Head dimensions for which MLX's GPU attention is fused and stores no scores."""
 _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
@@ -142,6 +144,24 @@ def rank_states(description: ModelDescription, spec: StageSpec, sequences: int, 
 
 
 # ---- activations
+
+
+def rank_activations(description: ModelDescription, spec: StageSpec, tokens: int, context: int, *, gpu: bool) -> float:
+    """Return the bytes of activations on a rank for `tokens` prompt tokens. A mixture counts with `MOST_EXPERTS` a token."""
+    used = MOST_EXPERTS if description.expert_width else 0
+    return activation_bytes(
+        description,
+        tokens=tokens,
+        context=context,
+        item=compute_item(description, spec.dtype, gpu=gpu),
+        share=spec.share,
+        kv=1.0,
+        mlp_width=max(description.mlp_width, description.expert_width * used + description.shared_width)
+        or 4 * description.hidden_size,
+        experts_used=used,
+        gpu=gpu,
+        alone=len(range(*spec.layers)) == 1,
+    )
 
 
 def activation_bytes(

@@ -332,7 +332,7 @@ class LoadProgress(Struct, frozen=True, tag=True):
     """Bytes loaded so far."""
     total: int
     phase: str = "load"
-    """`fetch` to the rank's machine, then `load` into memory, then `check` on all ranks together."""
+    """`fetch` to the rank's machine, then `load` into memory, then `check` and `warm` on all ranks together."""
 
 
 class Ready(Struct, frozen=True, tag=True):

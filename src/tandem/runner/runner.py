@@ -96,6 +96,7 @@ class Runner:
         stage: StageModel,
         *,
         micro_batches: int,
+        stages: int = 1,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         link: StageLink | None = None,
@@ -130,7 +131,7 @@ class Runner:
         self.drafter = drafter
         """Draft model, on the sampling rank; None without one."""
         self._last = LastTokens()
-        self._inbox = TokenInbox(link, micro_batches + 1, self._last) if link is not None and stage.is_first else None
+        self._inbox = TokenInbox(link, micro_batches + stages + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
         """True while blocked on another stage. Readable from any thread."""
 

@@ -36,7 +36,9 @@ class Limits:
     eos_token_ids: frozenset[int]
     vocab_size: int
     depth: int = 2
-    """Maximum plans of one micro-batch without a result."""
+    """Maximum plans of one micro-batch without a result, beside those with prompt chunks alone."""
+    stages: int = 1
+    """Stages of the pipeline; one more chunk of prompts than that is in progress at once."""
     prefix_tokens: int = 0
     """KV positions, part of `kv_tokens`, for cached prefixes; 0 for no prefix cache."""
     prefix_trimmable: bool = True

@@ -32,6 +32,8 @@ class MicroBatch:
     removes: list[str] = field(default_factory=list)
     outstanding: int = 0
     """Number of plans sent without a result."""
+    sampling: int = 0
+    """Number of these plans that sample tokens."""
     _ahead: set[int] = field(default_factory=set)
     """Ids of outstanding plans that were sent before the previous result came back."""
     _shortest_first: int = 0
@@ -50,15 +52,18 @@ class MicroBatch:
 
     def sent(self, plan: StepPlan) -> None:
         """Record that `plan` is sent."""
-        if self.outstanding:
+        if self.sampling:
             self._ahead.add(plan.step_id)
-        self.names_tokens = not plan.hands_out
+        if not plan.pause:
+            self.names_tokens = not plan.hands_out
         self.outstanding += 1
+        self.sampling += bool(plan.sampled())
         self.last_step = plan.step_id
 
     def returned(self, plan: StepPlan) -> bool:
         """Record the result of `plan`. Return True if it was sent before the previous plan's result."""
         self.outstanding -= 1
+        self.sampling -= bool(plan.sampled())
         ahead = plan.step_id in self._ahead
         self._ahead.discard(plan.step_id)
         return ahead
@@ -72,6 +77,11 @@ class MicroBatch:
     def decoding(self) -> list[Sequence]:
         """Return the members whose prompt is computed, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.decoding]
+
+    @property
+    def prompts(self) -> bool:
+        """True if some members' prompts are not computed yet."""
+        return any(not sequence.decoding for sequence in self.members.values())
 
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
         """Return the KV positions needed after the next step, with up to `drafts` drafts per row and rows of `extra` lengths

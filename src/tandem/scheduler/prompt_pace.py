@@ -22,6 +22,8 @@ MOST_AHEAD = 20.0
 """Maximum pause of embedding prompts, in decode steps."""
 LEARN = 0.2
 """Weight of the latest step in the moving averages."""
+SAME_S = 1e-6
+"""Difference of times that is due to rounding."""
 ODD = 4.0
 """Cap of an outlier, as a multiple of the average: more is due to other causes."""
 
@@ -44,12 +46,13 @@ class PromptPace:
         self._ahead_s = 0.0
         """Seconds of embedding beside decoding streams, minus seconds of decoding since."""
 
-    def chunk(self, most: int, beside: Iterable[Sequence]) -> int:
+    def chunk(self, most: int, beside: Iterable[Sequence], plans: int = 1) -> int:
         """Return the prompt tokens allowed in the next step, given the running sequences `beside`. `most` if costs are
-        unknown or none of them decodes."""
+        unknown or none of them decodes. `plans`: steps with prompts that a sequence waits for between two tokens."""
         limit_s, token_s = self.limit_s, self.token_s
         if limit_s is None or token_s is None or not _streams(beside):
             return most
+        limit_s /= plans
         while token_s * self._halved(most) > limit_s * SLACK and self._halved(most) > LEAST:
             self._halvings += 1
         while self._halvings and token_s * (most >> (self._halvings - 1)) <= limit_s:
@@ -77,15 +80,25 @@ class PromptPace:
         return self._limit_s or None
 
     def took(
-        self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float, under_way: Collection[StepPlan]
+        self,
+        plan: StepPlan,
+        now: float | None,
+        seconds: float | None,
+        busy_s: float,
+        under_way: Collection[StepPlan],
+        *,
+        staged: bool = False,
     ) -> None:
         """Record a plan's result.
 
         `now`: time of the result in seconds. `seconds`: time since the micro-batch's previous result; None if it had none
-        directly before. `busy_s`: compute seconds of the sampling rank. `under_way`: other plans in progress.
+        directly before. `busy_s`: compute seconds of the slowest rank. `under_way`: other plans in progress. `staged`: chunks
+        of several steps are computed at once, by several stages, so that a prompt token costs the time of the slowest.
         """
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
+        if staged and tokens >= LEAST and busy_s > 0 and not (plan.decode and self._token_s):
+            self._token_s = _learnt(self._token_s, busy_s / tokens)
         if plan.decode and now is not None and seconds is not None:
             self._charge(
                 seconds,
@@ -93,7 +106,7 @@ class PromptPace:
                 or self._embedded_at >= now - seconds
                 or any(op.pooling is not None for one in under_way for op in one.prefill),
             )
-            if tokens >= LEAST:
+            if tokens >= LEAST and not staged:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
             elif not tokens and not self._disturbed(plan, now - seconds, under_way):
                 self._decode_s = _learnt(self._decode_s, seconds)
@@ -115,8 +128,11 @@ class PromptPace:
 
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
         """Return True if prompts of other micro-batches were computed meanwhile."""
-        return any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch) or any(
-            one.prefill and one.micro_batch != plan.micro_batch for one in under_way
+        own = self._prompted.get(plan.micro_batch, -math.inf) > since + SAME_S  # later than the previous step of its own
+        return (
+            own
+            or any(at >= since for micro_batch, at in self._prompted.items() if micro_batch != plan.micro_batch)
+            or any(one.prefill and one.micro_batch != plan.micro_batch for one in under_way)
         )
 
     def _halved(self, most: int) -> int:

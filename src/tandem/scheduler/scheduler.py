@@ -142,6 +142,8 @@ class Scheduler:
 
     def next_plan(self) -> StepPlan | None:
         """Return the next plan; None if there is no work or enough plans are in progress."""
+        if self.limits.stages > 1 and (plan := self._fill_stages()) is not None:
+            return plan
         if len(self._under_way) >= len(self.batches.micro_batches) + self.limits.depth - 1:
             return None
         for micro_batch in sorted(self.batches.micro_batches, key=lambda one: (one.outstanding, one.last_step)):
@@ -150,25 +152,42 @@ class Scheduler:
                 return plan
         return None
 
+    def _fill_stages(self) -> StepPlan | None:
+        """Return the next plan while prompts are computed over several stages; None to plan as without prompts.
+
+        Sequences whose tokens are known decode first. Else their micro-batch computes chunks of its prompts alone, until one
+        more than there are stages is in progress.
+        """
+        if all(one.decoding for one in self.batches.members()):
+            return None
+        room = sum(bool(plan.prefill) for plan in self._under_way.values()) <= self.limits.stages
+        for micro_batch in sorted(self.batches.micro_batches, key=lambda one: (one.sampling, one.last_step)):
+            pause = micro_batch.sampling > 0
+            if pause and not (room and not micro_batch.names_tokens and micro_batch.prompts):
+                continue
+            if (plan := self._plan(micro_batch, pause=pause, chunks=room)) is not None:
+                return plan
+        return None
+
     def _waits(self, micro_batch: MicroBatch) -> bool:
         """Return True if the micro-batch's next plan must contain tokens, and so wait for results."""
-        return micro_batch.outstanding > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
+        return micro_batch.sampling > 0 and (micro_batch.names_tokens or self._tries(micro_batch.decoding()) != (None, 0))
 
-    def _plan(self, micro_batch: MicroBatch) -> StepPlan | None:
+    def _plan(self, micro_batch: MicroBatch, *, pause: bool = False, chunks: bool = True) -> StepPlan | None:
+        """Return the next plan of `micro_batch`; None without work. `pause`: its sequences do not decode in it; `chunks`: it may
+        compute prompts."""
         for sequence in micro_batch.decoding():
             if sequence.complete:
                 micro_batch.drop(sequence)
         self.batches.make_room()
         if not self.batches.pressed:
             self._make_way(micro_batch)
-        decode = micro_batch.decoding()
+        decoding = micro_batch.decoding()
+        decode = [] if pause else decoding
         spec = self._speculate(micro_batch, decode)
         inserts, restores = self._admit(micro_batch)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in micro_batch.members.values())
-        prefill = micro_batch.prefill(
-            self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members()),
-            embeds=self.prompts.embeds(self.batches.members()),
-        )
+        prefill = micro_batch.prefill(self._chunk() if chunks else 0, embeds=self.prompts.embeds(self.batches.members()))
         removes = [request_id for one in self.batches.micro_batches for request_id in one.removes]
         keeps = self.migrations.write(micro_batch)
         if not (removes or inserts or decode or prefill or keeps or self.prefixes.leaving):
@@ -190,6 +209,7 @@ class Scheduler:
             fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
             spec_decode_plan=spec,
+            pause=pause and bool(decoding),
             digest=self.limits.digests,
             tidy=self.batches.pressed,
             kv_shapes=self.batches.shapes(micro_batch, prefill),
@@ -197,10 +217,16 @@ class Scheduler:
         self._commit(micro_batch, plan, decode, prefill)
         return plan
 
+    def _chunk(self) -> int:
+        """Return the prompt tokens allowed in the next step."""
+        stages = self.limits.stages
+        plans = stages + 1 if stages > 1 else 1
+        return self.prompts.chunk(self.limits.prefill_chunk, beside=self.batches.members(), plans=plans)
+
     def _speculate(self, micro_batch: MicroBatch, decode: list[Sequence]) -> SpecDecodePlan | None:
         """Return the tokens that the micro-batch decodes from, with drafts. None if each sequence decodes one token from the
         one that ranks hold."""
-        drafts, ask = (None, 0) if micro_batch.outstanding else self._tries(decode)
+        drafts, ask = (None, 0) if micro_batch.sampling else self._tries(decode)
         if not decode or (drafts is None and not ask and not micro_batch.names_tokens):
             return None
         return SpecDecodePlan(
@@ -309,7 +335,7 @@ class Scheduler:
             sequence.awaits_grammar = False
 
     def update(self, result: StepResult, now: float | None = None, busy_s: float = 0.0) -> list[EngineMessage]:
-        """Process the result of one step, for which the sampling rank computed `busy_s` seconds; return the messages for
+        """Process the result of one step, for which the slowest rank computed `busy_s` seconds; return the messages for
         clients.
 
         `now`: seconds of a monotonic clock, to measure step costs. None: not measured, so speculative decoding never starts.
@@ -338,9 +364,10 @@ class Scheduler:
                 sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
-        seconds = micro_batch.took(now)
-        self.speculation.took(plan, seconds, ahead=ahead)
-        self.prompts.took(plan, now, seconds, busy_s, self._under_way.values())
+        seconds = None if plan.pause else micro_batch.took(now)
+        beside = any(one.pause for one in self._under_way.values())
+        self.speculation.took(plan, None if beside else seconds, ahead=ahead)
+        self.prompts.took(plan, now, seconds, busy_s, self._under_way.values(), staged=self.limits.stages > 1)
         return outputs
 
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
