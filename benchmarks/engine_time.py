@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -27,6 +26,7 @@ GOALS = {"step of 256 rows, ms": 0.8, "waits of 32 rows, %": 2.0, "waits of 256 
 
 
 def main() -> None:
+    """Play both sides in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--against", default="HEAD~1", help="older commit that is measured beside this working tree")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each side, in turns")
@@ -35,17 +35,19 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure()))
         return
+    from harness import middle, table, verdict  # what follows is of this working tree, what is measured is not
+
+    from tandem.env import child_environment
+
     with tempfile.TemporaryDirectory() as directory:
         old = subprocess.run(["git", "-C", ROOT, "archive", args.against, "src"], check=True, capture_output=True)
         subprocess.run(["tar", "-x", "-C", directory], input=old.stdout, check=True)
         sides: dict[str, list[dict[str, float]]] = {directory: [], str(ROOT): []}
         for _ in range(args.rounds):
             for side, found in sides.items():
-                env = {**os.environ, "PYTHONPATH": f"{side}/src"}
+                env = child_environment({"PYTHONPATH": f"{side}/src"})
                 ran = subprocess.run([sys.executable, __file__, "--measure"], check=True, capture_output=True, env=env)
                 found.append(json.loads(ran.stdout.splitlines()[-1]))
-    from harness import middle, table, verdict
-
     before, after = sides.values()
     rows = []
     for name in after[0]:
