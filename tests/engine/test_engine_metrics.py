@@ -9,7 +9,7 @@ import pytest
 from tandem.engine import metrics
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.status_report import FEWEST, KEPT_STEPS, StageLatency
-from tandem.protocol.control import Timing
+from tandem.protocol.control import Output, Timing
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import InsertOp, RankStep, StepPlan
 from tandem.speculation.proposers import SpeculationCounts
@@ -39,7 +39,7 @@ def test_tokens_that_come_together_each_count_as_a_part_of_the_time(monkeypatch:
     one.arrived("a", 7)
     for later, tokens in ((1.0, 1), (0.4, 4), (0.1, 1)):
         now[0] += later
-        one.produced("a", tokens, None)
+        one.produced([Output("a", [1] * tokens)])
     text = one.text().decode()
     assert value(text, "inter_token_latency_seconds_count") == 5
     assert value(text, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
@@ -49,7 +49,7 @@ def test_tokens_that_come_together_each_count_as_a_part_of_the_time(monkeypatch:
 def test_a_request_that_its_client_has_all_of_is_a_success() -> None:
     one = EngineMetrics()
     one.arrived("a", 7)
-    one.produced("a", 1, None)
+    one.produced([Output("a", [1])])
     one.ended("a", "stop")
     text = one.text().decode()
     assert value(text, 'request_success_total{finished_reason="stop"}') == 1
@@ -69,13 +69,15 @@ def test_the_wait_for_a_batch_and_the_prompt_are_told_apart(monkeypatch: pytest.
     now[0] += 2
     one.admitted(joined("a"))
     now[0] += 0.5
-    assert one.produced("a", 1, None) == Timing(2.0, 0.5)
+    assert one.produced([Output("a", [1])]) == {"a": Timing(2.0, 0.5)}
     now[0] += 0.25
-    assert one.produced("a", 1, None) is None
+    assert one.produced([Output("a", [1])]) == {}
     now[0] += 4  # its ranks were lost
     one.admitted(joined("a"))
     now[0] += 1
-    assert one.produced("a", 1, "length") == Timing(4.0, 1.0), "from the last token that there was"
+    assert one.produced([Output("a", [1], finish_reason="length")]) == {"a": Timing(4.0, 1.0)}, (
+        "from the last token that there was"
+    )
     text = one.text().decode()
     assert value(text, "request_queue_time_seconds_sum") == 2 and value(text, "request_prefill_time_seconds_sum") == 0.5
     assert value(text, "request_decode_time_seconds_sum") == 5.25
@@ -87,7 +89,7 @@ def test_the_wait_for_a_batch_and_the_prompt_are_told_apart(monkeypatch: pytest.
 def test_what_another_engine_began_to_answer_has_no_prompt_and_no_first_token_here() -> None:
     one = EngineMetrics()
     one.arrived("a", 7, begun=True)
-    one.produced("a", 1, None)
+    one.produced([Output("a", [1])])
     text = one.text().decode()
     assert value(text, "prompt_tokens_total") == value(text, "time_to_first_token_seconds_count") == 0
     assert value(text, "inter_token_latency_seconds_count") == value(text, "generation_tokens_total") == 1

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from tandem.errors import UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
 from tandem.loading.seams import let_caches_attend
+from tandem.runner import kv_store
 from tandem.runner.kv_store import KVStore
 
 VOCAB = 61
@@ -134,11 +135,15 @@ class Reference:
 
 
 def step_both(store: KVStore, reference: Reference, rng: random.Random) -> None:
-    ids = store.ids
+    ids, order = store.ids, store.rows
     tokens = [rng.randrange(VOCAB) for _ in ids]
-    logits = reference.model(mx.array(tokens)[:, None], cache=store.batch())[:, -1]
+    fed = dict(zip(ids, tokens, strict=True))
+    logits = reference.model(mx.array([[fed.get(one, 0)] for one in order]), cache=store.batch())[:, -1]
     np.testing.assert_allclose(
-        np.array(logits), reference.step(ids, tokens), rtol=2e-4, atol=getattr(reference.model, "off", 2e-5)
+        np.array(logits)[[bool(one) for one in order]],
+        reference.step(ids, tokens),
+        rtol=2e-4,
+        atol=getattr(reference.model, "off", 2e-5),
     )
 
 
@@ -147,8 +152,10 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(
     model: Any, seed: int, cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(kv_store, "IDLE", 2)
     rng = random.Random(seed)
-    store, reference, serial = KVStore(model.make_cache), Reference(model), 0
+    store, reference, serial, idle = KVStore(model.make_cache), Reference(model), 0, 0
+    store.idles = not cuda
     for _ in range(40):
         action = rng.random()
         if action < 0.3 or not store.ids:
@@ -167,6 +174,26 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(
         assert {name: store.length(name) for name in store.ids} == {
             name: caches[0].offset for name, caches in reference.caches.items()
         }
+        idle += len(store.rows) - len(store)
+    assert (idle > 0) is not cuda
+
+
+def test_rows_leave_without_a_wait_for_the_device_while_others_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+    monkeypatch.setattr(mx, "eval", lambda moved: waits.append(any(moved)))
+    store = KVStore(lambda: [KVCache()])
+    store.idles = True
+    for i in range(32):
+        store.join(str(i), numbers(3, 0.0))
+    for i in range(32):
+        store.leave(str(i))
+        store.join(str(32 + i), numbers(3, 0.0))
+    assert not any(waits)
+    assert store.ids == [str(32 + i) for i in range(32)]
+    for i in range(32, 64):
+        store.leave(str(i))
+    assert 0 < sum(waits) < 12
+    assert store.nbytes == 0
 
 
 def test_attention_of_our_own_is_given_quantised_keys_too() -> None:

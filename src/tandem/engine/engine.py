@@ -258,15 +258,11 @@ class Engine:
         """Return the messages for clients since the last call. `pump` returns them too."""
         messages = list(self._out)
         self._out.clear()  # clear in place: `recover` appends to this list while its callbacks take messages
+        timings = self.metrics.produced(message for message in messages if isinstance(message, Output))
         for index, message in enumerate(messages):
             if isinstance(message, Output):
-                if message.cached_tokens:
-                    self.metrics.cached(message.cached_tokens, message.disk_tokens)
-                timing = self.metrics.produced(
-                    message.request_id, len(message.tokens), message.finish_reason, embedded=bool(message.vector)
-                )
-                if timing is not None:
-                    messages[index] = replace(message, timing=timing)
+                if timings and message.request_id in timings:  # its first one gets them
+                    messages[index] = replace(message, timing=timings.pop(message.request_id))
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)

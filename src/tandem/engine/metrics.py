@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from tandem.kv.disk import DiskCounts
-from tandem.protocol.control import Stepped, Timing
+from tandem.protocol.control import Output, Stepped, Timing
 from tandem.protocol.step import StepPlan
 from tandem.speculation.proposers import SpeculationCounts
 
@@ -36,6 +39,13 @@ class _Live:
     tokens: int = 0
 
 
+class _Histogram(Histogram):
+    def observe_all(self, amount: float, count: int) -> None:
+        """Observe `amount` `count` times at the cost of once: the rows of a step share the time since the last one."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+
+
 class EngineMetrics:
     """Prometheus metrics, and time stamps of live requests."""
 
@@ -57,8 +67,8 @@ class EngineMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"tandem_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
-            return Histogram(f"tandem_{name}", text, labels, registry=self.registry, buckets=buckets)
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> _Histogram:
+            return _Histogram(f"tandem_{name}", text, labels, registry=self.registry, buckets=buckets)
 
         self.ttft = histogram("time_to_first_token_seconds", "From arrival at the engine to the first token.")
         self.itl = histogram("inter_token_latency_seconds", "Between two tokens of one request.")
@@ -156,41 +166,44 @@ class EngineMetrics:
             if (live := self._live.get(insert.request_id)) is not None:
                 live.admitted = now
 
-    def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> Timing | None:
-        """Record `count` tokens of output; 0 for a request that ends with its prompt. `embedded`: it yields a vector.
-
-        Return the request's times if it joined a batch since its last output.
-        """
-        now = time.monotonic()
-        self.generation_tokens.inc(count)
-        self.generated += count
-        if embedded:
-            self.embeddings.inc()
-        live = self._live.get(request_id)
-        if live is None:
-            return None
-        live.tokens += count
-        if live.last is None:
-            self.prompt_tokens.inc(live.prompt_tokens)
-            waited = now - live.arrived
-            if count:
-                live.first = now
-                self.ttft.observe(waited)
-                self.recent_ttft_s = 0.8 * self.recent_ttft_s + 0.2 * waited if self.recent_ttft_s else waited
-        else:
-            for _ in range(count):  # several tokens arrive at once with accepted drafts
-                self.itl.observe((now - live.last) / count)
-        timing = None
-        if live.admitted is not None:
-            timing = Timing(live.admitted - (live.arrived if live.last is None else live.last), now - live.admitted)
+    def produced(self, outputs: Iterable[Output]) -> dict[str, Timing]:
+        """Record outputs that came together. Return the times of requests that joined a batch since their last output."""
+        now, tokens, gaps, timings = time.monotonic(), 0, Tally[float](), dict[str, Timing]()
+        for output in outputs:
+            count = len(output.tokens)
+            tokens += count
+            if output.cached_tokens:
+                self.cached(output.cached_tokens, output.disk_tokens)
+            if output.vector:
+                self.embeddings.inc()
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            live.tokens += count
             if live.last is None:
-                self.queue.observe(timing.queue_s)
-                self.prefill.observe(timing.prefill_s)
-                self.prefix_queries.inc(live.prompt_tokens)
-        live.last, live.admitted = now, None
-        if finish_reason:
-            self.ended(request_id, finish_reason)
-        return timing
+                self.prompt_tokens.inc(live.prompt_tokens)
+                waited = now - live.arrived
+                if count:
+                    live.first = now
+                    self.ttft.observe(waited)
+                    self.recent_ttft_s = 0.8 * self.recent_ttft_s + 0.2 * waited if self.recent_ttft_s else waited
+            elif count:
+                gaps[(now - live.last) / count] += count  # several tokens arrive at once with accepted drafts
+            if live.admitted is not None:
+                timing = Timing(live.admitted - (live.arrived if live.last is None else live.last), now - live.admitted)
+                timings[output.request_id] = timing
+                if live.last is None:
+                    self.queue.observe(timing.queue_s)
+                    self.prefill.observe(timing.prefill_s)
+                    self.prefix_queries.inc(live.prompt_tokens)
+            live.last, live.admitted = now, None
+            if output.finish_reason:
+                self.ended(output.request_id, output.finish_reason)
+        self.generation_tokens.inc(tokens)
+        self.generated += tokens
+        for gap, count in gaps.items():
+            self.itl.observe_all(gap, count)
+        return timings
 
     def ended(self, request_id: str, finish_reason: str) -> None:
         """Record a finished request with its latency and lengths."""

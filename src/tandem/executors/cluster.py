@@ -24,6 +24,7 @@ from tandem.executors.weight_source import serve_adapter, serve_model
 from tandem.launchers.base import Launcher, Place, ProcessGroup, RankProcess
 from tandem.log import Seldom
 from tandem.protocol.adapters import LoadAdapter
+from tandem.protocol.codec import encode
 from tandem.protocol.control import (
     Begin,
     Connect,
@@ -345,10 +346,11 @@ class ClusterExecutor(Executor):
     # --- the bus ---
 
     def _broadcast(self, command: RankCommand) -> None:
+        encoded = msgspec.Raw(encode(command))  # once, as a plan may hold a long prompt
         for spec in self._specs:
-            self._send(spec.rank, command)
+            self._send(spec.rank, encoded)
 
-    def _send(self, rank: int, command: RankCommand) -> None:
+    def _send(self, rank: int, command: RankCommand | msgspec.Raw) -> None:
         assert self._bus is not None
         try:
             self._bus.send(rank_identity(rank, self._generation), command)

@@ -14,7 +14,7 @@ Quantised keys are three such arrays (codes, scales, biases), as are values; tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -128,14 +128,14 @@ class KVBufferLayer:
         """Bytes of the KV buffer, used or not."""
         return sum(part.nbytes for part in self._parts)
 
-    def join(self, cache: Any, length: int) -> None:
-        """Append a row within the capacity, copied from a single-sequence cache of `length` tokens."""
+    def join(self, cache: Any, length: int, row: int) -> None:
+        """Append a row within the capacity, or replace `row`, by a copy of a single-sequence cache of `length` tokens."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
         rows, capacity = self._capacity.rows, self._used(self._capacity.positions)
         if not self._parts:
             self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
-        row, self._rows = self._rows, self._rows + 1
+        self._rows = max(self._rows, row + 1)
         start = (length - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # positions before the ring wraps
         for mine, part in zip(self._parts, new, strict=True):
@@ -144,18 +144,18 @@ class KVBufferLayer:
             if ends < held:
                 mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
 
-    def last_row(self, length: int) -> Sequence[mx.array]:
-        """Return copies of the last row. Gathered, since a slice would be a second reference to the buffer."""
-        return self._gathered(self._rows - 1, self._used(length))
+    def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
+        """Return copies of rows. Gathered, since a slice would be a second reference to the buffer."""
+        return self._gathered(rows, self._used(length))
 
-    def leave(self, row: int, last: Sequence[mx.array]) -> None:
-        """Drop `row`; the last row (`last`, evaluated copies) takes its place."""
-        self._rows -= 1
-        if not self._rows:
+    def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[mx.array]) -> None:
+        """Move rows (`copies`, evaluated) and keep the first `rows`: see LayerStore."""
+        self._rows = rows
+        if not rows:
             self._parts = []
-        elif row < self._rows:
-            for part, moved in zip(self._parts, last, strict=True):
-                part[row : row + 1, :, : moved.shape[2]] = moved
+        for i, row in enumerate(moves):
+            for part, moved in zip(self._parts, copies, strict=True):
+                part[row : row + 1, :, : moved.shape[2]] = moved[i : i + 1]
                 part[row : row + 1, :, moved.shape[2] :] = 0  # as in `join`
 
     def resize(self, capacity: KVShape) -> None:
@@ -174,11 +174,11 @@ class KVBufferLayer:
     def extract(self, row: int, length: int) -> KVCache | RotatingKVCache | GroupedKVCache:
         """Return a single-sequence cache with a copy of the row (lazy: evaluate before the next step)."""
         if self._groups is not None:
-            keys_then, values_then = _pair(self._gathered(row, length), self._groups)
+            keys_then, values_then = _pair(self._gathered([row], length), self._groups)
             grouped = GroupedKVCache(self._groups)
             grouped.state = (keys_then.parts, values_then.parts, length, self._groups.size, self._groups.bits)
             return grouped
-        keys, values = self._gathered(row, self._used(length))
+        keys, values = self._gathered([row], self._used(length))
         if not self._window:
             plain = KVCache()
             plain.state = (keys, values, length)
@@ -217,9 +217,9 @@ class KVBufferLayer:
     def _used(self, length: int) -> int:
         return min(length, self._ring) if self._ring else length
 
-    def _gathered(self, row: int, positions: int) -> Sequence[mx.array]:
-        """Return lazy copies [1, kv_heads, positions, head_dim] of one row. Gathering whole rows is five times as fast."""
-        at = mx.array([row], dtype=mx.int32)
+    def _gathered(self, rows: Sequence[int], positions: int) -> Sequence[mx.array]:
+        """Return lazy copies [rows, kv_heads, positions, head_dim] of rows. Gathering whole rows is five times as fast."""
+        at = mx.array(list(rows), dtype=mx.int32)
         return [mx.take(part, at, axis=0)[:, :, :positions] for part in self._parts]
 
 

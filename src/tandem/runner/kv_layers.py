@@ -7,7 +7,7 @@ whole batch, and adds, removes and extracts rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -99,14 +99,14 @@ class LayerStore(Protocol):
     def nbytes(self) -> int:
         """Bytes of the layer's arrays."""
 
-    def join(self, cache: Any, length: int) -> None:
-        """Append one row, copied from a single-sequence cache that holds `length` tokens."""
+    def join(self, cache: Any, length: int, row: int) -> None:
+        """Append one row, or replace the idle `row`, by a copy of a single-sequence cache that holds `length` tokens."""
 
-    def last_row(self, length: int) -> Sequence[mx.array]:
-        """Return lazy copies of the last row's data that `leave` needs; the store evaluates them for all layers at once."""
+    def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
+        """Return lazy copies of the rows' data that `settle` needs; the store evaluates them for all layers at once."""
 
-    def leave(self, row: int, last: Sequence[mx.array]) -> None:
-        """Drop `row`; the last row takes its place."""
+    def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[mx.array]) -> None:
+        """Put `copies` of the rows moves.values() into rows moves.keys(); keep the first `rows` rows."""
 
     def begin(self, step: RowStep) -> None:
         """Prepare the next forward pass, which writes as `step` describes."""
@@ -137,19 +137,19 @@ class ListLayer:
         """Bytes of all members."""
         return sum(store.nbytes for store in self._stores)
 
-    def join(self, cache: Any, length: int) -> None:
-        """Append a row: see LayerStore."""
+    def join(self, cache: Any, length: int, row: int) -> None:
+        """Add a row: see LayerStore."""
         for store, one in zip(self._stores, cache.caches, strict=True):
-            store.join(one, length)
+            store.join(one, length, row)
 
-    def last_row(self, length: int) -> Sequence[Any]:
-        """Return the lazy copies of the last row, one entry per member."""
-        return [store.last_row(length) for store in self._stores]
+    def copies(self, rows: Sequence[int], length: int) -> Sequence[Any]:
+        """Return the lazy copies of rows, one entry per member."""
+        return [store.copies(rows, length) for store in self._stores]
 
-    def leave(self, row: int, last: Sequence[Any]) -> None:
-        """Drop a row: see LayerStore."""
-        for store, one in zip(self._stores, last or [()] * len(self._stores), strict=True):
-            store.leave(row, one)
+    def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[Any]) -> None:
+        """Move rows: see LayerStore."""
+        for store, one in zip(self._stores, copies or [()] * len(self._stores), strict=True):
+            store.settle(rows, moves, one)
 
     def begin(self, step: RowStep) -> None:
         """Start a step in all members."""
@@ -200,29 +200,30 @@ class MergedLayer:
         """Bytes of the layer's arrays."""
         return 0 if self._batch is None else int(self._batch.nbytes)
 
-    def join(self, cache: Any, length: int) -> None:
-        """Append a row: see LayerStore."""
-        row = type(cache).merge([cache])
+    def join(self, cache: Any, length: int, row: int) -> None:
+        """Add a row: see LayerStore."""
+        new = type(cache).merge([cache])
         if self._batch is None:
-            self._batch = row
+            self._batch = new
         else:
-            self._batch.extend(row)
+            self._batch.extend(new)
         self._rows += 1
+        if row < self._rows - 1:
+            self.settle(self._rows - 1, {row: self._rows - 1}, ())
 
-    def last_row(self, length: int) -> Sequence[mx.array]:
-        """Return nothing, as `leave` gathers rows itself."""
+    def copies(self, rows: Sequence[int], length: int) -> Sequence[mx.array]:
+        """Return nothing, as `settle` gathers rows itself."""
         return ()
 
-    def leave(self, row: int, last: Sequence[mx.array]) -> None:
-        """Drop a row: see LayerStore."""
-        self._rows -= 1
-        if not self._rows:
-            self._batch = None
+    def settle(self, rows: int, moves: Mapping[int, int], copies: Sequence[mx.array]) -> None:
+        """Move rows: see LayerStore."""
+        if rows == self._rows:
             return
-        order = list(range(self._rows))
-        if row < self._rows:
-            order[row] = self._rows
-        self._batch.filter(mx.array(order, dtype=mx.int32))
+        self._rows = rows
+        if not rows:
+            self._batch = None
+        else:
+            self._batch.filter(mx.array([moves.get(row, row) for row in range(rows)], dtype=mx.int32))
 
     def begin(self, step: RowStep) -> None:
         """Do nothing: mlx-lm's batch caches track their own lengths."""

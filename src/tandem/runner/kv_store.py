@@ -1,8 +1,9 @@
 """KV of one micro-batch's decoding sequences: rows join after prefill, grow by a token per step, and leave.
 
-A sequence joins as the last row; when one leaves, the last row takes its place. The row order depends only on joins and
-leaves. So all ranks, which see the same plans, have the same order without communication. `ids` is that order; decode batches
-use it.
+A sequence joins as the last row; when one leaves, the last row takes its place. Such a move waits for the device, so a row that
+leaves may stay idle until another joins there: it is computed, and its result is dropped. The row order depends only on joins
+and leaves. So all ranks, which see the same plans, have the same order without communication. `rows` is that order; decode
+batches use it.
 
 Attention layers (full or sliding window) use KV buffers (kv_buffer.py). Other kinds of cache use mlx-lm's own batch classes
 (kv_layers.py). Rationale: docs/adr/0002-kv-store.md.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.kv.budget import kv_shape
@@ -24,22 +25,33 @@ from tandem.protocol.step import KVShape
 from tandem.runner.kv_buffer import Attention, KVBufferLayer
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable
 
+IDLE = 8
+"""Rows for which one may be idle."""
+
 
 class Rows:
     """Request ids in row order, with rows and lengths. Stores update them as rows join, move and leave."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
+        """Request id of each row; empty for an idle one."""
+        self.idles = False
+        """True if rows may be idle; set equally on all ranks, and only if `may_idle` holds for all caches of the model."""
         self._rows: dict[str, int] = {}
         self._lengths: list[int] = []
 
     @property
     def ids(self) -> list[str]:
-        """Request ids in row order: row i of the decode batch is ids[i]. Returns a copy."""
+        """Request ids in row order. Returns a copy."""
+        return list(filter(None, self._ids))
+
+    @property
+    def rows(self) -> list[str]:
+        """Request id of each row of the decode batch, empty for an idle row. Returns a copy."""
         return list(self._ids)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._rows)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._rows
@@ -49,27 +61,41 @@ class Rows:
         unknown."""
         return self._lengths[self._rows[request_id]]
 
-    def _append(self, request_id: str, length: int) -> None:
-        """Append a row. Raises ValueError for a known id or an empty row."""
+    def _add(self, request_id: str, length: int) -> int:
+        """Take the first idle row, or append one; return its number. Raises ValueError for a known id or an empty row."""
         if request_id in self._rows or length < 1:
             raise ValueError(f"sequence {request_id} is in the KV store already, or joins before its prefill")
-        self._rows[request_id] = len(self._ids)
-        self._ids.append(request_id)
-        self._lengths.append(length)
-
-    def _drop(self, request_id: str) -> int:
-        """Remove a row, whose place the last one takes; return its number. Raises KeyError if unknown."""
-        row = self._rows.pop(request_id)
-        last_id, last_length = self._ids.pop(), self._lengths.pop()
-        if row < len(self._ids):
-            self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
+        row = self._ids.index("") if len(self._rows) < len(self._ids) else len(self._ids)
+        self._rows[request_id] = row
+        self._ids[row : row + 1], self._lengths[row : row + 1] = [request_id], [length]
         return row
+
+    def _drop(self, request_id: str) -> tuple[int, dict[int, int]]:
+        """Remove a row, and `_pack` if too many are idle. Raises KeyError if unknown."""
+        row = self._rows.pop(request_id)
+        self._ids[row], self._lengths[row] = "", 0
+        return self._pack(len(self._rows) // IDLE if self.idles else 0)
+
+    def _pack(self, idle: int = 0) -> tuple[int, dict[int, int]]:
+        """Drop idle rows at the end. If more than `idle` remain, the last rows take their places. Return the number of rows
+        kept, and by row the one that moves there."""
+        live = len(self._rows)
+        while self._ids and not self._ids[-1]:
+            del self._ids[-1], self._lengths[-1]
+        moves: dict[int, int] = {}
+        if len(self._ids) - live > idle:
+            free = [i for i, one in enumerate(self._ids[:live]) if not one]
+            moves = dict(zip(free, (i for i in reversed(range(live, len(self._ids))) if self._ids[i]), strict=True))
+            for to, moved in moves.items():
+                self._ids[to], self._lengths[to], self._rows[self._ids[moved]] = self._ids[moved], self._lengths[moved], to
+            del self._ids[live:], self._lengths[live:]
+        return len(self._ids), moves
 
     def check(self) -> None:
         """Raise AssertionError unless the tables agree (for tests)."""
-        if [self._rows[request_id] for request_id in self._ids] != list(range(len(self._rows))):
+        if {request_id: row for row, request_id in enumerate(self._ids) if request_id} != self._rows:
             raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
-        if len(self._lengths) != len(self._ids) or any(length < 1 for length in self._lengths):
+        if [length > 0 for length in self._lengths] != [bool(one) for one in self._ids]:
             raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
 
 
@@ -95,6 +121,8 @@ class KVStore(Rows):
         Without a call the store chooses its capacity. Raises BatchDesync if the rows do not fit.
         """
         self._allotted = shape
+        if shape.rows < len(self._ids):
+            self._settle(*self._pack())
         if shape.size < self._shape.size:
             self._resize(shape)
 
@@ -131,28 +159,31 @@ class KVStore(Rows):
                 f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
                 f"{len(self._layers)} layers, or such as hold another number of tokens"
             )
-        self._append(request_id, length)
+        row = self._add(request_id, length)
         self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
-            layer.join(cache, length)
+            layer.join(cache, length, row)
 
     def leave(self, request_id: str) -> None:
-        """Drop a row; the last row takes its place. Raises KeyError if unknown."""
-        moves = self._rows[request_id] < len(self._ids) - 1
-        moved = [layer.last_row(self._lengths[-1]) if moves else () for layer in self._layers]
+        """Drop a row, which may stay idle; otherwise the last row takes its place. Raises KeyError if unknown."""
+        self._settle(*self._drop(request_id))
+
+    def _settle(self, rows: int, moves: dict[int, int]) -> None:
+        """Apply the result of `_pack` to the layers."""
+        longest = max((self._lengths[to] for to in moves), default=0)
+        moved = [layer.copies(list(moves.values()), longest) if moves else () for layer in self._layers]
         mx.eval(moved)  # evaluate before the writes, which are in place only if no other operation reads the buffer
-        row = self._drop(request_id)
-        for layer, last in zip(self._layers, moved, strict=True):
-            layer.leave(row, last)
+        for layer, copies in zip(self._layers, moved, strict=True):
+            layer.settle(rows, moves, copies)
         if not self._ids:
             self._shape = KVShape()
         elif self._allotted is None:
             self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
     def batch(self, counts: Sequence[int] | None = None) -> list[Cache]:
-        """Start a decode step over all rows. Return one cache per layer, for StageModel.forward on [rows, width].
+        """Start a decode step over all `rows`. Return one cache per layer, for StageModel.forward on [rows, width].
 
-        `counts`: tokens of each row, one by default; the width is their maximum, and shorter rows are padded. Row lengths
+        `counts`: tokens of each row, one by default; the width is their maximum, and shorter rows are padded. Lengths of rows
         grow by `counts` at once. The forward pass must be built before the next call. Raises ValueError for invalid counts.
         """
         if not self._ids:
@@ -160,11 +191,12 @@ class KVStore(Rows):
         counts = [1] * len(self._ids) if counts is None else counts
         if len(counts) != len(self._ids) or not 1 <= min(counts) <= max(counts) <= 1 + self._drafts:
             raise ValueError(f"{list(counts)} tokens for {len(self._ids)} rows with at most {self._drafts} drafts")
-        step = RowStep(tuple(self._lengths), max(counts))
+        shortest = min(filter(None, self._lengths))  # an idle row is as long, so that it needs no mask where others need none
+        step = RowStep(tuple(length or shortest for length in self._lengths), max(counts))
         self._hold(len(self._ids), step.longest + step.width)
         for layer in self._layers:
             layer.begin(step)
-        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        self._lengths = [length and length + count for length, count in zip(self._lengths, counts, strict=True)]
         return [layer.cache for layer in self._layers]
 
     def cut(self, request_id: str, length: int) -> None:
@@ -189,6 +221,13 @@ class KVStore(Rows):
         super().check()
         for layer in self._layers:
             layer.check(self._lengths)
+
+
+def may_idle(cache: Cache) -> bool:
+    """Return True if a batch of caches of this class may have rows that are computed for nothing, at any length."""
+    if isinstance(cache, CacheList):
+        return not all(type(one) is KVCache for one in cache.caches) and all(map(may_idle, cache.caches))
+    return type(cache) in (KVCache, RotatingKVCache, GroupedKVCache, ArraysCache) and batchable(cache)
 
 
 class RowsApart(Rows):
@@ -222,14 +261,15 @@ class RowsApart(Rows):
         """Append a row, like `KVStore.join`, but keep the caches themselves."""
         if len(caches) != self._layers:
             raise ValueError(f"sequence {request_id} has {len(caches)} caches for {self._layers} layers")
-        self._append(request_id, length)
+        self._add(request_id, length)
         self._caches.append(list(caches))
 
     def leave(self, request_id: str) -> None:
         """Drop a row; the last row takes its place. Raises KeyError if unknown."""
-        row, last_caches = self._drop(request_id), self._caches.pop()
-        if row < len(self._caches):
-            self._caches[row] = last_caches
+        rows, moves = self._drop(request_id)
+        for row, moved in moves.items():
+            self._caches[row] = self._caches[moved]
+        del self._caches[rows:]
 
     def batch(self, counts: Sequence[int] | None = None) -> Apart:
         """Start a decode step, like `KVStore.batch`; return the rows' caches."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_buffer import Attention
+from tandem.runner.kv_store import may_idle
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.micro_batch import MicroBatchState
 from tandem.runner.pooler import Pooler, label_logprobs, vector_bytes
@@ -124,6 +126,8 @@ class Runner:
         self._micro_batches = [
             MicroBatchState(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention) for _ in range(micro_batches)
         ]
+        for one in self._micro_batches:
+            one.store.idles = not stage.one_by_one and all(map(may_idle, stage.caches_of_all_stages()))
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
@@ -217,33 +221,37 @@ class Runner:
             self.drafter.follow(plan)
 
     def _decode(self, plan: StepPlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
-        ids = list(micro_batch.store.ids)
+        ids, order = micro_batch.store.ids, micro_batch.store.rows
         if plan.spec_decode_plan is not None:
             self._verify(plan, plan.spec_decode_plan, micro_batch, pending)
             return
         tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
-        self._choose_adapters(micro_batch, ids)
-        hidden = self._forward(pending, (len(ids), 1), tokens, micro_batch.store.batch())
+        if tokens is not None and len(ids) < len(order):  # an idle row takes the token of the row before, or of the first
+            tokens = tokens[mx.array([max(n - 1, 0) for n in accumulate(map(bool, order))], dtype=mx.int32)]
+        self._choose_adapters(micro_batch, order)
+        hidden = self._forward(pending, (len(order), 1), tokens, micro_batch.store.batch())
+        if len(ids) < len(order):
+            hidden = hidden[mx.array([row for row, one in enumerate(order) if one], dtype=mx.int32)]
         self._sample(pending, hidden[:, -1:], ids)
 
     def _verify(self, plan: StepPlan, spec: SpecDecodePlan, micro_batch: MicroBatchState, pending: PendingStep) -> None:
         """Decode the plan's tokens with drafts, and sample after each of them."""
-        ids, width = list(micro_batch.store.ids), plan.width
+        order, width = micro_batch.store.rows, plan.width
         rows = {row.request_id: row for row in spec.rows}
-        fed = [rows[one].tokens for one in ids]
+        fed = [rows[one].tokens if one else [0] for one in order]
         tokens = None
         if self.stage.is_first:
             tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
-        self._choose_adapters(micro_batch, ids)
-        hidden = self._forward(pending, (len(ids), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
+        self._choose_adapters(micro_batch, order)
+        hidden = self._forward(pending, (len(order), width), tokens, micro_batch.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
-            for one in ids:
+            for one in filter(None, order):
                 self._sampler.place(one, rows[one].length + 1, rows[one].tokens)
-        places = [row * width + i for row, given in enumerate(fed) for i in range(len(given))]
+        places = [row * width + i for row, given in enumerate(fed) if order[row] for i in range(len(given))]
         hidden = hidden.reshape(-1, 1, hidden.shape[-1])
         if len(places) < hidden.shape[0]:
             hidden = hidden[mx.array(places, dtype=mx.int32)]
-        self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
+        self._sample(pending, hidden, [one for one, given in zip(order, fed, strict=True) if one for _ in given])
 
     def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
         """Draft tokens after the step's sampled ones; waits for those. None if nothing was sampled."""
@@ -331,9 +339,9 @@ class Runner:
                 pending.vectors.append((op.request_id, vector))
 
     def _choose_adapters(self, micro_batch: MicroBatchState, ids: list[str]) -> None:
-        """Choose the LoRA adapter of each of `ids` for the next forward pass."""
+        """Choose the LoRA adapter of each of `ids` (empty: an idle row) for the next forward pass."""
         if self.stage.adapters.most:
-            self.stage.adapters.choose([micro_batch.held[one].insert.adapter for one in ids])
+            self.stage.adapters.choose([micro_batch.held[one].insert.adapter if one else 0 for one in ids])
 
     def _forward(
         self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None, caches: Sequence[Cache] | Apart

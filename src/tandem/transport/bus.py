@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Generic, TypeVar
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
@@ -129,7 +130,7 @@ class SpokeSocket(MemberSocket, Generic[Sent, Received]):
         return self._decoder.decode(self.socket.recv())
 
 
-class EngineBus(HubSocket[RankCommand, RankMessage]):
+class EngineBus(HubSocket[RankCommand | msgspec.Raw, RankMessage]):
     """The engine's end of the bus."""
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
