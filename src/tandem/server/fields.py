@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from pydantic import BaseModel
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, invalid
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _take_renamed(name: str, ours: str, value: object, data: Mapping[str, object
         return {}
     own = data.get(ours)
     if own is not None and own != value:
-        raise RequestError(f"'{name}' and '{ours}' contradict each other; give one of them.", param=name, code="invalid_value")
+        raise invalid(name, f"'{name}' and '{ours}' contradict each other; give one of them.")
     kept[ours] = value
     return {ours: name}
 

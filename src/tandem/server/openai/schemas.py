@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.errors import RequestError
+from tandem.errors import invalid
 from tandem.json_types import JsonObject
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.protocol.request import StructuredOutputs
@@ -205,9 +205,7 @@ class SamplingFields(Strict):
                     response_formats[f"structured_outputs.{name}"] = _form(name, value)
         if len(response_formats) > 1:
             first, second, *_ = response_formats
-            raise RequestError(
-                f"'{first}' and '{second}' both ask for a form; give one of them.", param=second, code="invalid_value"
-            )
+            raise invalid(second, f"'{first}' and '{second}' both ask for a form; give one of them.")
         return next(iter(response_formats.items()), None)
 
     @property
